@@ -13,7 +13,7 @@ from trimaran.core import Plan, Recipe, parse_recipe
 from trimaran.machine import parse_cluster
 from trimaran.models import VlmSpec, outline_for, spec_of
 from trimaran.planner import Question, check_plan
-from trimaran.planner.search.search import search
+from trimaran.planner.search.goals import search
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL, LARGE = RECIPES / "vlm-internvl-tiny.yaml", RECIPES / "case-studies" / "vlm-26b-train-8xh100.yaml"

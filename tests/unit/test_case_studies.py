@@ -14,7 +14,7 @@ from trimaran.core import GIB, Bytes, Mesh, Plan, Prediction
 from trimaran.cost import predict
 from trimaran.models import Outline
 from trimaran.planner import PlanAnswer, Question, with_frozen_tower
-from trimaran.planner.search.search import search
+from trimaran.planner.search.goals import search
 
 CASES = Path(__file__).parents[2] / "recipes" / "case-studies"
 

@@ -30,9 +30,9 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from trimaran.core import UserError
-from trimaran.models.hub.hub_files import fetch_dataset
-from trimaran.models.hub.hub_files import fetch_model, fetch_small_files
-from trimaran.models.hub.hub_names import HubRepo
+from trimaran.models.hub_files import fetch_dataset
+from trimaran.models.hub_files import fetch_model, fetch_small_files
+from trimaran.models.hub_names import HubRepo
 
 for line in sys.argv[1:]:
     what, name, revision, rest = (line.split(",") + ["", ""])[:4]

@@ -10,7 +10,7 @@ from trimaran.cost import GatheredUnit, exposed_gathers, exposed_reduction, ring
 from trimaran.machine import parse_cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import Question, choose, choose_comm
-from trimaran.planner.search.search import search
+from trimaran.planner.search.goals import search
 
 MEBIBYTE = 1 << 20
 

@@ -18,7 +18,7 @@ from trimaran.planner import (
     best_plans,
     find_plans,
 )
-from trimaran.planner.search.search import search
+from trimaran.planner.search.goals import search
 
 
 def request(preset: str, cluster: str, *settings: str, seq_len: int = 4096, batch: int = 64) -> PlanRequest:

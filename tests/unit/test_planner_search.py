@@ -40,7 +40,7 @@ from trimaran.planner import (
     resized_cluster,
     smallest_cluster,
 )
-from trimaran.planner.search.search import search
+from trimaran.planner.search.goals import search
 
 
 def question_for(spec: ModelSpec, text: str, *, batch: int, seq_len: int, **more: object) -> Question:

@@ -14,7 +14,7 @@ from trimaran.core import Plan, parse_recipe
 from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, outline_of
 from trimaran.planner import Question, reliability_of
-from trimaran.planner.search.search import search
+from trimaran.planner.search.goals import search
 
 SMALL = ["--days", "3", "--runs", "2", "--seq-len", "4096", "--global-batch", "64"]
 

@@ -13,7 +13,7 @@ from trimaran.models import PRESETS, VLM_PRESETS, outline_for, spec_of, split_by
 from trimaran.nets import network_of, tower_of
 from trimaran.parallel import LR_FACTOR, apply_recompute, assign_images, build_optimizer, freeze_towers, tower_of_blocks
 from trimaran.planner import Question, check_plan, check_tensor, check_towers, choose
-from trimaran.planner.search.search import search
+from trimaran.planner.search.goals import search
 
 TOWERS = {"vision": "vision.", "projector": "projector.", "language": "language."}
 EIGHT = parse_cluster("8xH100")

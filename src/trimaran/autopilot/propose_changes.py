@@ -28,8 +28,8 @@ from trimaran.doctor.predicted_gain import forecast, predicted_gain
 from trimaran.doctor.step_breakdown import StepBreakdown, get_number, step_breakdown
 from trimaran.planner.change_plan import RESULT_FIELDS, is_in_place
 from trimaran.planner.memory_ladder import plan_with
+from trimaran.planner.search.goals import search
 from trimaran.planner.search.neighbours import neighbour_patches
-from trimaran.planner.search.search import search
 
 MAX_HOST_MEMORY_FRACTION = 0.9  # in use, above which no loader processes are added
 MAX_HOST_SAMPLES = 64  # of the nodes, the most recent ones

@@ -9,7 +9,7 @@ from trimaran.core import Plan, UserError
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.rules.balance import slow_computer
 from trimaran.doctor.step_breakdown import MIN_STEPS, StepBreakdown, steady_steps, step_breakdown
-from trimaran.planner.rules.unequal_rules import check_micro_batches
+from trimaran.planner.rules.replica_rules import check_micro_batches
 
 FIELD = "plan.micro_batches"
 MIN_UNCERTAINTY = 0.05  # of a step

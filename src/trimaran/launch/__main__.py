@@ -51,7 +51,7 @@ from trimaran.launch.supervise.replan import cluster_of  # noqa: E402
 from trimaran.launch.supervise.run_token import given_token, keep_token, needed_token  # noqa: E402
 from trimaran.launch.supervise.supervisor import Supervisor, file_lost_supervisor  # noqa: E402
 from trimaran.machine import Cluster  # noqa: E402
-from trimaran.models.hub.hub_files import restore_missing_files  # noqa: E402
+from trimaran.models.hub_files import restore_missing_files  # noqa: E402
 from trimaran.runs import RunDirectory, last_step, open_run  # noqa: E402
 from trimaran.runs.attempts import AttemptLog  # noqa: E402
 from trimaran.runs.compile_cache import refuse_unusable  # noqa: E402

@@ -13,8 +13,8 @@ from .hf_facts import (
     missing_package as missing_package, refuse_ep_degree as refuse_ep_degree, write_facts as write_facts,
 )
 from .hf_language import EAGER_ATTENTION as EAGER_ATTENTION, FAMILY_TRAITS as FAMILY_TRAITS
-from .hub.hub_files import dataset_folder as dataset_folder, split_of_folder as split_of_folder
-from .hub.hub_names import (
+from .hub_files import dataset_folder as dataset_folder, split_of_folder as split_of_folder
+from .hub_names import (
     HubRepo as HubRepo, hub_error as hub_error, hub_repo_of as hub_repo_of, is_hub_name as is_hub_name,
     near_folder as near_folder, repo_name as repo_name,
 )

@@ -12,7 +12,7 @@ from trimaran.core.regular_files import expand_user
 from trimaran.models.adapter_rules import with_adapter
 from trimaran.models.any_spec import decoder_of, spec_outline, vision_of
 from trimaran.models.config_fields import read_json
-from trimaran.models.hub.hub_names import repo_name
+from trimaran.models.hub_names import repo_name
 from trimaran.models.model_presets import PRESETS, VLM_PRESETS
 from trimaran.models.outline import Outline, OutlineLayer, outline_of
 from trimaran.models.section_spec import MAX_CONFIG_BYTES, model_folder, preset_of, spec_of

@@ -10,7 +10,7 @@ from trimaran.core.recipe import PredictionSection
 from trimaran.core.regular_files import expand_user
 from trimaran.models.any_spec import Spec
 from trimaran.models.config_fields import changed, read_json, refuse_unknown, wrong_value
-from trimaran.models.hub.hub_names import near_folder, repo_name
+from trimaran.models.hub_names import near_folder, repo_name
 from trimaran.models.layer_variations import PredictionSpec
 from trimaran.models.model_presets import PRESETS, VLM_PRESETS
 from trimaran.models.spec import Block, ModelSpec

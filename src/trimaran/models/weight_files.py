@@ -13,7 +13,7 @@ from typing import Any
 from trimaran.core import ModelSection, UserError
 from trimaran.core.regular_files import check_regular_file, open_regular_file, read_regular_text, write_atomically
 from trimaran.models.config_fields import read_json
-from trimaran.models.hub.hub_names import hub_repo_of
+from trimaran.models.hub_names import hub_repo_of
 from trimaran.models.section_spec import model_folder, spec_of
 
 MAX_INDEX_BYTES = 100_000_000

@@ -4,71 +4,77 @@ from .balance_stages import MeasuredStages as MeasuredStages, balanced_cut as ba
 from .change_plan import (
     apply_patch as apply_patch, change_run as change_run, is_in_place as is_in_place, patch_between as patch_between,
 )
-from .choose import choose as choose, no_fit_error as no_fit_error
-from .comm_choices import choose_comm as choose_comm
-from .emit.emission import Emission as Emission
-from .emit.peft import PEFT_FILE as PEFT_FILE
-from .example_lines import example_text as example_text
-from .explain import MEANING as MEANING, PHASE_MEANING as PHASE_MEANING, explain as explain
-from .hints import with_frozen_tower as with_frozen_tower
-from .least_memory import fits_on as fits_on, resized_cluster as resized_cluster, smallest_cluster as smallest_cluster
-from .measure.choose_next import (
-    TrialCosts as TrialCosts, best_of as best_of, costs_of as costs_of, propose as propose, why_not as why_not,
-)
-from .measure.fewer_layers import (
-    extrapolated as extrapolated, refuse_fewer_layers as refuse_fewer_layers, with_layers as with_layers,
+from .emit.emission import Emission as Emission, PEFT_FILE as PEFT_FILE
+from .hints import (
+    fits_on as fits_on, resized_cluster as resized_cluster, smallest_cluster as smallest_cluster,
+    with_frozen_tower as with_frozen_tower,
 )
 from .measure.fit_rates import fit_rates as fit_rates
-from .measure.measured_plan import measured_plans as measured_plans, pins_of as pins_of
 from .measure.measured_run import (
     RankStart as RankStart, plans_in_force as plans_in_force, read_measured_run as read_measured_run,
 )
-from .measure.rank_process import run_rank as run_rank
-from .measure.rank_task import MeasuredRank as MeasuredRank, RankAnswer as RankAnswer, RankTask as RankTask
+from .measure.rank_task import (
+    MeasuredRank as MeasuredRank, RankAnswer as RankAnswer, RankTask as RankTask, run_rank as run_rank,
+)
 from .measure.rate_model import (
     Observation as Observation, Parameter as Parameter, StepModel as StepModel, parameters_of as parameters_of,
 )
 from .measure.rehearsal import (
     RehearsalRequest as RehearsalRequest, RehearsedRank as RehearsedRank, compose_step as compose_step,
-    predicted_rank as predicted_rank,
+    extrapolated as extrapolated, predicted_rank as predicted_rank, refuse_fewer_layers as refuse_fewer_layers,
+    with_layers as with_layers,
 )
 from .measure.run_index import (
-    find_runs as find_runs, index_path as index_path, open_index as open_index, stamp_of as stamp_of,
+    find_runs as find_runs, index_path as index_path, measured_plans as measured_plans, open_index as open_index,
+    pins_of as pins_of, stamp_of as stamp_of,
 )
 from .measure.steady_steps import steady_steps as steady_steps
 from .measure.step_time_model import (
     ExpectedTime as ExpectedTime, StepTimeModel as StepTimeModel, expected_gain as expected_gain,
 )
 from .measure.trial_record import (
-    MeasuredTrial as MeasuredTrial, TrialLimits as TrialLimits, TriedCandidate as TriedCandidate,
-    TuneCandidate as TuneCandidate, combine as combine,
+    MeasuredTrial as MeasuredTrial, TrialLimits as TrialLimits, TrialStore as TrialStore,
+    TriedCandidate as TriedCandidate, TuneCandidate as TuneCandidate, combine as combine,
+    locked_folder as locked_folder,
 )
-from .measure.trial_store import TrialStore as TrialStore, locked_folder as locked_folder
-from .measure.tuner import TuneResult as TuneResult, TuneTask as TuneTask, Tuner as Tuner
+from .measure.tuner import (
+    TrialCosts as TrialCosts, TuneResult as TuneResult, TuneTask as TuneTask, Tuner as Tuner, best_of as best_of,
+    costs_of as costs_of, propose as propose, why_not as why_not,
+)
 from .memory_ladder import (
     Patch as Patch, all_changes as all_changes, cheapest_first as cheapest_first, describe_change as describe_change,
     may_expand_segments as may_expand_segments, next_rung as next_rung, plan_bytes as plan_bytes,
     plan_with as plan_with,
 )
-from .predict_bulk import MAX_LINE_BYTES as MAX_LINE_BYTES, answer_line as answer_line, predict_line as predict_line
+from .plan_choices import choose_comm as choose_comm
+from .predict_bulk import (
+    MAX_LINE_BYTES as MAX_LINE_BYTES, answer_line as answer_line, example_text as example_text,
+    predict_line as predict_line,
+)
 from .predict_request import job_of as job_of
-from .question import GOALS as GOALS, Goal as Goal, NearMiss as NearMiss, PlanAnswer as PlanAnswer, Question as Question
+from .question import (
+    GOALS as GOALS, Goal as Goal, MEANING as MEANING, NearMiss as NearMiss, PHASE_MEANING as PHASE_MEANING,
+    PlanAnswer as PlanAnswer, Question as Question, explain as explain,
+)
+from .read.read_accelerate import read_pins as read_pins
 from .read.read_config import ReadConfig as ReadConfig
-from .read.read_pins import read_pins as read_pins
 from .reliability import reliability_of as reliability_of
-from .risk import OFFLOAD_RATIO as OFFLOAD_RATIO
-from .rules.axis_rules import check_axes as check_axes, check_hf_model as check_hf_model, check_tensor as check_tensor
-from .rules.hf_rules import check_hf_facts as check_hf_facts
+from .rules.axis_rules import (
+    check_axes as check_axes, check_hf_facts as check_hf_facts, check_hf_model as check_hf_model,
+    check_tensor as check_tensor, check_towers as check_towers,
+)
 from .rules.legal import (
     check_disk as check_disk, check_fp8 as check_fp8, check_fp8_recipe as check_fp8_recipe,
     check_objective as check_objective, check_plan as check_plan,
 )
-from .rules.tower_rules import check_towers as check_towers
-from .rules.unequal_rules import check_micro_batches as check_micro_batches
+from .rules.replica_rules import check_micro_batches as check_micro_batches
 from .search.branch_and_bound import TIE_RATIO as TIE_RATIO, find_plans as find_plans
 from .search.evaluator import PlanEvaluator as PlanEvaluator
+from .search.goals import (
+    best_plans as best_plans, choose as choose, no_fit_error as no_fit_error, predicted as predicted, search as search,
+)
 from .search.neighbours import (
     CHANGES as CHANGES, keeps_pins as keeps_pins, neighbour_patches as neighbour_patches, neighbours as neighbours,
 )
-from .search.search import best_plans as best_plans, predicted as predicted, search as search
+from .search.rejections import OFFLOAD_RATIO as OFFLOAD_RATIO
 from .search.space import Space as Space

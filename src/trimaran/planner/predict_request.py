@@ -14,7 +14,7 @@ from trimaran.core.plan import Degree
 from trimaran.cost import Job, find_stack, with_16_bit_gradients, without_sequence_parallelism
 from trimaran.machine import Cluster, find_device, parse_cluster
 from trimaran.models import PRESETS, ExpertSpec, Outline, OutlineLayer, Tower, outline_of, with_adapter
-from trimaran.planner.rules.unequal_rules import check_micro_batches
+from trimaran.planner.rules.replica_rules import check_micro_batches
 
 Width = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=1024)]

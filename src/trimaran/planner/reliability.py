@@ -9,7 +9,7 @@ from trimaran.core import Plan
 from trimaran.cost import Scenario, Simulation, simulate
 from trimaran.cost.simulate.simulation import job_terms_of, spares_needed
 from trimaran.machine import Cluster
-from trimaran.planner.least_memory import resized_cluster
+from trimaran.planner.hints import resized_cluster
 from trimaran.planner.question import Question
 from trimaran.planner.search.branch_and_bound import FoundPlan, mesh_key_of
 

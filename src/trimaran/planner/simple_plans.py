@@ -6,12 +6,10 @@ from typing import Any
 
 from trimaran.core import Mesh, Plan, UserError
 from trimaran.models import split_outline
-from trimaran.planner.degrees import divisors, multiples_around
-from trimaran.planner.loss_choices import losses_of
+from trimaran.planner.plan_choices import losses_of
 from trimaran.planner.question import Question
-from trimaran.planner.rules.axis_rules import fills_pipeline
-from trimaran.planner.rules.generic_rules import check_question
-from trimaran.planner.rules.legal import check_mesh
+from trimaran.planner.rules.axis_rules import divisors, fills_pipeline, multiples_around
+from trimaran.planner.rules.legal import check_mesh, check_question
 from trimaran.planner.search.space import MAX_MICRO_BATCH_TOKENS, precision_of
 
 MAX_MICRO_BATCH = {"cuda": 64, "cpu": 16}  # of a model whose memory is not known

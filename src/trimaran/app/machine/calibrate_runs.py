@@ -16,11 +16,17 @@ from trimaran.machine import Calibration, Cluster, calibration_folder
 from trimaran.machine.calibration import find_calibration
 from trimaran.machine.fitted_rates import MAX_SOURCES, SourceRun, combined, with_fitted
 from trimaran.planner.measure.fit_rates import FitResult, fit_rates, median_error
-from trimaran.planner.measure.measured_plan import layout_of
 from trimaran.planner.measure.measured_run import MeasuredRun, PlanSteps, UnusableRunError, read_measured_run
-from trimaran.planner.measure.observed_runs import ObservedRun, by_device, latest_of_each_plan, observe
-from trimaran.planner.measure.rate_model import Parameter, factors_of, rate_of
-from trimaran.planner.measure.run_index import find_runs
+from trimaran.planner.measure.rate_model import (
+    ObservedRun,
+    Parameter,
+    by_device,
+    factors_of,
+    latest_of_each_plan,
+    observe,
+    rate_of,
+)
+from trimaran.planner.measure.run_index import find_runs, layout_of
 
 MAX_SHOWN_REASONS = 3
 

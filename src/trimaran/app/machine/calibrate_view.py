@@ -8,7 +8,7 @@ from trimaran.app.machine.calibrate_runs import CalibrateAnswer, DeviceFit, Rate
 from trimaran.app.show.text_chart import GREEN
 from trimaran.core import show_seconds
 from trimaran.planner.measure.fit_rates import median_error
-from trimaran.planner.measure.measured_plan import layout_of
+from trimaran.planner.measure.run_index import layout_of
 
 MAX_SHOWN_RUNS, MAX_SHOWN_SKIPPED = 20, 10
 

@@ -14,7 +14,7 @@ from trimaran.core import Plan, UserError
 from trimaran.cost import STACKS
 from trimaran.planner import PlanAnswer, Question
 from trimaran.planner.emit import EMITTERS, Emission, emit
-from trimaran.planner.search.search import search
+from trimaran.planner.search.goals import search
 
 STACK_NAMES = {"accelerate": "hf", "hf-trainer": "hf"}  # the other tools have the name of their stack
 # Alternatives to a value that a tool does not support. Other fields fall back to their default.

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from trimaran.core import show_bytes, show_count, show_seconds
-from trimaran.planner.measure.measured_plan import MeasuredPlan
+from trimaran.planner.measure.run_index import MeasuredPlan
 
 COLUMNS = ("tokens/s", "step", "mfu", "memory", "predicted", "goodput", "batch", "date", "run", "plan")
 NUM_FIGURES = 7  # columns that are aligned to the right

@@ -9,8 +9,15 @@ from pathlib import Path
 from trimaran.app.recipe.options import RUNS
 from trimaran.core import UserError
 from trimaran.planner import Question
-from trimaran.planner.measure.measured_plan import MeasuredPlan, job_of_plan
-from trimaran.planner.measure.run_index import RunIndex, best_measured, find_runs, index_path, open_index
+from trimaran.planner.measure.run_index import (
+    MeasuredPlan,
+    RunIndex,
+    best_measured,
+    find_runs,
+    index_path,
+    job_of_plan,
+    open_index,
+)
 
 MAX_NEWEST_RUNS = 16  # of runs/, that `plan` looks at for changes
 MAX_READ_RUNS = 8  # of these that are new or have changed, about 15 ms each

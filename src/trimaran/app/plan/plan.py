@@ -172,7 +172,7 @@ def _print_report(report: "PlanReport", tool_file: "ToolFile | None", *, top: in
     """Print the answer, and return the exit code."""
     from trimaran.app.plan.plan_answer import as_dict
     from trimaran.core import EXIT_DONE, EXIT_USER
-    from trimaran.planner.choose import no_fit_error
+    from trimaran.planner.search.goals import no_fit_error
 
     if as_json:
         translated = {"from": tool_file.as_dict(report.request.question.cluster)} if tool_file else {}

@@ -16,14 +16,13 @@ from trimaran.app.recipe.plan_request import PlanRequest
 from trimaran.app.recipe.start_command import start_command
 from trimaran.core import Plan, UserError, did_you_mean
 from trimaran.planner import GOALS, PlanAnswer, Question, check_plan
-from trimaran.planner.choose import no_fit_error
-from trimaran.planner.rules.hf_rules import check_hf_facts
-from trimaran.planner.search.search import search
+from trimaran.planner.rules.axis_rules import check_hf_facts
+from trimaran.planner.search.goals import no_fit_error, search
 
 if TYPE_CHECKING:  # the emitters and the simulator are imported only if they are needed
     from trimaran.app.plan.emit_files import EmittedPlan, WrittenPlan
     from trimaran.app.plan.trainer_plan import TrainerPlan
-    from trimaran.planner.measure.measured_plan import MeasuredPlan
+    from trimaran.planner.measure.run_index import MeasuredPlan
     from trimaran.planner.reliability import Reliability
 
 

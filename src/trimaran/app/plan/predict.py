@@ -14,8 +14,7 @@ import typer
 from trimaran.app.recipe.options import complete_lines
 from trimaran.core import UserError, did_you_mean
 from trimaran.core.regular_files import open_regular_file
-from trimaran.planner.example_lines import example_text
-from trimaran.planner.predict_bulk import MAX_LINE_BYTES, answer_line
+from trimaran.planner.predict_bulk import MAX_LINE_BYTES, answer_line, example_text
 
 Questions = Annotated[
     str | None,

@@ -9,8 +9,7 @@ from trimaran.core import Plan, UserError
 from trimaran.machine import Cluster, calibration_folder, detect, refuse_mixed
 from trimaran.models import refuse_freezing
 from trimaran.planner import choose
-from trimaran.planner.measure.fewer_layers import refuse_fewer_layers
-from trimaran.planner.measure.rehearsal import RehearsalRequest
+from trimaran.planner.measure.rehearsal import RehearsalRequest, refuse_fewer_layers
 
 NAMED_RANKS = ("first", "last", "stages")
 RANKS_FIX = "use first, last, stages (one rank of each pipeline stage) or numbers of ranks, with commas"

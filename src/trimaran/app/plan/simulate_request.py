@@ -17,9 +17,8 @@ from trimaran.core.regular_files import read_regular_text
 from trimaran.machine import Cluster, refuse_mixed
 from trimaran.models import PRESETS
 from trimaran.planner import Question
-from trimaran.planner.choose import no_fit_error
-from trimaran.planner.least_memory import resized_cluster
-from trimaran.planner.search.search import best_plans, nothing_fits, predicted
+from trimaran.planner.hints import resized_cluster
+from trimaran.planner.search.goals import best_plans, no_fit_error, nothing_fits, predicted
 
 MAX_FAILURES = 200_000
 PLAN_FILE = re.compile(r"\.json$")

@@ -8,8 +8,8 @@ from typing import Any
 from trimaran.app.recipe.plan_request import PlanRequest
 from trimaran.core.regular_files import expand_user
 from trimaran.machine import Cluster
+from trimaran.planner.read.read_accelerate import read_pins
 from trimaran.planner.read.read_config import ReadConfig
-from trimaran.planner.read.read_pins import read_pins
 
 BATCH = "train.global_batch"
 

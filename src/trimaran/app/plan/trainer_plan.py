@@ -9,7 +9,7 @@ from trimaran.app.plan.emit_files import show_slower, slower
 from trimaran.app.recipe.start_command import start_command
 from trimaran.core import Plan, UserError
 from trimaran.planner import PlanAnswer, check_plan
-from trimaran.planner.choose import choose
+from trimaran.planner.search.goals import choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ def tune(
     from trimaran.app.plan.tune_session import Refit, add_to_history, refit_rates, tune_here
     from trimaran.app.plan.tuned_recipe import refuse_other_file
     from trimaran.app.show.clean_console import open_console
-    from trimaran.planner.measure.trial_store import locked_folder
+    from trimaran.planner.measure.trial_record import locked_folder
 
     request = read_tune_request(recipe, settings or [], folder)
     path = out or request.folder / "recipe.yaml"

@@ -20,9 +20,8 @@ from trimaran.core.version import VERSION
 from trimaran.machine import refuse_mixed
 from trimaran.models import refuse_freezing
 from trimaran.planner import Question
-from trimaran.planner.choose import no_fit_error
-from trimaran.planner.measure.measured_plan import job_of_plan
-from trimaran.planner.search.search import search
+from trimaran.planner.measure.run_index import job_of_plan
+from trimaran.planner.search.goals import no_fit_error, search
 
 MAX_PLANS = 24  # of the planner, each with another mesh
 TUNED_FOLDER = "tune"  # below runs/

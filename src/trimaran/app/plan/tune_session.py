@@ -22,11 +22,9 @@ from trimaran.app.runs.live import print_plain
 from trimaran.app.show.progress_bar import progress_bar
 from trimaran.core import UserError
 from trimaran.launch.supervise.warm_connection import ask_warm, start_warm
-from trimaran.planner.measure.choose_next import StopReason
 from trimaran.planner.measure.run_index import index_path, open_index
-from trimaran.planner.measure.trial_record import MeasuredTrial, TrialLimits, TuneCandidate
-from trimaran.planner.measure.trial_store import TrialStore
-from trimaran.planner.measure.tuner import Tuner, TuneResult, TuneTask
+from trimaran.planner.measure.trial_record import MeasuredTrial, TrialLimits, TrialStore, TuneCandidate
+from trimaran.planner.measure.tuner import StopReason, Tuner, TuneResult, TuneTask
 from trimaran.runs.compile_cache import refuse_unusable
 
 RUNTIME_FOLDER = "XDG_RUNTIME_DIR"  # where the socket of a warm fork server is

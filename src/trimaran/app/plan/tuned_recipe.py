@@ -9,7 +9,7 @@ import yaml
 
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.regular_files import read_regular_bytes, write_atomically
-from trimaran.planner.measure.measured_plan import pins_of
+from trimaran.planner.measure.run_index import pins_of
 from trimaran.planner.measure.trial_record import TuneCandidate
 
 HEADER = "# Written by `trimaran tune`"

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from trimaran.core import DataSection, MixtureSource, ModelSection, Recipe, UserError
 from trimaran.core.plugins import SOURCES
 from trimaran.models import hub_repo_of, is_hub_name
-from trimaran.models.hub.hub_files import fetch_dataset, fetch_model, fetch_small_files, restore_missing_files
-from trimaran.models.hub.hub_names import HubRepo
+from trimaran.models.hub_files import fetch_dataset, fetch_model, fetch_small_files, restore_missing_files
+from trimaran.models.hub_names import HubRepo
 
 TEXT_SOURCES = ("text", "jsonl")
 FILE_SOURCES = ("python-stdlib", "shapes", "scenes", "megatron", "nanogpt")  # a path is never a name on the Hub

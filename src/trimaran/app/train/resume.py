@@ -110,7 +110,7 @@ def _resolve(run: "RunDirectory", old: "Recipe", settings: list[str], *, cluster
     """Return the request to resume with. The batch of a run is fixed: if it does not split, the devices must change."""
     from trimaran.app.recipe.request import resolve
     from trimaran.core import UserError
-    from trimaran.planner.degrees import divisors, either
+    from trimaran.planner.rules.axis_rules import divisors, either
 
     try:
         return resolve(str(run.recipe), settings, cluster=cluster)

@@ -13,7 +13,7 @@ from trimaran.doctor.step_breakdown import MIN_STEPS, StepBreakdown, get_number,
 from trimaran.machine.nvml import HARDWARE_THROTTLE_REASONS
 from trimaran.models import decoder_of, spec_of
 from trimaran.planner.balance_stages import MeasuredStages, balanced_cut, present_cut
-from trimaran.planner.rules.unequal_rules import can_measure_rows
+from trimaran.planner.rules.replica_rules import can_measure_rows
 
 MIN_SLOWDOWN = 1.25  # over the median rank
 MIN_LOST_FRACTION = 0.05  # of a step that all ranks wait

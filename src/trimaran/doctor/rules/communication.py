@@ -22,7 +22,7 @@ from trimaran.doctor.step_breakdown import (
     steady_steps,
     step_breakdown,
 )
-from trimaran.planner.comm_choices import BUCKET_SIZES_MB, MEBIBYTE
+from trimaran.planner.plan_choices import BUCKET_SIZES_MB, MEBIBYTE
 from trimaran.planner.search.neighbours import larger_micro_batch
 
 MIN_COMM_FRACTION = {"cuda": 0.2, "cpu": 0.3}  # of a step; gloo shares the cores that compute

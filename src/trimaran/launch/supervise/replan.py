@@ -32,16 +32,16 @@ def less_memory(plan: Plan, recipe: Recipe, *, may_offload: bool = True) -> tupl
 
 def question_of(recipe: Recipe, world_size: int) -> "Question":
     """Return what the planner needs to predict plans of the recipe on `world_size` ranks."""
-    from trimaran.planner import started_run  # noqa: PLC0415
+    from trimaran.planner import change_plan  # noqa: PLC0415
 
-    return started_run.question_of(recipe, world_size, os.environ)
+    return change_plan.question_of(recipe, world_size, os.environ)
 
 
 def with_prediction(plan: Plan, recipe: Recipe) -> Plan:
     """Return `plan` with its prediction, if the model's outline is known. Raises if the plan is not valid."""
-    from trimaran.planner import started_run  # noqa: PLC0415
+    from trimaran.planner import change_plan  # noqa: PLC0415
 
-    return started_run.with_prediction(plan, recipe, os.environ)
+    return change_plan.with_prediction(plan, recipe, os.environ)
 
 
 def smaller_sizes(plan: Plan, recipe: Recipe) -> range:

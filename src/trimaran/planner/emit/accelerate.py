@@ -13,12 +13,13 @@ from trimaran.planner.emit.emission import (
     Takes,
     as_json,
     headline,
+    peft_files,
+    peft_notes,
     refusal,
     refuse_cpu,
     refuse_settings,
     refuse_unless,
 )
-from trimaran.planner.emit.peft import peft_files, peft_notes
 from trimaran.planner.question import Question
 
 TOOL = "accelerate"

@@ -8,15 +8,16 @@ from trimaran.models import OutlineLayer
 from trimaran.planner.emit.accelerate import fsdp_notes, parallelism, refuse_for_torch, reshards
 from trimaran.planner.emit.deepspeed import full_config, refuse_for_deepspeed
 from trimaran.planner.emit.emission import (
+    PEFT_FILE,
     Emission,
     Takes,
     absolute_path,
     as_json,
+    peft_files,
     refuse_settings,
     refuse_unless,
     torchrun,
 )
-from trimaran.planner.emit.peft import PEFT_FILE, peft_files
 from trimaran.planner.question import Question
 
 TOOL = "hf-trainer"

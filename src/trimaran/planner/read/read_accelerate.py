@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+from trimaran.core import UserError
 from trimaran.planner.emit.accelerate import MIXED_PRECISION
 from trimaran.planner.read.read_config import FieldReader, ReadConfig, load_tree
-from trimaran.planner.read.read_deepspeed import SHARDING, SPEED
+from trimaran.planner.read.read_deepspeed import FIELDS as DEEPSPEED_FIELDS
+from trimaran.planner.read.read_deepspeed import SHARDING, SPEED, read_deepspeed
 from trimaran.planner.read.read_deepspeed import read_into as read_deepspeed_into
 
 FIELDS = frozenset({"distributed_type", "compute_environment", "num_processes", "mixed_precision"})
@@ -192,3 +194,16 @@ def _compile(section: FieldReader) -> None:
     backend = section.take("dynamo_backend")
     if backend is not None:
         section.pin("dynamo_backend", backend, compile=str(backend).upper() != "NO")
+
+
+def read_pins(path: Path) -> ReadConfig:
+    """Return the pins in a tool's configuration. Raises UserError if it is neither tool's, or contradicts itself."""
+    names = load_tree(path).keys()
+    if names & {"distributed_type", "compute_environment"}:
+        return read_accelerate(path)
+    if names & DEEPSPEED_FIELDS:
+        return read_deepspeed(path)
+    if names & FIELDS:
+        return read_accelerate(path)
+    raise UserError("P070", "this is neither accelerate's configuration nor DeepSpeed's", where=str(path),
+                    fix="name a file that `accelerate config` wrote, or a ds_config.json")  # fmt: skip

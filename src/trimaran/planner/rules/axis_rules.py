@@ -1,13 +1,41 @@
-"""Checks that each axis divides the dimension of the model that it splits."""
+"""Checks that each axis divides the dimension of the model that it splits, tower by tower, as its code allows."""
 
 import math
+from collections.abc import Iterable
 
-from trimaran.core import Plan, Recipe, UserError
+from trimaran.core import Plan, Recipe, UserError, did_you_mean
+from trimaran.core.engine_rules import no_fp8_layers
+from trimaran.core.plan import TowerPlan
 from trimaran.models import ModelSpec, Spec, language_of, vision_of
+from trimaran.models.hf_facts import HfFacts, refuse_ep_degree, refuse_seq_len, refuse_tp_degree
 from trimaran.models.perception_spec import PerceptionSpec
 from trimaran.models.plugin_family import check_plugin_family
 from trimaran.models.spec import every_rank_has_rows
-from trimaran.planner.degrees import degrees, divisors, either, multiples_around
+from trimaran.planner.question import isolates_documents
+
+
+def divisors(num: int, *, most: int) -> list[int]:
+    """Return the divisors of `num` up to `most`, smallest first."""
+    small = [each for each in range(1, min(math.isqrt(num), most) + 1) if num % each == 0]
+    return small + [num // each for each in reversed(small) if each * each < num and num // each <= most]
+
+
+def degrees(num: int, *, world_size: int) -> str:
+    """Return the degrees that divide both `num` and the world size, as text."""
+    return either(each for each in divisors(num, most=world_size) if world_size % each == 0)
+
+
+def multiples_around(num: int, step: int) -> str:
+    """Return the multiples of `step` nearest to `num`, as text: `8 or 12`."""
+    below, above = num // step * step, -(-num // step) * step
+    return either(dict.fromkeys(each for each in (below, above) if each))
+
+
+def either(choices: Iterable[object]) -> str:
+    """Return the choices as text, `1 or 2 or 4`; of many, the first four and the last."""
+    texts = [str(each) for each in choices]
+    return " or ".join(texts if len(texts) <= 5 else [*texts[:4], texts[-1]])
+
 
 MULTI_STAGE_SCHEDULES = ("interleaved", "zero-bubble")
 
@@ -284,3 +312,120 @@ def takes_stages(schedule: str, stages_per_rank: float) -> bool:
     if schedule == "interleaved":
         return stages_per_rank >= 2 and stages_per_rank.is_integer()
     return stages_per_rank == (2 if schedule == "zero-bubble" else 1)
+
+
+# The tower that ends in the loss. Tensor parallelism splits its residual stream along the sequence.
+MAIN = "language"
+# The tower that takes images. Tensor-parallel ranks that all hold it encode different ones.
+FIRST = "vision"
+
+
+def check_known_towers(names: Iterable[str], towers: list[str], *, of: str, code: str, where: str) -> None:
+    """Raise for the first name that no tower has."""
+    for name in names:
+        if name not in towers:
+            raise UserError(code, f"{of} has no tower '{name}'{did_you_mean(name, towers)}", where=f"{where}.{name}",
+                            fix=f"its towers are {', '.join(towers)}")  # fmt: skip
+
+
+def check_towers(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
+    """Raise for settings that a single tower cannot have."""
+    for name, own in plan.towers.items():
+        if recipe.model.kind.is_hf and vision_of(spec) is None and own != TowerPlan():
+            raise UserError("P023", "towers of a Hugging Face model cannot have their own settings",
+                            where=f"plan.towers.{name}",
+                            fix="set plan.sharding and plan.recompute for the whole model")  # fmt: skip
+        check_tower_sharding(name, own, plan)
+        check_tower_degree(name, own, plan)
+
+
+def check_tower_sharding(name: str, own: TowerPlan, plan: Plan) -> None:
+    """Raise unless a tower's sharding is possible next to the rest."""
+    if own.sharding is None or own.sharding == plan.sharding:
+        return
+    where = f"plan.towers.{name}.sharding"
+    if plan.engine_traits.shards_weights_itself:
+        raise UserError("P053", "DeepSpeed shards all towers alike", where=where,
+                        fix="leave it out, or set plan.engine to torch")  # fmt: skip
+    if plan.sharding == "none" and not splits_images(name, plan):
+        raise UserError("P053", f"tower {name} cannot be sharded while plan.sharding is none", where=where,
+                        fix=_fix_of_sharding_alone(name, own, plan))  # fmt: skip
+    if plan.offload == "parameters":
+        raise UserError("P053", f"offload parameters needs sharding parameters, but tower {name} has {own.sharding}",
+                        where=where, fix="leave it out, or set plan.offload to optimizer")  # fmt: skip
+
+
+def _fix_of_sharding_alone(name: str, own: TowerPlan, plan: Plan) -> str:
+    """Return what gives the tower ranks to shard over: those of the plan, or tensor-parallel ones."""
+    fix = f"set plan.sharding to {own.sharding}, and that of the other towers to none"
+    if name == MAIN or plan.mesh.tp == 1:
+        return fix
+    return f"{fix}, or give {name if name == FIRST else f'{FIRST} and {name}'} tp 1"
+
+
+def splits_images(name: str, plan: Plan) -> bool:
+    """Return whether tensor-parallel ranks encode different images in the tower: it and the first have tp 1."""
+    settings = (plan.towers.get(each, TowerPlan()) for each in (FIRST, name))
+    return name != MAIN and all(each.tp == 1 < plan.mesh.tp for each in settings)
+
+
+def check_tower_degree(name: str, own: TowerPlan, plan: Plan) -> None:
+    """Raise unless the tower is unsplit, or split over all ranks of a tensor-parallel group."""
+    tp = plan.mesh.tp
+    if own.tp is None or own.tp == tp:
+        return
+    works = [tp] if name == MAIN else sorted({1, tp})
+    if own.tp not in works:
+        why = "tp splits its sequence" if name == MAIN else "a tower is split over all tp ranks or not at all"
+        raise UserError("P054", f"tower {name} cannot have tp {own.tp} with mesh.tp {tp}: {why}",
+                        where=f"plan.towers.{name}.tp", fix=f"use {either(works)}, or leave it out")  # fmt: skip
+
+
+def check_hf_facts(plan: Plan, recipe: Recipe, facts: HfFacts | None) -> None:
+    """Raise the mistake that a worker would raise for this plan. Without facts, only the worker knows."""
+    if facts is None:
+        return
+    if facts.untrainable is not None:
+        raise facts.untrainable
+    if facts.max_seq_len:
+        refuse_seq_len(recipe.data.seq_len, facts.max_seq_len)
+    if facts.without_documents and recipe.data.seq_len > facts.longest_packed_row and isolates_documents(recipe.data):
+        raise facts.without_documents
+    if plan.precision == "fp8" and not facts.has_fp8_layers:
+        raise no_fp8_layers()
+    mesh = plan.mesh
+    check_hf_axes(facts, tp=mesh.tp, cp=mesh.cp, pp=mesh.pp, ep=mesh.ep)
+    if mesh.pp > 1 and facts.num_layers:
+        check_hf_stages(plan, facts.num_layers)
+
+
+def check_hf_stages(plan: Plan, num_layers: int) -> None:
+    """Raise unless every stage of the pipeline has a layer."""
+    stages = plan.pipeline.stages
+    if plan.num_stages > num_layers or (stages and sum(stages) != num_layers):
+        raise UserError("P011", f"{plan.num_stages} stages do not hold the {num_layers} layers of the model once",
+                        where="plan.pipeline.stages" if stages else "plan.mesh.pp",
+                        fix="use at most one stage for each layer, and leave plan.pipeline.stages out")  # fmt: skip
+
+
+def check_hf_axes(facts: HfFacts, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1) -> None:
+    """Raise if the model cannot be split by these degrees."""
+    for degree, mistake in ((pp, facts.without_pp), (ep, facts.without_ep)):
+        if degree > 1 and mistake is not None:
+            raise mistake
+    if tp > 1 and facts.without_tp is not None:
+        raise facts.without_tp
+    if tp > 1:
+        refuse_tp_degree(tp, facts.tp_sizes)
+    refuse_ep_degree(ep, tp, facts.num_experts)
+    if cp > 1 and facts.without_cp is not None:
+        raise facts.without_cp
+
+
+def accepts_axes(facts: HfFacts, *, tp: int, cp: int, ep: int) -> bool:
+    """Return whether the model can be split by these degrees."""
+    try:
+        check_hf_axes(facts, tp=tp, cp=cp, ep=ep)
+    except UserError:
+        return False
+    return True

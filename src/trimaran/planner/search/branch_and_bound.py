@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from trimaran.core import Plan, UserError
 from trimaran.core.plan import CONTEXTS
-from trimaran.planner.loss_choices import CHUNKED
-from trimaran.planner.rules.generic_rules import check_question
+from trimaran.planner.plan_choices import CHUNKED
+from trimaran.planner.rules.legal import check_question
 from trimaran.planner.search.evaluator import PlanEvaluator
 from trimaran.planner.search.space import (
     OFFLOADS,

@@ -15,12 +15,11 @@ from trimaran.cost import predict
 from trimaran.cost.step import StageLoad, rows_by_cost, stage_loads, with_rows
 from trimaran.machine import refuse_mixed
 from trimaran.models.stages import stages_of_rank
-from trimaran.planner.degrees import divisors
 from trimaran.planner.question import Question
-from trimaran.planner.risk import OFFLOAD_RATIO
-from trimaran.planner.rules.generic_rules import check_question
-from trimaran.planner.rules.legal import check_precision
+from trimaran.planner.rules.axis_rules import divisors
+from trimaran.planner.rules.legal import check_precision, check_question
 from trimaran.planner.search.branch_and_bound import TIE_RATIO, FoundPlan, mesh_key_of, num_model_axes
+from trimaran.planner.search.rejections import OFFLOAD_RATIO
 from trimaran.planner.search.space import MAX_LAUNCH_BOUND_TOKENS, MAX_MICRO_BATCH
 
 NUM_STARTS = 8  # plans of each kind alone, each of another mesh

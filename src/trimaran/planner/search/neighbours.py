@@ -12,12 +12,12 @@ from pydantic import BaseModel, ValidationError
 from trimaran.core import Plan, UserError
 from trimaran.core.plan import CONTEXTS
 from trimaran.models import split_outline
-from trimaran.planner.comm_choices import BUCKET_SIZES_MB, MEBIBYTE, UNIT_SIZES_MB
-from trimaran.planner.degrees import divisors
 from trimaran.planner.memory_ladder import SHARDING_ORDER, Patch, plan_with
+from trimaran.planner.plan_choices import BUCKET_SIZES_MB, MEBIBYTE, UNIT_SIZES_MB
 from trimaran.planner.question import Question
+from trimaran.planner.rules.axis_rules import divisors
 from trimaran.planner.rules.legal import check_plan
-from trimaran.planner.search.search import predicted
+from trimaran.planner.search.goals import predicted
 from trimaran.planner.search.space import MAX_MICRO_BATCH, rounds_of
 
 RECOMPUTES: tuple[str | int, ...] = ("none", "elementwise", 8, 4, "selective", 2, "full")

@@ -13,12 +13,10 @@ from trimaran.cost.job import captures_steps
 from trimaran.cost.roofline import positions_to_hide_launches, rates_of
 from trimaran.models import Spec, Tower, split_outline, vision_of
 from trimaran.models.spec import every_rank_has_rows
-from trimaran.planner.degrees import divisors
-from trimaran.planner.loss_choices import CHUNKED, losses_of
+from trimaran.planner.plan_choices import CHUNKED, losses_of
 from trimaran.planner.question import NO_PINS, Question
-from trimaran.planner.rules.axis_rules import check_axes, takes_micro_batches
-from trimaran.planner.rules.generic_rules import split_sizes
-from trimaran.planner.rules.hf_rules import accepts_axes
+from trimaran.planner.rules.axis_rules import accepts_axes, check_axes, divisors, takes_micro_batches
+from trimaran.planner.rules.legal import split_sizes
 
 # Larger micro-batches do not make a device faster; they only need more memory. Up to the second number of tokens they
 # do, if launching their kernels takes long: those of a small model, or of one whose steps are not captured.

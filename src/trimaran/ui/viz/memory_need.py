@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from trimaran.core import Plan, Prediction, show_bytes, show_count
 from trimaran.cost import STATE_BYTES, Job, predict
 from trimaran.machine import DEVICES, Cluster
-from trimaran.planner.least_memory import cluster_sizes, first_that_fits, resized_cluster
+from trimaran.planner.hints import cluster_sizes, first_that_fits, resized_cluster
 from trimaran.ui.viz.figures import Bars, Formula, Mode, ModeName, Table, ValueSeries, stacked_bars
 from trimaran.ui.viz.measured_lines import peak_lines
 from trimaran.ui.viz.show_values import show_duration

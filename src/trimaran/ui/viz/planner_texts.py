@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from trimaran.ui.viz.texts import ViewText, as_is, say
 
-# As `planner/search/rejections.py`, `planner/risk.py` and `planner/hints.py` write them; the first that matches counts.
+# As `planner/search/rejections.py`, `planner/search/rejections.py` and `planner/hints.py` write them; the first that
+# matches counts.
 TEMPLATES = (
     "{what} with --set {setting}, which changes the results: {times} times as fast",
     "{hint}: {times} times as fast",

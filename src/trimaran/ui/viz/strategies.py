@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from trimaran.core import Mesh, Plan, UserError, show_bytes
 from trimaran.planner import GOALS, PlanAnswer, Question
-from trimaran.planner.search.search import search
+from trimaran.planner.search.goals import search
 from trimaran.ui.viz.figures import Mode, ModeName, Point, Scatter, Table
 from trimaran.ui.viz.planner_texts import planner_text
 from trimaran.ui.viz.show_values import show_duration

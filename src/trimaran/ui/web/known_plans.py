@@ -9,9 +9,9 @@ from dataclasses import replace
 from trimaran.app.plan.plan_answer import PlanReport, all_plans
 from trimaran.core import Mesh, Plan, UserError
 from trimaran.planner import NearMiss, PlanAnswer, Question
-from trimaran.planner.rules.generic_rules import check_question
+from trimaran.planner.rules.legal import check_question
+from trimaran.planner.search.goals import predicted
 from trimaran.planner.search.rejections import reason_lost, too_big
-from trimaran.planner.search.search import predicted
 
 MAX_MICRO_BATCHES = 4  # for each plan: as it is, and smaller ones if it does not divide the batch
 

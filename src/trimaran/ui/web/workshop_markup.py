@@ -7,7 +7,7 @@ from trimaran.app.plan.plan_answer import PlanReport, all_plans, pareto_set
 from trimaran.app.plan.plan_view import occupancy, unit_of
 from trimaran.core import Plan, show_bytes, show_count, show_seconds
 from trimaran.machine import Cluster
-from trimaran.planner.choose import no_fit_error
+from trimaran.planner.search.goals import no_fit_error
 from trimaran.ui.report.markup import Html, tag
 from trimaran.ui.report.view_page import draw_figure
 from trimaran.ui.viz.figures import Bars, Point, Scatter, stacked_bars

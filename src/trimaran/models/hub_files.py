@@ -19,7 +19,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trimaran.core import Recipe, UserError
-from trimaran.models.hub.hub_names import HubRepo, hub_cache_of, hub_error, hub_repo_of
+from trimaran.models.hub_names import HubRepo, hub_cache_of, hub_error, hub_repo_of
+
+# huggingface_hub reads HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE by itself, continues a download that was
+# interrupted, and checks what it gets.
 
 # huggingface_hub reads HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE by itself, continues a download that was
 # interrupted, and checks what it gets.

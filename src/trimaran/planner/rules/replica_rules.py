@@ -1,0 +1,204 @@
+"""Which plans can train replicas that differ: local steps, asynchronous workers, compressed gradients, unequal rows."""
+
+from trimaran.core import Plan, Recipe, UserError
+from trimaran.core.replica_sync import AsyncSgd
+from trimaran.planner.rules.axis_rules import divisors, either
+
+LOCAL_STEPS = "plan.comm.local_steps"
+
+
+def check_local_steps(plan: Plan, steps: int) -> None:
+    """Raise unless replicas can train alone for some of the `steps` of a run, as `comm.local_steps` says."""
+    local, mesh = plan.comm.local, plan.mesh
+    if not local.is_on:
+        return
+    if not plan.comm.overlap:
+        raise _local_error("replicas that train alone reduce no gradients after backward", "leave out overlap",
+                       where="plan.comm.overlap")  # fmt: skip
+    if plan.comm.compression != "none":
+        raise _local_error("with local_steps no gradients are sent between replicas that could be compressed",
+                       "leave out comm.compression, or local_steps; outer gradients have local_steps.compression",
+                       where="plan.comm.compression")  # fmt: skip
+    if not plan.engine_traits.uses_fsdp:
+        raise _local_error("DeepSpeed reduces gradients in every step", "set engine to torch, or leave out local_steps")
+    if mesh.dp_replicate == 1 and mesh.world_size > 1:
+        raise _local_error(f"comm.local_steps needs replicas, but dp_replicate is 1 ({plan})",
+                       "set mesh.dp_replicate above 1, or leave out local_steps")  # fmt: skip
+    if mesh.ep > 1:
+        raise _local_error("experts that are spread over ranks exchange tokens in every step",
+                       "set mesh.ep to 1, or leave out local_steps")  # fmt: skip
+    if plan.precision == "fp16":
+        raise _local_error("fp16 may skip steps, and with local_steps each replica would skip others",
+                       "use bf16 or fp32, or leave out local_steps")  # fmt: skip
+    if steps % local.steps:
+        raise _local_error(f"{steps} steps are not a multiple of local_steps {local.steps}",
+                       f"set train.steps to {steps + -steps % local.steps}, or local_steps to "
+                       f"{either(divisors(steps, most=64))}")  # fmt: skip
+    _check_outer(plan)
+    if local.elastic:
+        _check_elastic(plan)
+
+
+def _check_elastic(plan: Plan) -> None:
+    """Raise unless the other replicas could go on without one of them."""
+    local, where = plan.comm.local, f"{LOCAL_STEPS}.elastic"
+    if local.fragments > 1 or local.overlap_steps:
+        raise _local_error("an exchange that overlaps training cannot be repeated if a replica is lost during it",
+                       "leave out fragments and overlap_steps, or elastic", where=where)  # fmt: skip
+
+
+def _check_outer(plan: Plan) -> None:
+    """Raise when the options of local steps contradict each other."""
+    local, outer = plan.comm.local, plan.comm.local.outer
+    if outer.optimizer == "average" and (outer.lr, outer.momentum) != (None, None):
+        raise _local_error("an average has neither learning rate nor momentum",
+                           "set outer.optimizer to nesterov or sgd", where=f"{LOCAL_STEPS}.outer")  # fmt: skip
+    if outer.optimizer == "nesterov" and not outer.resolved_momentum:
+        raise _local_error("nesterov needs momentum", "set outer.momentum above 0, or outer.optimizer to sgd",
+                       where=f"{LOCAL_STEPS}.outer")  # fmt: skip
+    if local.compression == "sparse" and outer.resolved_momentum:
+        fix = "set outer.optimizer to average, or to sgd without momentum"
+        raise _local_error("sparse outer gradients have error feedback in place of outer momentum", fix,
+                       where=f"{LOCAL_STEPS}.outer")  # fmt: skip
+    if local.fragments > local.steps:
+        raise _local_error(f"{local.fragments} fragments cannot take turns in {local.steps} steps",
+                       f"set fragments to {local.steps} or less", where=f"{LOCAL_STEPS}.fragments")  # fmt: skip
+    most = local.steps // local.fragments - 1
+    if local.overlap_steps > most:  # so that nothing is on its way when a checkpoint is saved
+        fix = f"set overlap_steps to {most} or less: below steps / fragments"
+        raise _local_error(f"an exchange of {local.overlap_steps} steps would not end before the next one begins",
+                           fix, where=f"{LOCAL_STEPS}.overlap_steps")  # fmt: skip
+
+
+def _local_error(what: str, fix: str, *, where: str = LOCAL_STEPS) -> UserError:
+    return UserError("P003", what, where=where, fix=fix)
+
+
+def check_async(plan: Plan, recipe: Recipe) -> None:
+    """Raise unless `engine: async` can run the plan: whole replicas, whose only exchange is with the servers."""
+    if plan.engine != "async":
+        if plan.comm.async_sgd != AsyncSgd():
+            raise _async_error(f"comm.async_sgd is for engine async, and this plan has engine {plan.engine}",
+                           "set plan.engine to async, or leave out async_sgd", where="plan.comm.async_sgd")  # fmt: skip
+        return
+    mesh = plan.mesh
+    if mesh.dp_replicate == 1 or mesh.world_size > mesh.dp_replicate or mesh.ep > 1 or plan.sharding != "none":
+        raise _async_error(f"engine async needs whole replicas, at least two, and this plan has another split ({plan})",
+                       "set mesh.dp_replicate to the number of devices, with sharding none",
+                       where="plan.mesh")  # fmt: skip
+    refusals = {
+        "plan.precision": (plan.precision not in ("fp32", "bf16"), "with fp16 or fp8, workers would have scales of "
+                           "their own", "use bf16 or fp32"),
+        "plan.offload": (plan.offload != "none", "the servers have optimizer and weights in host memory already",
+                         "leave out offload"),
+        "plan.towers": (bool(plan.towers), "all towers are replicated alike", "leave out towers"),
+        "plan.comm.compression": (plan.comm.compression != "none", "gradients are sent to servers uncompressed",
+                                  "leave out compression"),
+        "plan.comm.local_steps": (plan.comm.local.is_on, "workers send every gradient to the servers",
+                                  "leave out local_steps"),
+        "plan.comm.overlap": (not plan.comm.overlap, "replicas do not sum gradients", "leave out overlap"),
+        "train.optimizer.states": (recipe.train.optimizer.states != "fp32", "the servers' moments are fp32",
+                                   "set it to fp32"),
+        "model.family": (not recipe.model.kind.is_language_model, f"it does not train the family {recipe.model.family}",
+                         "train a decoder, or a language model of Hugging Face"),
+        "model.adapter": (recipe.model.adapter is not None, "it does not train adapters", "leave out the adapter"),
+        "faults.not_finite": (recipe.faults.not_finite == "rewind", "workers cannot rewind together",
+                              "set it to skip or stop"),
+        "telemetry.profile": (bool(recipe.telemetry.profile), "it has no step that all ranks could trace",
+                              "leave out profile"),
+        "telemetry.nvtx": (recipe.telemetry.nvtx, "its workers have no phases to show", "leave out nvtx"),
+    }  # fmt: skip
+    for where, (is_wrong, why, fix) in refusals.items():
+        if is_wrong:
+            raise _async_error(
+                f"engine async cannot run this: {why}", f"{fix}, or set plan.engine to torch", where=where
+            )
+
+
+def _async_error(what: str, fix: str, *, where: str) -> UserError:
+    return UserError("P095", what, where=where, fix=fix)
+
+
+SHARDED_KINDS = ("fp16", "bf16", "int8")
+
+
+def check_compression(plan: Plan) -> None:
+    """Raise unless the plan can compress its gradients in the way that it asks for."""
+    settings, mesh = plan.comm.compression_settings, plan.mesh
+    if settings.kind == "none":
+        return
+    if not plan.comm.overlap:
+        raise UserError("P003", "compression has its own way of reducing gradients",
+                        where="plan.comm.overlap", fix="leave out overlap")  # fmt: skip
+    is_split = not plan.engine_traits.uses_fsdp or mesh.pp > 1 or mesh.ep > 1
+    if is_split or (plan.sharding == "none" and mesh.tp > 1) or any(each.sharding for each in plan.towers.values()):
+        raise UserError("P003", f"comm.compression needs full replicas or shards, but this plan splits the model in "
+                        f"another way ({plan})", where="plan.comm.compression", fix="use dp_replicate alone with "
+                        "sharding none, or dp_shard with sharding, without pp and ep; or leave it out")  # fmt: skip
+    if plan.sharding == "none":
+        return
+    if settings.kind not in SHARDED_KINDS or settings.keeps_residual:
+        what = f"{settings.kind} with error feedback" if settings.kind in SHARDED_KINDS else settings.kind
+        raise UserError("P003", f"{what} needs full replicas: under sharding no rank has room for what it has not sent "
+                        "of the whole gradient", where="plan.comm.compression",
+                        fix="use int8, bf16 or fp16 without error feedback, or dp_replicate alone with sharding "
+                        "none")  # fmt: skip
+    if settings.layers:
+        raise UserError("P003", "under sharding all gradients of a block are reduced together, so layers cannot be "
+                        "chosen", where="plan.comm.compression.layers", fix="leave out layers")  # fmt: skip
+    if mesh.tp > 1 and mesh.dp_replicate > 1:
+        raise UserError("P003", "gradients of tensor-parallel shards cannot be compressed between replicas",
+                        where="plan.comm.compression", fix="use dp_shard alone beside tp, or leave it out")  # fmt: skip
+
+
+MICRO_BATCHES = "plan.micro_batches"
+
+
+def check_micro_batches(plan: Plan) -> None:
+    """Raise unless the plan's data ranks can have the rows that `micro_batches` says, or measure them."""
+    if not plan.micro_batches:
+        return
+    rows, dp = plan.rows_by_rank, plan.mesh.dp
+    if rows and len(rows) != dp:
+        raise _rows_error(f"micro_batches has {len(rows)} numbers, but there are {dp} data ranks ({plan.mesh})",
+                       f"give {dp} numbers, one for each, or leave it out")  # fmt: skip
+    if not plan.engine_traits.uses_fsdp:
+        raise _rows_error(
+            f"engine {plan.engine} gives every rank the same number of rows", "set engine to torch, or leave it out"
+        )
+    if plan.comm.local.is_on:
+        raise _rows_error("with local_steps every replica counts as much as any other, whatever its rows",
+                       "leave out comm.local_steps, or micro_batches")  # fmt: skip
+    if plan.micro_batches == "measured":
+        _check_measured(plan)
+
+
+def can_measure_rows(plan: Plan) -> bool:
+    """Return whether a plan whose data ranks have equal rows may have measured ones instead."""
+    if plan.micro_batches or plan.mesh.dp == 1:
+        return False
+    try:
+        check_micro_batches(plan.model_copy(update={"micro_batches": "measured"}))
+    except UserError:
+        return False
+    return True
+
+
+def _check_measured(plan: Plan) -> None:
+    """Raise unless each data rank can measure its own speed, and there are rows to deal."""
+    mesh = plan.mesh
+    explicit = "give the rows of each data rank, such as [3, 5]"
+    if mesh.pp > 1:
+        raise _rows_error("the speed of a pipeline is not measured", f"{explicit}; or use pipeline.stages")
+    if mesh.ep > 1:
+        raise _rows_error("experts that are spread over ranks make them wait for each other, so that the speed of one "
+                       "cannot be measured", explicit)  # fmt: skip
+    if plan.comm.compression != "none":
+        raise _rows_error("measuring would change what compression remembers of earlier gradients", explicit)
+    if mesh.dp > 1 and plan.micro_batch == 1:
+        raise _rows_error(f"with a micro_batch of 1 each of {mesh.dp} data ranks needs its one row: there is nothing "
+                          "to deal", "set plan.micro_batch to 4 or more, and leave plan.grad_accum out")  # fmt: skip
+
+
+def _rows_error(what: str, fix: str) -> UserError:
+    return UserError("P024", what, where=MICRO_BATCHES, fix=fix)

@@ -136,17 +136,6 @@ def check_deepspeed(plan: Plan, train: TrainSection) -> None:
     for field, values in SUPPORTED_VALUES.items():
         if (value := attrgetter(field)(plan)) not in values:
             raise _refusal(f"{field} {value}", f"plan.{field}", f"set plan.{field} to {' or '.join(map(str, values))}")
-    _check_sharding(plan)
-    if train.optimizer.states != "fp32":
-        raise _refusal(f"moments in {train.optimizer.states}", "train.optimizer.states", "set it to fp32")
-    if "fp16" in train.precision.values():  # they would have no loss scale
-        raise _refusal("single modules in fp16", "train.precision", "set them to bf16")
-    if train.precision and plan.precision != "fp32":
-        raise _refusal(f"single modules in another precision than {plan.precision}", "train.precision",
-                       "leave it out, set plan.precision to fp32")  # fmt: skip
-
-
-def _check_sharding(plan: Plan) -> None:
     unsharded, mesh = plan.sharding == "none", plan.mesh
     if unsharded and plan.precision != "fp32":
         raise _refusal(f"{plan.precision} without sharding", "plan.sharding", "set plan.sharding to optimizer")
@@ -159,6 +148,13 @@ def _check_sharding(plan: Plan) -> None:
     if plan.offload == "parameters" and plan.sharding != "parameters":
         raise _refusal(f"offload parameters with sharding {plan.sharding}", "plan.offload",
                        "set plan.sharding to parameters, or plan.offload to optimizer")  # fmt: skip
+    if train.optimizer.states != "fp32":
+        raise _refusal(f"moments in {train.optimizer.states}", "train.optimizer.states", "set it to fp32")
+    if "fp16" in train.precision.values():  # they would have no loss scale
+        raise _refusal("single modules in fp16", "train.precision", "set them to bf16")
+    if train.precision and plan.precision != "fp32":
+        raise _refusal(f"single modules in another precision than {plan.precision}", "train.precision",
+                       "leave it out, set plan.precision to fp32")  # fmt: skip
 
 
 def _refusal(what: str, where: str, fix: str) -> UserError:

@@ -195,7 +195,8 @@ def _scan(paths: tuple[str, ...]) -> tuple[Plugin, ...]:
     found: list[Plugin] = []
     seen: set[str] = set()
     for each in distributions(path=[*paths]):
-        name = str(each.metadata["Name"] or "") if _has_our_groups(each) else ""
+        # Of most distributions this reads one small file, or none.
+        name = str(each.metadata["Name"] or "") if "trimaran." in (each.read_text("entry_points.txt") or "") else ""
         normalised = re.sub(r"[-_.]+", "-", name).lower()
         if not name or normalised in seen:
             continue
@@ -207,11 +208,6 @@ def _scan(paths: tuple[str, ...]) -> tuple[Plugin, ...]:
             if point.group in kinds
         ]  # fmt: skip
     return tuple(sorted(_with_problems(found), key=lambda each: (each.kind, each.name, each.distribution)))
-
-
-def _has_our_groups(distribution: Any) -> bool:
-    """Return whether a distribution may have plug-ins. Of most this reads one small file, or none."""
-    return "trimaran." in (distribution.read_text("entry_points.txt") or "")
 
 
 def _with_problems(found: Iterable[Plugin]) -> Iterator[Plugin]:

@@ -352,12 +352,12 @@ def _fix(mistake: Mapping[str, Any], dotted: str) -> str:
 def fixed_field_changes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """Return the fields that must not change but differ, by dotted name: the old and the new value."""
     before, after = (dict(_leaves(recipe.model_dump(mode="json"))) for recipe in (old, new))
-    names = sorted(name for name in {**before, **after} if not _is_changeable(name))
+    names = sorted(
+        name
+        for name in {**before, **after}
+        if not any(name == each or name.startswith(f"{each}.") for each in CHANGEABLE_FIELDS)
+    )
     return {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
-
-
-def _is_changeable(name: str) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in CHANGEABLE_FIELDS)
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

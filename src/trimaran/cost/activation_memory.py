@@ -275,21 +275,18 @@ def _saved_by_part(part: RankPart, view: LayerView) -> SavedActivations:
         trains = trains or group.tower.is_trained
         if trains:
             add = _layer_group if isinstance(group.block, OutlineLayer) else _opaque_group
-            total = _combined(total, add(view, group, modes[group.tower.name]))
+            second = add(view, group, modes[group.tower.name])
+            total = SavedActivations(
+                total.layers + second.layers,
+                max(total.one_layer, second.one_layer),
+                max(total.recomputed, second.recomputed),
+                max(total.at_recompute - second.layers, second.recomputed),
+                total.casts + second.casts,
+                max(total.exchanged, second.exchanged),
+                max(total.backward, second.backward),
+                total.deferred + second.deferred,
+            )
     return total._replace(casts=total.casts * (1 if view.shares_casts else part.in_flight))
-
-
-def _combined(first: SavedActivations, second: SavedActivations) -> SavedActivations:
-    return SavedActivations(
-        first.layers + second.layers,
-        max(first.one_layer, second.one_layer),
-        max(first.recomputed, second.recomputed),
-        max(first.at_recompute - second.layers, second.recomputed),
-        first.casts + second.casts,
-        max(first.exchanged, second.exchanged),
-        max(first.backward, second.backward),
-        first.deferred + second.deferred,
-    )
 
 
 def _ring_bytes(layer: OutlineLayer, element_bytes: int, tp: int) -> float:

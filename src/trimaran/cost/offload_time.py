@@ -75,7 +75,13 @@ def offload_seconds(
     The ranks of a node share its memory bandwidth.
     """
     if plan.offloads_to_disk:
-        return _disk_seconds(job, cluster, plan, stage, update)
+        on_disk = states_of(memory_inputs_of(job, cluster, plan), stage.part).disk
+        waits = max(0.0, disk_update_seconds(job, cluster, plan, on_disk) - update)
+        if plan.offload != "parameters":
+            return waits
+        forward, backward = disk_gather_seconds(cluster, plan, owned_weight_bytes(job, plan, stage.part))
+        count = plan.grad_accum
+        return waits + _slowdown(forward, count * stage.forward) + _slowdown(backward, count * stage.backward)
     if plan.offload == "none" or not cluster.device.traits.has_own_memory:
         return 0.0
     copies, both = _bandwidths(cluster)
@@ -89,17 +95,6 @@ def offload_seconds(
     return gathers * (
         _slowdown(weights / copies, stage.forward) + _slowdown(max(weights, 4 * num_owned) / both, stage.backward)
     )
-
-
-def _disk_seconds(job: Job, cluster: Cluster, plan: Plan, stage: StageTime, update: float) -> float:
-    """Return the seconds that files add: their reads and writes hide behind the update, and gathers behind compute."""
-    on_disk = states_of(memory_inputs_of(job, cluster, plan), stage.part).disk
-    waits = max(0.0, disk_update_seconds(job, cluster, plan, on_disk) - update)
-    if plan.offload != "parameters":
-        return waits
-    forward, backward = disk_gather_seconds(cluster, plan, owned_weight_bytes(job, plan, stage.part))
-    count = plan.grad_accum
-    return waits + _slowdown(forward, count * stage.forward) + _slowdown(backward, count * stage.backward)
 
 
 def disk_update_seconds(job: Job, cluster: Cluster, plan: Plan, disk_bytes: float) -> float:

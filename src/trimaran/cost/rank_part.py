@@ -238,7 +238,10 @@ def _part(
         head_here = 0 if not last or (tower.tied and is_complete) else tower.head_rows(tp) * tower.hidden
         dense = sum(group.count * _dense(group.block, tp) for group in blocks)
         dense += embedding_here + head_here + (tower.extras if last else 0)
-        experts = sum(group.count * _experts(group.block) for group in blocks) // (tp * ep)
+        experts = sum(
+            group.count * (group.block.expert_weights if isinstance(group.block, OutlineLayer) else 0)
+            for group in blocks
+        ) // (tp * ep)
         layers = sum(group.count for group in blocks)
         held = Holding(tower, dense, experts, embedding_here + head_here, layers, is_trained=not tower.frozen)
         holdings += _frozen_and_trained(held, blocks, (embedding_here, head_here), tp) if tower.frozen else [held]
@@ -293,10 +296,6 @@ def packed_linears(layer: OutlineLayer) -> tuple[LinearShape, ...]:
     if layer.adapter is None or not layer.adapter.is_4bit:
         return ()
     return tuple(linear for linear in linears_of(layer) if linear.inputs % PACKED_BLOCK == 0)
-
-
-def _experts(block: OutlineLayer | Opaque) -> int:
-    return block.expert_weights if isinstance(block, OutlineLayer) else 0
 
 
 def _dense(block: OutlineLayer | Opaque, tp: int) -> int:

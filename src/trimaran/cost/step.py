@@ -13,7 +13,7 @@ from trimaran.cost.peak_memory import Memory, peak_memory_of, stage_memory_of
 from trimaran.cost.roofline import rate_name, rates_of
 from trimaran.cost.stage_time import StageTime, StageTimes
 from trimaran.cost.step_time import StepTime, pipeline_times_of, step_time_of, step_time_with
-from trimaran.machine import Cluster, CpuRates
+from trimaran.machine import Cluster
 from trimaran.models import OutlineLayer
 
 # Expected relative error of memory and time (half-width), by kind of cluster. On one H200, nine in ten steps of our
@@ -104,7 +104,12 @@ def error_of(job: Job, cluster: Cluster, plan: Plan) -> float:
         is_usual = is_dense and len(towers) == 1 and not job.outline.adapter
         kind = "dense" if is_usual and plan.sharding != "parameters" else "other"
         splits_layers = plan.mesh.tp * plan.mesh.pp * plan.mesh.cp * plan.mesh.ep > 1
-        return _cpu_error(cluster.device.cpu_rates, "split" if splits_layers else kind)
+        if cluster.device.cpu_rates is None:
+            return CPU_ERROR["uncalibrated"]
+        return min(
+            CPU_ERROR["uncalibrated"],
+            CPU_ERROR["split" if splits_layers else kind] + 2 * cluster.device.cpu_rates.scatter,
+        )
     known_rates = {*cluster.device.reached, *dict(cluster.device.fitted)}
     if cluster.device.name not in STEADY_DEVICES and "bf16" not in known_rates:
         return RELATIVE_ERROR["unknown rate"]
@@ -115,13 +120,6 @@ def error_of(job: Job, cluster: Cluster, plan: Plan) -> float:
     if cluster.world_size > 1:
         return RELATIVE_ERROR["few"]
     return RELATIVE_ERROR["one" if cluster.device.name == MEASURED_DEVICE else "few"]
-
-
-def _cpu_error(rates: CpuRates | None, kind: str) -> float:
-    """Return the expected relative error of a step's time on a CPU."""
-    if rates is None:
-        return CPU_ERROR["uncalibrated"]
-    return min(CPU_ERROR["uncalibrated"], CPU_ERROR[kind] + 2 * rates.scatter)
 
 
 TOO_LONG = float("inf")  # the seconds of rows that do not fit into memory

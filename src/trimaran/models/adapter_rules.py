@@ -43,7 +43,14 @@ def refuse_adapter(section: ModelSection, plan: Plan | None = None, spec: Spec |
                         fix=f"remove {both[0]} from model.freeze: towers without an adapter are frozen "
                         "anyway")  # fmt: skip
     if spec is not None and not section.kind.is_hf:
-        _refuse_targets(adapter, spec)
+        names = [name for name in _adapted_linears(adapter, spec) if not _is_within(name, adapter.train)]
+        if adapter.targets == ALL_LINEAR:
+            names = [name for name in names if name.rpartition(".")[2] != HEAD]
+        else:
+            refuse_unknown_targets(adapter.targets, names)
+            names = [name for name in names if any(is_named(name, target) for target in adapter.targets)]
+        sizes = linear_sizes(spec)
+        refuse_large_rank({name: sizes[name] for name in names}, adapter.rank)
     if plan is not None and not plan.engine_traits.trains_adapters:
         raise UserError("P064", "DeepSpeed's engine does not train adapters here", where="plan.engine",
                         fix="use the torch engine: with plan.sharding it shards the frozen weights too")  # fmt: skip
@@ -54,21 +61,6 @@ def refuse_adapter(section: ModelSection, plan: Plan | None = None, spec: Spec |
         field, why = ("mesh.tp", "tp splits") if plan.mesh.tp > 1 else ("offload", "FSDP's offload moves")
         raise UserError("P065", f"4-bit base weights are whole on every rank, and {why} them", where=f"plan.{field}",
                         fix="leave it out, or set model.adapter.base to auto")  # fmt: skip
-
-
-def _refuse_targets(adapter: AdapterSection, spec: Spec) -> None:
-    """Raise if targets have unknown names, or are smaller than the rank; `all-linear` are all but the head.
-
-    Layers that are trained in full have no adapter.
-    """
-    names = [name for name in _adapted_linears(adapter, spec) if not _is_within(name, adapter.train)]
-    if adapter.targets == ALL_LINEAR:
-        names = [name for name in names if name.rpartition(".")[2] != HEAD]
-    else:
-        refuse_unknown_targets(adapter.targets, names)
-        names = [name for name in names if any(is_named(name, target) for target in adapter.targets)]
-    sizes = linear_sizes(spec)
-    refuse_large_rank({name: sizes[name] for name in names}, adapter.rank)
 
 
 def _is_within(name: str, patterns: Sequence[str]) -> bool:

@@ -150,7 +150,10 @@ def wrong_value(what: str, where: str) -> UserError:
 def _typed(hint: Any, now: Any, value: Any, where: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin is tuple:
-        return _sequence(args, value, where)
+        endless = args[-1] is Ellipsis
+        if not isinstance(value, list | tuple) or not (endless or len(value) == len(args)):
+            raise wrong_value(f"{value!r} is not a list" + ("" if endless else f" of {len(args)} values"), where)
+        return tuple(_typed(args[0], None, each, where) for each in value)
     if origin is Literal:
         if value not in args:
             raise wrong_value(f"{value!r} is not one of {', '.join(map(str, args))}", where)
@@ -161,21 +164,10 @@ def _typed(hint: Any, now: Any, value: Any, where: str) -> Any:
         hint = args[0]
     if is_dataclass(hint):
         return changed(hint, now, value, where)  # pyrefly: ignore[bad-argument-type]
-    return _plain(hint, value, where)
-
-
-def _sequence(args: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    endless = args[-1] is Ellipsis
-    if not isinstance(value, list | tuple) or not (endless or len(value) == len(args)):
-        raise wrong_value(f"{value!r} is not a list" + ("" if endless else f" of {len(args)} values"), where)
-    return tuple(_typed(args[0], None, each, where) for each in value)
-
-
-def _plain(kind: type, value: Any, where: str) -> Any:
-    if kind is float and type(value) is int and abs(value) < 1e300:
+    if hint is float and type(value) is int and abs(value) < 1e300:
         return float(value)
-    if type(value) is not kind:
-        raise wrong_value(f"{value!r} is not {_KINDS[kind]}", where)
+    if type(value) is not hint:
+        raise wrong_value(f"{value!r} is not {_KINDS[hint]}", where)
     return value
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from trimaran.core import UserError
 from trimaran.models.config_fields import Fields, bad_field, show
-from trimaran.models.families.common_fields import HF_NAMES, write_decoder
 from trimaran.models.families.disk_parts import PartsOf, plain_parts
+from trimaran.models.families.family_fields import HF_NAMES
 from trimaran.models.families.registry import FAMILIES
 from trimaran.models.layer_variations import Rope
 from trimaran.models.spec import ModelSpec, variations
@@ -111,7 +111,7 @@ def _written_as(kind: str, spec: ModelSpec) -> dict[str, Any] | None:
     family = FAMILIES[kind]
     if spec.prediction_layers and not family.extra_layers:
         return None
-    config = {"architectures": [family.architecture], "model_type": kind} | write_decoder(spec) | family.write(spec)
+    config = family.config(kind, spec)
     if unsupported(config):
         return None
     try:

@@ -132,7 +132,11 @@ def cached_facts(section: ModelSection, environ: Mapping[str, str]) -> HfFacts |
         if not section.kind.is_hf or (path := facts_file(section, environ)) is None:
             return None
         tree = json.loads(read_regular_bytes(path, follow_links=False, limit_bytes=MAX_FACTS_BYTES))
-        return _at(facts_from_dict(tree), str(section.path))
+        facts = facts_from_dict(tree)
+        if facts.untrainable is None or facts.untrainable.where == "model.path":
+            return facts
+        error = facts.untrainable
+        return HfFacts(untrainable=UserError(error.code, error.what, where=str(section.path), fix=error.fix))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
         return None  # a missing or damaged file is written again
 
@@ -141,14 +145,6 @@ def write_facts(path: Path, facts: HfFacts) -> None:
     """Write the file atomically: another planner that reads it meanwhile gets all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(facts.as_dict(), indent=2) + "\n", mode=0o644)
-
-
-def _at(facts: HfFacts, path: str) -> HfFacts:
-    """Return the facts of the same config in this folder: a mistake says where the model is."""
-    if facts.untrainable is None or facts.untrainable.where == "model.path":
-        return facts
-    error = facts.untrainable
-    return HfFacts(untrainable=UserError(error.code, error.what, where=path, fix=error.fix))
 
 
 def _mistake_as_dict(error: UserError | None) -> dict[str, str] | None:

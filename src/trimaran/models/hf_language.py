@@ -32,7 +32,14 @@ def experts_of(fields: Fields, ffn: int) -> ExpertSpec | None:
     They are for the prediction alone: transformers builds the model from its own field names and defaults. So an
     unknown name is guessed with a warning and not refused.
     """
-    fields = replace(fields, config={**fields.config, **_listed(fields)})
+    found = {}
+    for name in (*EXPERTS, *TOP_K, *WIDTH):
+        values = fields.config.get(name)
+        if isinstance(values, list) and values and all(type(each) is int for each in values):
+            found[name] = max(values)
+            if min(values) != max(values):
+                _warn(f"{fields.where}: {name} differs between layers; all are predicted with {max(values)}")
+    fields = replace(fields, config={**fields.config, **found})
     count = _num_experts(fields)
     if count < 2:
         return None
@@ -46,18 +53,6 @@ def experts_of(fields: Fields, ffn: int) -> ExpertSpec | None:
         shared_ffn=gated or width * fields.size("n_shared_experts", "num_shared_experts", default=0, least=0),
         shared_gate=gated > 0,
     )
-
-
-def _listed(fields: Fields) -> dict[str, int]:
-    """Return one value for each field that lists one for every layer: the largest, which never predicts too little."""
-    found = {}
-    for name in (*EXPERTS, *TOP_K, *WIDTH):
-        values = fields.config.get(name)
-        if isinstance(values, list) and values and all(type(each) is int for each in values):
-            found[name] = max(values)
-            if min(values) != max(values):
-                _warn(f"{fields.where}: {name} differs between layers; all are predicted with {max(values)}")
-    return found
 
 
 def _num_experts(fields: Fields) -> int:

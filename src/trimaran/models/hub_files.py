@@ -207,7 +207,13 @@ def fetch_dataset(repo: HubRepo, cache: Path, *, subset: str | None, split: str)
         sha = _commit(hub, repo, cache)
         folder = dataset_folder(cache, repo, sha, subset=subset, split=split)
         if not (folder / FILE).is_file():
-            _store(_load(repo, sha, subset=subset, split=split), folder)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+            try:
+                _load(repo, sha, subset=subset, split=split).to_parquet(str(draft / FILE))
+                os.replace(draft, folder)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 
@@ -233,17 +239,6 @@ def _load(repo: HubRepo, sha: str, *, subset: str | None, split: str) -> Any:
     except ValueError as error:  # an unknown split or subset; the message lists those that exist
         raise UserError("T064", f"{repo.name}: {' '.join(str(error).split())}", where=f"data.path {repo.name}",
                         fix="set data.split and data.subset to those of the dataset") from None  # fmt: skip
-
-
-def _store(rows: Any, folder: Path) -> None:
-    """Write the rows beside the folder and rename it, so that no reader sees half of them."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        rows.to_parquet(str(draft / FILE))
-        os.replace(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 log = logging.getLogger(__name__)

@@ -43,7 +43,18 @@ def internvl_spec(fields: Fields, refuse: Refuse) -> VlmSpec:
     if is_chat:
         _refuse_chat_options(fields, refuse)
         layout = chat_layout(fields)
-    _refuse_options(fields, below, refuse)
+    for part, name, plain in (
+        (fields, "downsample_ratio", 0.5),
+        (fields, "projector_hidden_act", "gelu"),
+        (fields, "vision_feature_select_strategy", "default"),
+        (fields, "min_dynamic_patch", 1),
+        (below, "hidden_act", "gelu"),
+        (below, "use_absolute_position_embeddings", True),
+        (below, "use_mean_pooling", True),
+        (below, "use_mask_token", False),
+    ):
+        if part.has(name) and part.config.get(name, plain) != plain:
+            raise refuse(f"{name} is {show(part.config[name])}", part.where)
     image, start, end = _tokens(fields)
     dynamic = fields.boolean("dynamic_image_size", default=True)
     return VlmSpec(
@@ -102,22 +113,6 @@ def _vision(fields: Fields, below: Fields, refuse: Refuse) -> VisionSpec:
             std=IMAGENET_STD,
         ),
     )
-
-
-def _refuse_options(fields: Fields, below: Fields, refuse: Refuse) -> None:
-    """Raise if the model has a feature that our network lacks."""
-    for part, name, plain in (
-        (fields, "downsample_ratio", 0.5),
-        (fields, "projector_hidden_act", "gelu"),
-        (fields, "vision_feature_select_strategy", "default"),
-        (fields, "min_dynamic_patch", 1),
-        (below, "hidden_act", "gelu"),
-        (below, "use_absolute_position_embeddings", True),
-        (below, "use_mean_pooling", True),
-        (below, "use_mask_token", False),
-    ):
-        if part.has(name) and part.config.get(name, plain) != plain:
-            raise refuse(f"{name} is {show(part.config[name])}", part.where)
 
 
 def _refuse_chat_options(fields: Fields, refuse: Refuse) -> None:

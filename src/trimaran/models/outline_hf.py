@@ -140,7 +140,24 @@ def vision_tower(fields: Fields, traits: VisionTraits, view: View) -> Tower:
     hidden, heads = fields.size(*HIDDEN), fields.size(*HEADS)
     if hidden % heads:
         raise bad_field("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}", fields.where)
-    layer = _layer(fields, traits, hidden, heads)
+    gated, ffn = traits.gated, _ffn(fields, hidden)
+    if fields.boolean("use_swiglu_ffn", default=False):  # Dinov2 giant: two thirds as wide, rounded to a multiple of 8
+        gated, ffn = True, (ffn * 2 // 3 + 7) // 8 * 8
+    matrices = 3 if gated else 2
+    extras = hidden * (2 * (1 + traits.shifted) + 2 * traits.scaled + 2 * traits.wide_norms)
+    extras += 3 * hidden * _on(traits.qkv_bias, fields) + (hidden + ffn * (matrices - 1) + hidden) * _on(
+        traits.bias, fields
+    )
+    layer = OutlineLayer(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn=ffn,
+        gated=gated,
+        causal=False,
+        extras=extras,
+    )
     layers = fields.size(*DEPTH, most=MOST_LAYERS)
     return Tower(
         name="vision",
@@ -150,21 +167,6 @@ def vision_tower(fields: Fields, traits: VisionTraits, view: View) -> Tower:
         positions=view.pieces * view.segment,
         segment=view.segment,
     )
-
-
-def _layer(fields: Fields, traits: VisionTraits, hidden: int, heads: int) -> OutlineLayer:
-    gated, ffn = traits.gated, _ffn(fields, hidden)
-    if fields.boolean("use_swiglu_ffn", default=False):  # Dinov2 giant: two thirds as wide, rounded to a multiple of 8
-        gated, ffn = True, (ffn * 2 // 3 + 7) // 8 * 8
-    matrices = 3 if gated else 2
-    extras = hidden * (2 * (1 + traits.shifted) + 2 * traits.scaled + 2 * traits.wide_norms)
-    extras += 3 * hidden * _on(traits.qkv_bias, fields) + (hidden + ffn * (matrices - 1) + hidden) * _on(
-        traits.bias, fields
-    )
-    return OutlineLayer(
-        hidden=hidden, heads=heads, kv_heads=heads, head_dim=hidden // heads, ffn=ffn, gated=gated, causal=False,
-        extras=extras,
-    )  # fmt: skip
 
 
 def _ffn(fields: Fields, hidden: int) -> int:

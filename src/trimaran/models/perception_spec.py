@@ -243,7 +243,13 @@ def _invalid_fields(spec: PerceptionSpec) -> Iterator[tuple[str, str]]:
         values = value if isinstance(value, tuple) else (value,)
         if not values or not all(0 < each <= LARGEST or each == least == 0 for each in values):
             yield field, f"{value} is not from {least} to {LARGEST}"
-    yield from _invalid_sensors(spec)
+    if 0 < spec.cameras < 3:
+        yield "cameras", "fewer than 3 do not cover all directions"
+    if not spec.cameras and not spec.point_sensors:
+        yield "cameras", "the model has no sensor: no cameras, no lidar_layers and no radar_layers"
+    if (spec.fusion_layers > 0) != (spec.cameras > 0):
+        reason = "attend to cameras, and there are none" if spec.fusion_layers else "leave the cameras without effect"
+        yield "fusion_layers", f"{spec.fusion_layers} fusion layers {reason}"
     stride = 2 ** len(spec.camera_widths)
     for field in ("height", "width"):
         if getattr(spec, field) % stride:
@@ -253,16 +259,6 @@ def _invalid_fields(spec: PerceptionSpec) -> Iterator[tuple[str, str]]:
     for field, channels in (("camera_widths", spec.camera_widths), ("hidden", (spec.hidden,))):
         if wrong := [each for each in channels if each % min(GROUPS, each)]:
             yield field, f"{wrong[0]} channels are not a multiple of {GROUPS} groups"
-
-
-def _invalid_sensors(spec: PerceptionSpec) -> Iterator[tuple[str, str]]:
-    if 0 < spec.cameras < 3:
-        yield "cameras", "fewer than 3 do not cover all directions"
-    if not spec.cameras and not spec.point_sensors:
-        yield "cameras", "the model has no sensor: no cameras, no lidar_layers and no radar_layers"
-    if (spec.fusion_layers > 0) != (spec.cameras > 0):
-        reason = "attend to cameras, and there are none" if spec.fusion_layers else "leave the cameras without effect"
-        yield "fusion_layers", f"{spec.fusion_layers} fusion layers {reason}"
 
 
 def perception_outline(spec: PerceptionSpec, points: ScenePoints | None = None) -> Outline:

@@ -22,10 +22,10 @@ from trimaran.models.vlm_spec import ImageLimits, VlmSpec, vlm_outline
 
 def outline_for(section: ModelSection, data: DataSection | None = None, points: ScenePoints | None = None) -> Outline:
     """Return the outline of the model in `section`, with the images per sample of `data`, or the points of a scene."""
-    images = _images(data)
+    images = ImageLimits() if data is None else ImageLimits(count=data.images_per_sample or 1, size=data.image_size)
     spec = spec_of(section)
     if section.kind.is_plugin:
-        return _family_outline(section, (data or DataSection()).seq_len)
+        return _family_outline_of(section.model_dump_json(), (data or DataSection()).seq_len)
     decoder = decoder_of(spec)
     if section.kind.is_hf:
         outline = _hf_outline(section, decoder, images)
@@ -37,7 +37,11 @@ def outline_for(section: ModelSection, data: DataSection | None = None, points: 
                 outline, code=f"Trimaran's decoder ({decoder.family}); model.family=hf uses transformers'"
             )
     if data is not None:
-        _refuse_crowding(outline, data)
+        tokens = sum(tower.positions for tower in outline.towers if tower.name == "projector")
+        if tokens > data.seq_len and "seq_len" in data.model_fields_set:
+            raise UserError("M013", f"the images of a sample are {tokens} tokens, and its sequence has {data.seq_len}",
+                            where="data.seq_len",
+                            fix="raise data.seq_len, or lower data.images_per_sample or data.image_size")  # fmt: skip
     outline = _frozen(outline, section.freeze)
     return with_adapter(outline, section.adapter) if section.adapter else outline
 
@@ -47,10 +51,6 @@ def _family_outline_of(text: str, seq_len: int) -> Outline:
     """Return the outline of a plug-in's family, traced once without computing anything. It imports torch."""
     from_module = import_module("trimaran.models.from_module")
     return from_module.outline_of_family(ModelSection.model_validate_json(text, context=UNCHECKED), seq_len)
-
-
-def _family_outline(section: ModelSection, seq_len: int) -> Outline:
-    return _family_outline_of(section.model_dump_json(), seq_len)
 
 
 def outline_if_known(
@@ -103,19 +103,6 @@ def _outline_in(file: Path, images: ImageLimits) -> Outline:
     return outline_from_hf(config, where=str(file), name=name, images=images)
 
 
-def _images(data: DataSection | None) -> ImageLimits:
-    return ImageLimits() if data is None else ImageLimits(count=data.images_per_sample or 1, size=data.image_size)
-
-
-def _refuse_crowding(outline: Outline, data: DataSection) -> None:
-    """Raise if the images of a sample alone are longer than the sequence length that the user set."""
-    tokens = sum(tower.positions for tower in outline.towers if tower.name == "projector")
-    if tokens > data.seq_len and "seq_len" in data.model_fields_set:
-        raise UserError("M013", f"the images of a sample are {tokens} tokens, and its sequence has {data.seq_len}",
-                        where="data.seq_len",
-                        fix="raise data.seq_len, or lower data.images_per_sample or data.image_size")  # fmt: skip
-
-
 def _with_wide_cache(outline: Outline) -> Outline:
     """Return the outline of a decoder whose code is that of transformers: it caches keys and values of all heads."""
 
@@ -162,18 +149,13 @@ def recipe_image_rules(recipe: Recipe) -> ImageRules | None:
         return None
     rules = spec.images()
     if samples.temporal_patches:
-        rules = replace(rules, frames=_frames_together(spec), time_positions=_time_positions(spec))
+        if spec.vision.frames != TEMPORAL_PATCH or not spec.sections:
+            raise UserError("M090", f"{spec.name} does not read two frames of a video as one image",
+                            where="data.samples.temporal_patches",
+                            fix="set it to false, or train a Qwen2-VL, Qwen2.5-VL or Qwen3-VL")  # fmt: skip
+        rules = replace(rules, frames=spec.vision.frames, time_positions=_time_positions(spec))
     most = samples.max_pixels or rules.max_pixels
     return replace(rules, min_pixels=min(samples.min_pixels or rules.min_pixels, most), max_pixels=most)
-
-
-def _frames_together(spec: VlmSpec) -> int:
-    """Return how many frames share a patch. Raises for a model whose patches or positions have no time."""
-    if spec.vision.frames != TEMPORAL_PATCH or not spec.sections:
-        raise UserError("M090", f"{spec.name} does not read two frames of a video as one image",
-                        where="data.samples.temporal_patches",
-                        fix="set it to false, or train a Qwen2-VL, Qwen2.5-VL or Qwen3-VL")  # fmt: skip
-    return spec.vision.frames
 
 
 def _time_positions(spec: VlmSpec) -> int | None:

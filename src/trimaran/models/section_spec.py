@@ -26,7 +26,15 @@ def spec_of(section: ModelSection) -> Spec | None:
 
     None, too, for a plug-in's family: only its code knows the network.
     """
-    _refuse_contradictions(section)
+    if section.preset is not None and section.path is not None:
+        raise UserError("M002", "a model has either a preset or a path", where="model",
+                        fix="remove model.preset to take the shape from the path")  # fmt: skip
+    if section.kind.is_hf and section.path is None:
+        raise UserError("M002", "the hf family needs a model to load", where="model.path",
+                        fix="set model.path to a local Hugging Face model folder, or use family decoder")  # fmt: skip
+    if section.kind.is_hf and section.shape:
+        raise UserError("M002", "an hf model keeps the shape of its config.json", where="model.shape",
+                        fix="remove model.shape, edit config.json, or use model.family=decoder")  # fmt: skip
     match section.family:
         case "decoder":
             return _decoder_of(section)
@@ -167,18 +175,6 @@ def model_folder(path: str) -> Path:
         raise UserError("M004", "the folder holds no config.json", where=f"model.path {path}",
                         fix="name a folder with a Hugging Face model: config.json and its weights")  # fmt: skip
     return folder
-
-
-def _refuse_contradictions(section: ModelSection) -> None:
-    if section.preset is not None and section.path is not None:
-        raise UserError("M002", "a model has either a preset or a path", where="model",
-                        fix="remove model.preset to take the shape from the path")  # fmt: skip
-    if section.kind.is_hf and section.path is None:
-        raise UserError("M002", "the hf family needs a model to load", where="model.path",
-                        fix="set model.path to a local Hugging Face model folder, or use family decoder")  # fmt: skip
-    if section.kind.is_hf and section.shape:
-        raise UserError("M002", "an hf model keeps the shape of its config.json", where="model.shape",
-                        fix="remove model.shape, edit config.json, or use model.family=decoder")  # fmt: skip
 
 
 def preset_of(name: str) -> ModelSpec:

@@ -1,7 +1,7 @@
 """The shape of a decoder, and its parameter count."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trimaran.models.layer_variations import (
@@ -157,11 +157,6 @@ class ModelSpec:
     def num_blocks(self) -> int:
         """All layers, with those that predict later tokens."""
         return self.layers + self.prediction_layers
-
-    @property
-    def without_prediction(self) -> "ModelSpec":
-        """The same decoder without the layers that predict later tokens, as it is served and evaluated."""
-        return replace(self, block=replace(self.block, prediction=None))
 
     @property
     def shares_embedding(self) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from trimaran.models.layer_variations import LatentSpec, Rope
 from trimaran.models.spec import ExpertSpec, ModelSpec
-from trimaran.models.vlm_spec import VisionSpec, VlmSpec
+from trimaran.models.vlm_spec import VlmSpec
 
 MOST_LAYERS = 4096
 MOST = 2**24  # wider than any published network; larger sizes overflow the integers of a device
@@ -30,7 +30,18 @@ def _invalid_fields(spec: ModelSpec) -> Iterator[InvalidField]:
     if not 0 < spec.block.norm_eps < 1:
         yield "norm_eps", f"{spec.block.norm_eps} is not between 0 and 1"
     yield from _rope_flaws(spec.block.rope, spec.head_dim)
-    yield from _variation_flaws(spec)
+    attention, ends = spec.block.attention, spec.block.ends
+    for window in attention.windows:
+        yield from out_of_bounds(("attention.windows", window, 0, MOST))
+    yield from out_of_bounds(
+        ("attention.scale", attention.scale, 0, 1e6),
+        ("attention.softcap", attention.softcap, 0, 1e6),
+        ("ends.embedding_scale", ends.embedding_scale, 0, 1e6),
+        ("ends.logit_scale", ends.logit_scale, 1e-6, 1e6),
+        ("ends.logit_softcap", ends.logit_softcap, 0, 1e6),
+    )
+    if attention.local_rope is not None:
+        yield from _rope_flaws(attention.local_rope, spec.head_dim)
     if experts:
         yield from _expert_flaws(experts, spec.hidden)
         yield from _router_flaws(experts)
@@ -55,21 +66,6 @@ def _rope_flaws(rope: Rope, head_dim: int) -> Iterator[InvalidField]:
         for name, factors in (("short_factors", longrope.short_factors), ("long_factors", longrope.long_factors)):
             if len(factors) != pairs:
                 yield f"rope.longrope.{name}", f"{len(factors)} numbers for {pairs} pairs of features"
-
-
-def _variation_flaws(spec: ModelSpec) -> Iterator[InvalidField]:
-    attention, ends = spec.block.attention, spec.block.ends
-    for window in attention.windows:
-        yield from out_of_bounds(("attention.windows", window, 0, MOST))
-    yield from out_of_bounds(
-        ("attention.scale", attention.scale, 0, 1e6),
-        ("attention.softcap", attention.softcap, 0, 1e6),
-        ("ends.embedding_scale", ends.embedding_scale, 0, 1e6),
-        ("ends.logit_scale", ends.logit_scale, 1e-6, 1e6),
-        ("ends.logit_softcap", ends.logit_softcap, 0, 1e6),
-    )
-    if attention.local_rope is not None:
-        yield from _rope_flaws(attention.local_rope, spec.head_dim)
 
 
 def _expert_flaws(experts: ExpertSpec, hidden: int) -> Iterator[InvalidField]:
@@ -140,7 +136,31 @@ def first_invalid_vlm_field(spec: VlmSpec) -> InvalidField | None:
 
 
 def _invalid_vlm_fields(spec: VlmSpec) -> Iterator[InvalidField]:
-    yield from _vision_flaws(spec.vision, spec.projector.merge)
+    yield from out_of_bounds(("vision.layers", spec.vision.layers, 1, MOST_LAYERS))
+    for field in ("hidden", "heads", "ffn", "patch", "frames"):
+        yield from out_of_bounds((f"vision.{field}", getattr(spec.vision, field), 1, MOST))
+    if not 0 < spec.vision.block.norm_eps < 1:
+        yield "vision.block.norm_eps", f"{spec.vision.block.norm_eps} is not between 0 and 1"
+    if spec.vision.hidden % spec.vision.heads:
+        yield "vision.heads", f"{spec.vision.heads} heads do not divide hidden {spec.vision.hidden}"
+    if spec.vision.variant == "native" and spec.vision.head_dim % 4:
+        yield "vision.heads", f"{spec.vision.head_dim} features per head do not split into pairs for row and column"
+    yield from out_of_bounds(("vision.ends.positions_per_second", spec.vision.ends.positions_per_second, 0, MOST))
+    if min(spec.vision.ends.std) <= 0:
+        yield "vision.ends.std", f"{list(spec.vision.ends.std)} must be above 0"
+    cell = spec.vision.patch * max(spec.projector.merge, 1)
+    if spec.vision.variant == "anyres" and (spec.vision.tile < cell or cell != spec.vision.patch):
+        yield "vision.tile", f"{spec.vision.tile} pixels are less than a patch, or patches are merged"
+    if spec.vision.variant == "tiled" and (spec.vision.tile < cell or spec.vision.tile % cell):
+        yield "vision.tile", f"{spec.vision.tile} pixels are not a multiple of patch x merge, {cell}"
+    if spec.vision.variant == "tiled" and spec.vision.window:
+        yield "vision.window", "tiles have no windows"
+    if spec.vision.variant == "native" and (spec.vision.ends.class_token or spec.vision.tile):
+        yield "vision.variant", "only a tiled tower has a class token and a tile"
+    if spec.vision.window and spec.vision.window < cell:
+        yield "vision.window", f"{spec.vision.window} pixels are less than patch x merge, {cell}"
+    for layer in spec.vision.full_layers:
+        yield from out_of_bounds(("vision.full_layers", layer, 0, spec.vision.layers - 1))
     yield from out_of_bounds(
         ("projector.merge", spec.projector.merge, 1, 64),
         ("projector.hidden", spec.projector.hidden, 0, MOST),
@@ -148,15 +168,6 @@ def _invalid_vlm_fields(spec: VlmSpec) -> Iterator[InvalidField]:
         ("min_pixels", spec.min_pixels, 1, spec.max_pixels),
         ("max_tiles", spec.max_tiles, 1, 4096),
     )
-    yield from _deepstack_flaws(spec)
-    pairs = spec.language.head_dim // 2
-    if spec.sections and (sum(spec.sections) != pairs or min(spec.sections) < 0):
-        yield "sections", f"{list(spec.sections)} do not add up to the {pairs} pairs of a head's features"
-    for name in ("before", "after"):
-        yield from out_of_bounds(*((name, token, 0, spec.vocab - 1) for token in getattr(spec, name)))
-
-
-def _deepstack_flaws(spec: VlmSpec) -> Iterator[InvalidField]:
     taps = spec.projector.deepstack
     if taps != tuple(sorted(set(taps))):
         yield "projector.deepstack", f"{list(taps)} are not in ascending order"
@@ -165,35 +176,8 @@ def _deepstack_flaws(spec: VlmSpec) -> Iterator[InvalidField]:
         yield "projector.deepstack", f"{len(taps)} layers are more than the {spec.language.layers} of the decoder"
     if taps and spec.vision.variant == "tiled":
         yield "projector.deepstack", "only a native tower has it"
-
-
-def _vision_flaws(vision: VisionSpec, merge: int) -> Iterator[InvalidField]:
-    yield from out_of_bounds(("vision.layers", vision.layers, 1, MOST_LAYERS))
-    for field in ("hidden", "heads", "ffn", "patch", "frames"):
-        yield from out_of_bounds((f"vision.{field}", getattr(vision, field), 1, MOST))
-    if not 0 < vision.block.norm_eps < 1:
-        yield "vision.block.norm_eps", f"{vision.block.norm_eps} is not between 0 and 1"
-    if vision.hidden % vision.heads:
-        yield "vision.heads", f"{vision.heads} heads do not divide hidden {vision.hidden}"
-    if vision.variant == "native" and vision.head_dim % 4:
-        yield "vision.heads", f"{vision.head_dim} features per head do not split into pairs for row and column"
-    yield from out_of_bounds(("vision.ends.positions_per_second", vision.ends.positions_per_second, 0, MOST))
-    if min(vision.ends.std) <= 0:
-        yield "vision.ends.std", f"{list(vision.ends.std)} must be above 0"
-    yield from _invalid_variant_fields(vision, vision.patch * max(merge, 1))
-
-
-def _invalid_variant_fields(vision: VisionSpec, cell: int) -> Iterator[InvalidField]:
-    """Yield problems with native or tiled images; `cell` is the pixels per side that become a token."""
-    if vision.variant == "anyres" and (vision.tile < cell or cell != vision.patch):
-        yield "vision.tile", f"{vision.tile} pixels are less than a patch, or patches are merged"
-    if vision.variant == "tiled" and (vision.tile < cell or vision.tile % cell):
-        yield "vision.tile", f"{vision.tile} pixels are not a multiple of patch x merge, {cell}"
-    if vision.variant == "tiled" and vision.window:
-        yield "vision.window", "tiles have no windows"
-    if vision.variant == "native" and (vision.ends.class_token or vision.tile):
-        yield "vision.variant", "only a tiled tower has a class token and a tile"
-    if vision.window and vision.window < cell:
-        yield "vision.window", f"{vision.window} pixels are less than patch x merge, {cell}"
-    for layer in vision.full_layers:
-        yield from out_of_bounds(("vision.full_layers", layer, 0, vision.layers - 1))
+    pairs = spec.language.head_dim // 2
+    if spec.sections and (sum(spec.sections) != pairs or min(spec.sections) < 0):
+        yield "sections", f"{list(spec.sections)} do not add up to the {pairs} pairs of a head's features"
+    for name in ("before", "after"):
+        yield from out_of_bounds(*((name, token, 0, spec.vocab - 1) for token in getattr(spec, name)))

@@ -147,7 +147,8 @@ def file_digest(
     """
     for _ in range(MAX_READS):  # a new link to the file changes its times too
         before = file_identity(path)
-        note = None if cache is None else cache / CACHE_FOLDER / _note_name(path, before)
+        name = sha256(json.dumps([str(path.resolve()), *before]).encode()).hexdigest()[:32]
+        note = None if cache is None else cache / CACHE_FOLDER / name
         if note is not None and (known := _read_note(note)):
             count(before[0])
             return known
@@ -156,7 +157,8 @@ def file_digest(
             continue
         if note is not None and max(before[1], before[2]) < began - settled_ns:
             with suppress(OSError):  # without a cache it is computed again
-                _write_note(note, digest)
+                note.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(note, f"{digest}\n")
         return digest
     raise changed_base(path, "it changed while it was read")
 
@@ -195,10 +197,6 @@ def base_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(changes[:MAX_NAMED_FILES]) + more or "its digest differs"
 
 
-def _note_name(path: Path, identity: list[int]) -> str:
-    return sha256(json.dumps([str(path.resolve()), *identity]).encode()).hexdigest()[:32]
-
-
 def _read_note(note: Path) -> str:
     """Return the digest in a file of the cache; empty if there is none."""
     try:
@@ -206,8 +204,3 @@ def _read_note(note: Path) -> str:
     except (OSError, ValueError):
         return ""
     return text if len(text) == HEX_CHARACTERS else ""
-
-
-def _write_note(note: Path, digest: str) -> None:
-    note.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(note, f"{digest}\n")

@@ -235,7 +235,9 @@ def plan_of(text: str, world_size: int, default_sharding: str = "none") -> tuple
     if "prediction" in fields:
         raise _line_error("the plan of a line must not contain a prediction", "plan.prediction")
     for key in ("global_batch", "micro_batch", "grad_accum"):
-        _check_batch_size(fields.get(key, 1), key)
+        value = fields.get(key, 1)
+        if type(value) is not int or not 1 <= value <= MAX_BATCH:
+            raise _line_error(f"{value!r} is not a number of sequences or micro-batches", f"plan.{key}")
     mesh = _mesh(fields, world_size, default_sharding)
     if mesh.world_size != world_size:
         raise UserError("P051", f"the mesh ({mesh}) has {mesh.world_size} ranks, the cluster {world_size} GPUs",
@@ -269,7 +271,12 @@ def _mesh(fields: dict[str, Any], world_size: int, default_sharding: str) -> Mes
     sharding = fields.setdefault("sharding", default_sharding)
     inner = {"tp": section.tp, "pp": section.pp, "cp": section.cp, "ep": section.ep}
     replicas, shards = section.dp_replicate, section.dp_shard
-    _check_dp_product(section)
+    parts = [degree for degree in (section.dp_replicate, section.dp_shard) if degree]
+    product = math.prod(parts)
+    if section.dp and (section.dp % product or (len(parts) == 2 and section.dp != product)):
+        text = " x ".join(map(str, parts))
+        raise _line_error(f"dp {section.dp} counts all data ranks, but its parts are {text}", "plan.mesh.dp",
+                     "set dp to dp_replicate x dp_shard, or leave it out")  # fmt: skip
     if replicas is None and shards is None:
         total = section.dp or max(1, world_size // (section.tp * section.pp * section.cp))
     else:
@@ -280,23 +287,8 @@ def _mesh(fields: dict[str, Any], world_size: int, default_sharding: str) -> Mes
     return _read_mesh(dp_replicate=max(1, total // shards), dp_shard=shards, **inner)
 
 
-def _check_dp_product(section: Degrees) -> None:
-    """Raise when `dp`, all data ranks, is not the product of its two parts."""
-    parts = [degree for degree in (section.dp_replicate, section.dp_shard) if degree]
-    product = math.prod(parts)
-    if section.dp and (section.dp % product or (len(parts) == 2 and section.dp != product)):
-        text = " x ".join(map(str, parts))
-        raise _line_error(f"dp {section.dp} counts all data ranks, but its parts are {text}", "plan.mesh.dp",
-                     "set dp to dp_replicate x dp_shard, or leave it out")  # fmt: skip
-
-
 def _read_mesh(**degrees: int) -> Mesh:
     return _read(Mesh, json.dumps(degrees), "plan.mesh")
-
-
-def _check_batch_size(value: Any, key: str) -> None:
-    if type(value) is not int or not 1 <= value <= MAX_BATCH:
-        raise _line_error(f"{value!r} is not a number of sequences or micro-batches", f"plan.{key}")
 
 
 Section = TypeVar("Section", bound=BaseModel)

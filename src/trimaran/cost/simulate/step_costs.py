@@ -200,11 +200,12 @@ def step_costs_of(job: Job, cluster: Cluster, plan: Plan, fabric: Fabric = FULL_
         plan.pipeline.schedule, ranks=plan.mesh.pp, num_stages=plan.num_stages, micro_batches=plan.grad_accum
     )
     stages = _pipeline_stages(job, shared, plan, time) if plan.mesh.pp > 1 else (_only_stage(plan, time),)
+    rates = rates_of(shared.device, plan.precision, job.stack.time.sustained)
     return StepCosts(
         order=order,
         stages=stages,
         send=_sends(job, cluster, plan, order, demands),
-        overlap=_overlap(job, shared, plan),
+        overlap=traffic_path_of(shared.levels, plan, rates, job).overlap_fraction,
         update=time.terms["optimizer"] + time.terms.get("offload", 0.0) + time.exposed.get(COPIES, 0.0),
         demands=demands,
     )
@@ -305,11 +306,6 @@ def _forward_share(plan: Plan) -> float:
     if plan.mesh.tp > 1 and (plan.comm.regather or plan.recompute in RECOMPUTED_BY_OPERATOR):
         again = max(again, 0.5)  # sublayers gather their inputs again, but reduce their outputs once
     return 1 / (2 + again)
-
-
-def _overlap(job: Job, cluster: Cluster, plan: Plan) -> float:
-    rates = rates_of(cluster.device, plan.precision, job.stack.time.sustained)
-    return traffic_path_of(cluster.levels, plan, rates, job).overlap_fraction
 
 
 def _sends(job: Job, cluster: Cluster, plan: Plan, order: Order, demands: Demands) -> tuple[float, ...]:

@@ -1,18 +1,537 @@
-"""Every Hugging Face architecture that our decoder supports, by its `model_type`."""
+"""Every architecture of Hugging Face that our decoder is read from and written as, and those with experts."""
 
-from trimaran.models.families.architecture import Family
-from trimaran.models.families.cohere import COHERE, COHERE2
-from trimaran.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
-from trimaran.models.families.gemma import GEMMA, GEMMA2, GEMMA3_TEXT
-from trimaran.models.families.glm import GLM, GLM4
-from trimaran.models.families.glm4_moe import GLM4_MOE
-from trimaran.models.families.gpt_oss import GPT_OSS
-from trimaran.models.families.llama import LLAMA, MISTRAL
-from trimaran.models.families.llama4 import LLAMA4_TEXT
-from trimaran.models.families.mixtral import MIXTRAL
-from trimaran.models.families.olmo2 import OLMO2
-from trimaran.models.families.phi3 import PHI3
-from trimaran.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trimaran.models.config_fields import Fields, bad_field, show
+from trimaran.models.families.dense_families import (
+    COHERE,
+    COHERE2,
+    GEMMA,
+    GEMMA2,
+    GEMMA3_TEXT,
+    GLM,
+    GLM4,
+    LLAMA,
+    MISTRAL,
+    NO_BIAS,
+    NO_MLP_BIAS,
+    OLMO2,
+    PHI3,
+    SILU,
+    half_rotated,
+    one_window,
+    partly_rotated_lacks,
+    written_bias,
+    written_rotation,
+)
+from trimaran.models.families.disk_parts import (
+    DiskPart,
+    Shape,
+    plain_parts,
+    renamed,
+)
+from trimaran.models.families.family_fields import (
+    ROUTER_GROUPS,
+    SCALE,
+    Family,
+    Row,
+    layer_types_lack,
+    read_corrected_router,
+    read_losses,
+    read_rope,
+    read_rows,
+    read_shared_experts,
+    read_windows,
+    rope_lacks,
+    rope_tree,
+    write_losses,
+    write_rows,
+    write_shared_experts,
+    written_types,
+)
+from trimaran.models.layer_variations import (
+    AttentionSpec,
+    ExpertUnit,
+    LatentSpec,
+    RouterSpec,
+    TemperatureSpec,
+    repeated_part,
+)
+from trimaran.models.spec import ExpertSpec, ModelSpec
+from trimaran.models.validate_spec import MOST_LAYERS
+
+NO_JITTER: dict[str, tuple[Any, ...]] = {"router_jitter_noise": (None, 0)}
+
+
+# Qwen 2, 2.5 and 3, dense and with experts.
+
+QWEN_EXPERTS: tuple[Row, ...] = (
+    ("num_experts_per_tok", "top_k", None),
+    ("moe_intermediate_size", "ffn", None),
+    ("norm_topk_prob", "normalize_top_k", False),
+)
+
+
+def _qwen_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
+    kind = fields.word("model_type", default="")
+    own: dict[str, Any] = {
+        "qkv_bias": kind == "qwen2" or (kind == "qwen2_moe" and fields.boolean("qkv_bias", default=True)),
+        "qk_norm": kind in ("qwen3", "qwen3_moe"),
+        "attention": AttentionSpec(windows=_qwen_windows(fields)),
+    }
+    if not kind.endswith("_moe"):
+        return own
+    # transformers 5 writes Qwen3-MoE's number of experts under the name that its kernels use.
+    count = "num_local_experts" if "num_local_experts" in fields.config else "num_experts"
+    shared = kind == "qwen2_moe"
+    experts = ExpertSpec(
+        num_experts=fields.integer(count),
+        shared_ffn=fields.integer("shared_expert_intermediate_size") if shared else 0,
+        shared_gate=shared,
+        **read_rows(fields, QWEN_EXPERTS),
+        **read_losses(fields, balance=0.001),
+    )
+    return own | {"experts": experts}
+
+
+def _qwen_windows(fields: Fields) -> tuple[int, ...]:
+    """Return the windows of the layers from `max_window_layers` on, unless `layer_types` says otherwise."""
+    if not fields.boolean("use_sliding_window", default=False):
+        return ()
+    layers, first = fields.size("num_hidden_layers", most=MOST_LAYERS), fields.integer("max_window_layers", default=28)
+    window = fields.size("sliding_window", default=4096)
+    return read_windows(fields, window, [number >= first for number in range(layers)])
+
+
+def _written_windows(spec: ModelSpec) -> dict[str, Any]:
+    return {"use_sliding_window": True, **written_types(spec)} if any(spec.block.attention.windows) else {}
+
+
+def _written_qwen_experts(experts: ExpertSpec) -> dict[str, Any]:
+    """Return the fields of experts that Qwen's two architectures have in common."""
+    return {"num_experts": experts.num_experts, **write_rows(experts, QWEN_EXPERTS), **write_losses(experts)}
+
+
+def _qwen_lacks(config: Mapping[str, Any]) -> str:
+    if lacking := layer_types_lack(config):
+        return lacking
+    if not config.get("use_sliding_window") and "sliding_attention" in (config.get("layer_types") or []):
+        return "layer_types has a window, and use_sliding_window is off"
+    return rope_lacks(config)
+
+
+QWEN2 = Family(
+    architecture="Qwen2ForCausalLM",
+    positions=32768,
+    block=_qwen_block,
+    off=SILU | NO_MLP_BIAS | NO_BIAS,
+    write=_written_windows,
+    lacks=_qwen_lacks,
+)
+QWEN3 = replace(QWEN2, architecture="Qwen3ForCausalLM")
+QWEN2_MOE = replace(
+    QWEN2,
+    architecture="Qwen2MoeForCausalLM",
+    off={**QWEN2.off, "decoder_sparse_step": (None, 1), "mlp_only_layers": (None, [])},
+    write=lambda _: {},
+    write_experts=lambda spec, experts: {
+        **_written_qwen_experts(experts),
+        "shared_expert_intermediate_size": experts.shared_ffn,
+        "qkv_bias": spec.block.qkv_bias,
+        **_written_windows(spec),
+    },
+)
+QWEN3_MOE = replace(
+    QWEN2_MOE,
+    architecture="Qwen3MoeForCausalLM",
+    write_experts=lambda spec, experts: {**_written_qwen_experts(experts), **_written_windows(spec)},
+)
+
+
+# Mixtral: Mistral with experts in every layer.
+
+MIXTRAL_EXPERTS: tuple[Row, ...] = (
+    ("num_local_experts", "num_experts", 8),
+    ("num_experts_per_tok", "top_k", 2),
+    ("intermediate_size", "ffn", None),
+)
+# The weights of a block have other names on disk, and so have those of an expert.
+MIXTRAL_NAMES = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+
+
+def _mixtral_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
+    experts = ExpertSpec(**read_rows(fields, MIXTRAL_EXPERTS), **read_losses(fields, balance=0.001))
+    return {"attention": one_window(fields), "experts": experts}
+
+
+def _written_mixtral(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
+    windows = spec.block.attention.windows
+    own = {**write_losses(experts), **write_rows(experts, MIXTRAL_EXPERTS)}
+    return own | {"sliding_window": windows[0] if windows else None}
+
+
+MIXTRAL = Family(
+    architecture="MixtralForCausalLM",
+    positions=131_072,
+    block=_mixtral_block,
+    off=SILU | NO_JITTER,
+    norm=("rms_norm_eps", 1e-5),
+    write_experts=_written_mixtral,
+    parts=lambda name, shape, spec: renamed(plain_parts(name, shape, spec), MIXTRAL_NAMES),
+)
+
+
+# On disk the shared experts of DeepSeek and GLM have the plural, and the correction belongs to the gate.
+SHARED_NAMES = {
+    ".mlp.shared_expert.": ".mlp.shared_experts.", ".mlp.correction_bias": ".mlp.gate.e_score_correction_bias",
+}  # fmt: skip
+
+
+def _shared_parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
+    return renamed(plain_parts(name, shape, spec), SHARED_NAMES)
+
+
+# DeepSeek-V2 and V3, and Kimi-K2, which is a DeepSeek-V3: latent attention, groups of experts, shared experts.
+
+DEEPSEEK_LATENT: tuple[Row, ...] = (
+    ("kv_lora_rank", "kv_rank", None),
+    ("q_lora_rank", "query_rank", 0),
+    ("qk_nope_head_dim", "nope_dim", None),
+    ("qk_rope_head_dim", "rope_dim", None),
+    ("v_head_dim", "value_dim", None),
+    ("attention_bias", "bias", False),
+)
+DEEPSEEK_OFF = SILU | {"moe_layer_freq": (None, 1)} | NO_MLP_BIAS
+
+
+def _deepseek_block(fields: Fields, max_seq_len: int, experts: ExpertSpec, *, interleaved: bool) -> dict[str, Any]:
+    latent = LatentSpec(**read_rows(fields, DEEPSEEK_LATENT))
+    rope = replace(read_rope(fields, max_seq_len), interleaved=interleaved, rotary_dim=latent.rope_dim)
+    return {"rope": rope, "attention": AttentionSpec(latent=latent), "experts": experts}
+
+
+def _deepseek_v3_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
+    normalize = fields.boolean("norm_topk_prob", default=True)
+    experts = read_shared_experts(fields, read_corrected_router(fields), balance=0.0001, normalize=normalize)
+    interleaved = fields.boolean("rope_interleave", default=True)
+    return _deepseek_block(fields, max_seq_len, experts, interleaved=interleaved)
+
+
+def _deepseek_v2_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
+    grouped = fields.word("topk_method", default="greedy") == "group_limited_greedy"
+    router = RouterSpec(**read_rows(fields, (*ROUTER_GROUPS, SCALE) if grouped else (SCALE,)))
+    experts = read_shared_experts(fields, router, balance=0.001, normalize=False)
+    return _deepseek_block(fields, max_seq_len, experts, interleaved=True)
+
+
+def _finished_deepseek(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    latent = spec.block.attention.latent
+    assert latent is not None
+    return replace(spec, head_dim=latent.head_dim, kv_heads=spec.heads)
+
+
+def _written_deepseek(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
+    if (latent := spec.block.attention.latent) is None:
+        return {}
+    return {
+        **write_shared_experts(experts),
+        "head_dim": latent.rope_dim,  # as transformers writes it: all of these features are rotated
+        "partial_rotary_factor": 1.0,
+        "num_key_value_heads": spec.heads,
+        **write_rows(latent, DEEPSEEK_LATENT),
+        "q_lora_rank": latent.query_rank or None,
+        "moe_layer_freq": 1,
+    }
+
+
+def _written_deepseek_v3(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
+    own = {"rope_interleave": spec.block.rope.interleaved, "num_nextn_predict_layers": spec.prediction_layers}
+    return _written_deepseek(spec, experts) | own
+
+
+def _written_deepseek_v2(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
+    method = "group_limited_greedy" if experts.router.groups > 1 else "greedy"
+    return _written_deepseek(spec, experts) | {"topk_method": method}
+
+
+def _deepseek_lacks(config: Mapping[str, Any]) -> str:
+    kv_heads = config.get("num_key_value_heads")
+    if kv_heads not in (None, config.get("num_attention_heads")):
+        return f"num_key_value_heads is {show(kv_heads)}, and latent attention has a key for each head"
+    return rope_lacks(config)
+
+
+DEEPSEEK_V3 = Family(
+    architecture="DeepseekV3ForCausalLM",
+    positions=4096,
+    block=_deepseek_v3_block,
+    off=DEEPSEEK_OFF | {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
+    finish=_finished_deepseek,
+    write_experts=_written_deepseek_v3,
+    lacks=_deepseek_lacks,
+    parts=_shared_parts,
+    extra_layers=True,
+)
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V3,
+    architecture="DeepseekV2ForCausalLM",
+    positions=2048,
+    block=_deepseek_v2_block,
+    off=DEEPSEEK_OFF
+    | {
+        "scoring_func": (None, "softmax"),
+        "topk_method": (None, "greedy", "group_limited_greedy"),
+        "norm_topk_prob": (None, False),  # transformers ignores it here, and DeepSeek's own code does not
+    },
+    write_experts=_written_deepseek_v2,
+    extra_layers=False,
+)
+KIMI_K2 = replace(  # transformers loads it as a DeepSeek-V3
+    DEEPSEEK_V3, finish=lambda fields, spec: replace(_finished_deepseek(fields, spec), family="deepseek_v3")
+)
+
+
+# GLM-4.5: grouped attention with partial rotary positions, and DeepSeek-V3's experts.
+
+
+def _glm4_moe_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
+    normalize = fields.boolean("norm_topk_prob", default=True)
+    return {
+        "qkv_bias": fields.boolean("attention_bias", default=False),
+        "qk_norm": fields.boolean("use_qk_norm", default=False),
+        "rope": half_rotated(fields, max_seq_len),
+        "experts": read_shared_experts(fields, read_corrected_router(fields), balance=0.0001, normalize=normalize),
+    }
+
+
+GLM4_MOE = Family(
+    architecture="Glm4MoeForCausalLM",
+    positions=131_072,
+    block=_glm4_moe_block,
+    off=SILU,
+    norm=("rms_norm_eps", 1e-5),
+    write_experts=lambda spec, experts: {
+        **write_shared_experts(experts),
+        **written_bias(spec),
+        "use_qk_norm": spec.block.qk_norm,
+        **written_rotation(spec),
+        "num_nextn_predict_layers": spec.prediction_layers,
+    },
+    lacks=partly_rotated_lacks,
+    parts=_shared_parts,
+    extra_layers=True,
+)
+
+
+# GPT-OSS: sinks, windows in every other layer, and experts with biases and a clamped SwiGLU.
+
+# What transformers assumes if config.json has no settings of rotary positions.
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+    "rope_theta": 150_000.0,
+}
+GPT_OSS_EXPERTS: tuple[Row, ...] = (
+    ("num_local_experts", "num_experts", None),
+    ("num_experts_per_tok", "top_k", 4),
+    ("intermediate_size", "ffn", None),
+)
+GPT_OSS_UNIT: tuple[Row, ...] = (("swiglu_limit", "limit", 7.0), ("swiglu_alpha", "alpha", 1.702))
+
+
+def _gpt_oss_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
+    bias = fields.boolean("attention_bias", default=True)
+    window, layers = fields.integer("sliding_window", default=0), fields.integer("num_hidden_layers")
+    windows = read_windows(fields, window, [number % 2 == 0 for number in range(layers)])
+    experts = ExpertSpec(
+        router=RouterSpec(bias=True),
+        unit=ExpertUnit(bias=True, **read_rows(fields, GPT_OSS_UNIT)),
+        **read_rows(fields, GPT_OSS_EXPERTS),
+        **read_losses(fields, balance=0.001),
+    )
+    return {
+        "qkv_bias": bias,
+        "rope": read_rope(replace(fields, config=_with_rope(fields.config)), max_seq_len),
+        "attention": AttentionSpec(out_bias=bias, sinks=True, windows=windows),
+        "experts": experts,
+    }
+
+
+def _with_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config if rope_tree(config) else {**config, "rope_parameters": GPT_OSS_ROPE}
+
+
+def _written_gpt_oss(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
+    rope = spec.block.rope
+    own: dict[str, Any] = {
+        **write_losses(experts),
+        **write_rows(experts, GPT_OSS_EXPERTS),
+        **write_rows(experts.unit, GPT_OSS_UNIT),
+        "attention_bias": spec.block.attention.out_bias,
+        **written_types(spec),
+    }
+    # Positions without scaling are not the usual ones here.
+    return own | ({"rope_parameters": {"rope_type": "default", "rope_theta": rope.theta}} if rope.factor == 1 else {})
+
+
+def _gpt_oss_parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
+    """Return the parts: gate and up take turns in the columns of one tensor, and all experts share it."""
+    layer, experts, leaf = name.rpartition(".experts.")
+    if not experts:
+        return renamed(plain_parts(name, shape, spec), {".mlp.gate.": ".mlp.router."})
+    disk, first = f"model.{layer}.experts.", 1 if leaf.startswith("up") else 0
+    if leaf == "down_proj_bias":
+        return [DiskPart(disk + leaf, shape)]
+    if leaf == "down_proj":
+        whole = (shape[0], shape[2], shape[1])
+        return [DiskPart(disk + leaf, whole, (expert,), transposed=True) for expert in range(shape[0])]
+    turns = slice(first, None, 2)
+    if leaf.endswith("_bias"):
+        return [DiskPart(f"{disk}gate_up_proj_bias", (shape[0], 2 * shape[1]), (slice(None), turns))]
+    whole = (shape[0], shape[2], 2 * shape[1])
+    regions = ((expert, slice(None), turns) for expert in range(shape[0]))
+    return [DiskPart(f"{disk}gate_up_proj", whole, each, transposed=True) for each in regions]
+
+
+GPT_OSS = Family(
+    architecture="GptOssForCausalLM",
+    positions=131_072,
+    block=_gpt_oss_block,
+    off=SILU,
+    norm=("rms_norm_eps", 1e-5),
+    write_experts=_written_gpt_oss,
+    lacks=lambda config: layer_types_lack(config) or rope_lacks(_with_rope(config)),
+    parts=_gpt_oss_parts,
+)
+
+
+# Llama-4's language model: chunks, layers without rotary positions, and experts that weight their inputs.
+
+LLAMA4_NAMES = {".mlp.gate.": ".feed_forward.router.", ".mlp.": ".feed_forward."}
+LLAMA4_EXPERTS: tuple[Row, ...] = (
+    ("intermediate_size", "ffn", None),
+    ("num_local_experts", "num_experts", 16),
+    ("num_experts_per_tok", "top_k", 1),
+)
+
+
+def _llama4_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
+    layers, bias = fields.integer("num_hidden_layers"), fields.boolean("attention_bias", default=False)
+    sizes, with_experts = read_rows(fields, LLAMA4_EXPERTS), _moe_layers(fields, layers)
+    rotated = _rope_layers(fields, layers)
+    temperature = None
+    if fields.config.get("attn_temperature_tuning", True):
+        interval = fields.integer("floor_scale", default=8192)
+        temperature = TemperatureSpec(interval=interval, scale=fields.number("attn_scale", default=0.1))
+    return {
+        "qkv_bias": bias,
+        "rope": replace(read_rope(fields, max_seq_len, theta=500_000.0), interleaved=True),
+        "attention": AttentionSpec(
+            out_bias=bias,
+            rope_layers=() if all(rotated) else repeated_part(rotated),
+            chunk=fields.integer("attention_chunk_size", default=8192),
+            unit_qk_norm=fields.boolean("use_qk_norm", default=True),
+            temperature=temperature,
+        ),
+        "experts": ExpertSpec(
+            shared_ffn=sizes["ffn"],
+            normalize_top_k=False,
+            router=RouterSpec(scoring="sigmoid", weights_input=True),
+            dense_layers=tuple(number for number in range(layers) if number not in with_experts),
+            **sizes,
+            **read_losses(fields, balance=0.001),
+        ),
+    }
+
+
+def _moe_layers(fields: Fields, layers: int) -> Sequence[int]:
+    listed = fields.config.get("moe_layers")
+    if listed is None:
+        step = max(1, fields.integer("interleave_moe_layer_step", default=1))
+        return range(step - 1, layers, step)
+    if not isinstance(listed, list) or not all(type(each) is int for each in listed):
+        raise bad_field("moe_layers", f"{show(listed)} is not a list of layers", fields.where)
+    return listed
+
+
+def _rope_layers(fields: Fields, layers: int) -> list[bool]:
+    listed = fields.config.get("no_rope_layers")
+    if not listed:
+        interval = max(1, fields.integer("no_rope_layer_interval", default=4))
+        return [(number + 1) % interval != 0 for number in range(layers)]
+    if not isinstance(listed, list) or len(listed) < layers or not all(each in (0, 1) for each in listed):
+        raise bad_field("no_rope_layers", f"{show(listed)} does not say 1 or 0 for {layers} layers", fields.where)
+    return [bool(each) for each in listed[:layers]]
+
+
+def _written_llama4(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
+    attention = spec.block.attention
+    ropes = [attention.has_rope(number) for number in range(spec.layers)]
+    tuning = attention.temperature or TemperatureSpec()
+    return write_losses(experts) | {
+        "intermediate_size": experts.ffn,
+        "intermediate_size_mlp": spec.ffn,
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "moe_layers": [number for number in range(spec.layers) if number not in experts.dense_layers],
+        "no_rope_layers": [int(each) for each in ropes],
+        "layer_types": ["chunked_attention" if each else "full_attention" for each in ropes],
+        "attention_chunk_size": attention.chunk,
+        "use_qk_norm": attention.unit_qk_norm,
+        "attention_bias": attention.out_bias,
+        "attn_temperature_tuning": attention.temperature is not None,
+        "floor_scale": tuning.interval,
+        "attn_scale": tuning.scale,
+    }
+
+
+def _llama4_lacks(config: Mapping[str, Any]) -> str:
+    types, ropes = config.get("layer_types"), config.get("no_rope_layers")
+    if (
+        types
+        and isinstance(ropes, list)
+        and types != ["chunked_attention" if each else "full_attention" for each in ropes]
+    ):
+        return f"layer_types is {show(types)}, and no_rope_layers is {show(ropes)}"
+    if config.get("attention_chunk_size", 8192) is None:
+        return "attention_chunk_size is null"
+    return rope_lacks(config)
+
+
+def _llama4_parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
+    """Return the parts: all experts share a tensor, in which gate and up are side by side."""
+    layer, experts, leaf = name.rpartition(".mlp.experts.")
+    if not experts:
+        return renamed(plain_parts(name, shape, spec), LLAMA4_NAMES)
+    disk = f"model.{layer}.feed_forward.experts."
+    if leaf == "down_proj":
+        whole = (shape[0], shape[2], shape[1])
+        return [DiskPart(disk + leaf, whole, (expert,), transposed=True) for expert in range(shape[0])]
+    start = shape[1] if leaf == "up_proj" else 0
+    whole, columns = (shape[0], shape[2], 2 * shape[1]), slice(start, start + shape[1])
+    regions = ((expert, slice(None), columns) for expert in range(shape[0]))
+    return [DiskPart(f"{disk}gate_up_proj", whole, each, transposed=True) for each in regions]
+
+
+LLAMA4_TEXT = Family(
+    architecture="Llama4ForCausalLM",
+    positions=131_072,
+    block=_llama4_block,
+    off=SILU | NO_JITTER,
+    norm=("rms_norm_eps", 1e-5),
+    usual={"head_dim": 128},
+    finish=lambda fields, spec: replace(spec, ffn=fields.integer("intermediate_size_mlp", default=16_384)),
+    write_experts=_written_llama4,
+    lacks=_llama4_lacks,
+    parts=_llama4_parts,
+)
+
 
 # A spec that names no family is written as the first one here that can express it.
 FAMILIES: dict[str, Family] = {

@@ -46,7 +46,9 @@ def emit_accelerate(plan: Plan, question: Question) -> Emission:
         files[DEEPSPEED_FILE] = as_json(client_config(plan, question))
     else:
         refuse_for_torch(TOOL, plan)
-        _refuse_slices(plan)
+        if plan.mesh.tp > 1 and plan.mesh.dp > 1 and plan.sharding == "none":
+            raise refusal(TOOL, "tp with full replicas", "its parallelism_config does not allow that",
+                          where="plan.sharding", fix="set it to parameters, or plan.mesh.tp to 1")  # fmt: skip
         settings = torch_settings(plan)
     settings = {"compute_environment": "LOCAL_MACHINE", **settings, **machines(cluster)}
     files = {FILE: headline(TOOL, plan, question) + yaml.safe_dump(settings, sort_keys=False), **files}
@@ -74,12 +76,6 @@ def refuse_for_torch(tool: str, plan: Plan) -> None:
         raise refusal(tool, "offload activations here", "it offloads the inputs of blocks that FSDP2 shards and "
                       "recomputes", where="plan.offload", fix="set plan.recompute to full and plan.sharding to "
                       "parameters")  # fmt: skip
-
-
-def _refuse_slices(plan: Plan) -> None:
-    if plan.mesh.tp > 1 and plan.mesh.dp > 1 and plan.sharding == "none":
-        raise refusal(TOOL, "tp with full replicas", "its parallelism_config does not allow that",
-                      where="plan.sharding", fix="set it to parameters, or plan.mesh.tp to 1")  # fmt: skip
 
 
 def torch_settings(plan: Plan) -> dict[str, Any]:

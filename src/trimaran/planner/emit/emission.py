@@ -125,7 +125,16 @@ def peft_files(tool: str, question: Question) -> dict[str, str]:
     """Return the file with the arguments of peft's LoraConfig; none without an adapter."""
     if (adapter := question.recipe.model.adapter) is None:
         return {}
-    _refuse_inexpressible(tool, adapter)
+    names = () if adapter.targets == "all-linear" else adapter.targets
+    for field, holds, why, fix in (
+        ("base", adapter.base != "auto", "the emitted files load 16-bit weights", "set it to auto"),
+        ("path", adapter.path is not None, "the emitted files start a new one", "leave it out"),
+        ("towers", bool(adapter.towers), "peft's targets do not know towers", "leave it out"),
+        ("targets", any("*" in name for name in names), "peft's lists have no star", "name the linear layers"),
+        ("train", any("*" in name for name in adapter.train), "peft's lists have no star", "name the modules"),
+    ):
+        if holds:
+            raise refusal(tool, f"this {field} of an adapter", why, where=f"model.adapter.{field}", fix=fix)
     return {PEFT_FILE: as_json(peft_config(adapter))}
 
 
@@ -149,16 +158,3 @@ def peft_config(adapter: AdapterSection) -> dict[str, Any]:
         "target_modules": adapter.targets if adapter.targets == "all-linear" else list(adapter.targets),
     }
     return fields | ({"modules_to_save": list(adapter.train)} if adapter.train else {})
-
-
-def _refuse_inexpressible(tool: str, adapter: AdapterSection) -> None:
-    names = () if adapter.targets == "all-linear" else adapter.targets
-    for field, holds, why, fix in (
-        ("base", adapter.base != "auto", "the emitted files load 16-bit weights", "set it to auto"),
-        ("path", adapter.path is not None, "the emitted files start a new one", "leave it out"),
-        ("towers", bool(adapter.towers), "peft's targets do not know towers", "leave it out"),
-        ("targets", any("*" in name for name in names), "peft's lists have no star", "name the linear layers"),
-        ("train", any("*" in name for name in adapter.train), "peft's lists have no star", "name the modules"),
-    ):
-        if holds:
-            raise refusal(tool, f"this {field} of an adapter", why, where=f"model.adapter.{field}", fix=fix)

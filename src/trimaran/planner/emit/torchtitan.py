@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from trimaran.core import Plan, TrainSection
-from trimaran.models import PRESETS, ModelSpec, Rope, decoder_of, stage_ranges
+from trimaran.models import PRESETS, ModelSpec, decoder_of, stage_ranges
 from trimaran.models.spec import variations
 from trimaran.planner.emit.emission import (
     Emission,
@@ -133,13 +133,9 @@ def own_flavor(module: str, spec: ModelSpec) -> str:
               "theta": rope.theta}  # fmt: skip
     if is_llama(spec):
         half = spec.ffn / 2 / int(8 * spec.hidden / 3)  # of Llama's default width
-        return LLAMA.format(**common, half=half, **_positions(rope))
+        return LLAMA.format(**common, half=half, factor=rope.factor, low=rope.low_freq_factor,
+                            high=rope.high_freq_factor, original=rope.original_max_seq_len)  # fmt: skip
     return QWEN.format(**common, head_dim=spec.head_dim, qk_norm=block.qk_norm, tied=spec.tied, experts=_experts(spec))
-
-
-def _positions(rope: Rope) -> dict[str, float]:
-    return {"factor": rope.factor, "low": rope.low_freq_factor, "high": rope.high_freq_factor,
-            "original": rope.original_max_seq_len}  # fmt: skip
 
 
 def _experts(spec: ModelSpec) -> str:

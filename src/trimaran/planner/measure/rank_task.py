@@ -129,16 +129,12 @@ def run_rank(task: RankTask, environment: Mapping[str, str], *, limit_seconds: f
             finally:
                 kill_tree(process)
         if code == 0 and files[1].is_file():
-            return _answer(files[1].read_text(encoding="utf-8"))
+            answer = RankAnswer.from_json(files[1].read_text(encoding="utf-8"))
+            if answer.error is not None:
+                first = answer.error
+                raise UserError(first["code"], first["what"], where=first["where"], fix=first["fix"])
+            return answer
         return _crash(code, files[2])
-
-
-def _answer(text: str) -> RankAnswer:
-    answer = RankAnswer.from_json(text)
-    if answer.error is not None:
-        first = answer.error
-        raise UserError(first["code"], first["what"], where=first["where"], fix=first["fix"])
-    return answer
 
 
 def _crash(code: int, log: Path) -> RankAnswer:

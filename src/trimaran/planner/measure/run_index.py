@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Self
 
-from trimaran.core import Plan, Prediction, Recipe, UserError
+from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.plan import show_rows
 from trimaran.models import Outline, outline_if_known
 
@@ -154,16 +154,13 @@ def _record(run: "MeasuredRun", found: "PlanSteps", outline: Outline | None) -> 
             mfu=steps.mfu,
             peak_bytes=steps.peak_bytes,
         ),
-        predicted=_predicted(prediction) if prediction else None,
-    )
-
-
-def _predicted(prediction: Prediction) -> SpeedFigures:
-    return SpeedFigures(
-        step_seconds=prediction.step_seconds,
-        tokens_per_second=prediction.tokens_per_second,
-        mfu=prediction.mfu,
-        peak_bytes=prediction.peak_bytes,
+        predicted=prediction
+        and SpeedFigures(
+            step_seconds=prediction.step_seconds,
+            tokens_per_second=prediction.tokens_per_second,
+            mfu=prediction.mfu,
+            peak_bytes=prediction.peak_bytes,
+        ),
     )
 
 

@@ -11,7 +11,6 @@ from trimaran.core import Plan, Recipe, show_bytes
 from trimaran.planner import Question
 from trimaran.planner.measure.step_time_model import StepTimeModel, expected_gain
 from trimaran.planner.measure.trial_record import (
-    FAILED,
     MeasuredTrial,
     TrialLimits,
     TrialStore,
@@ -128,10 +127,6 @@ def why_not(candidate: TuneCandidate, tried: Sequence[TriedCandidate]) -> str:
     if len(broken) >= MAX_FAILURES and len(broken) == len(same):
         return f"{len(broken)} plans with another {candidate.origin} failed"
     return ""
-
-
-def count_failures(tried: Iterable[TriedCandidate]) -> int:
-    return sum(each.outcome in FAILED for each in tried)
 
 
 def costs_of(starts: Sequence[tuple[bool, float]], steps: Sequence[int]) -> TrialCosts:
@@ -258,7 +253,7 @@ class Tuner:
             if record.key not in self._candidates:
                 plan = Plan.model_validate(dict(record.plan))
                 if keeps_pins(plan, self.question.pins) and trains_alike(plan, first):
-                    plan = _with_prediction(plan, self.question)
+                    plan = plan if self.question.outline is None else predicted(plan, self.question)
                     found = TuneCandidate(plan=plan, workers=record.workers, origin=record.origin)
                     self._candidates[record.key] = found
         return combine(self.store.records, self._candidates)
@@ -370,7 +365,3 @@ def trains_alike(plan: Plan, other: Plan) -> bool:
         and (plan.precision, plan.engine) == (other.precision, other.engine)
         and (comm.compression, comm.local_steps, comm.async_sgd) == (same.compression, same.local_steps, same.async_sgd)
     )
-
-
-def _with_prediction(plan: Plan, question: Question) -> Plan:
-    return plan if question.outline is None else predicted(plan, question)

@@ -34,7 +34,10 @@ AXES = {"dp_replicate_size": "dp_replicate", "dp_shard_size": "dp_shard", "tp_si
 def read_accelerate(path: Path) -> ReadConfig:
     """Return the pins in accelerate's file, and in the DeepSpeed file that it names."""
     reader = FieldReader(load_tree(path), str(path))
-    num_nodes, num_devices = reader.count("num_machines") or 1, _num_processes(reader)
+    num_nodes, value = reader.count("num_machines") or 1, reader.take("num_processes", -1)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise reader.wrong("num_processes", f"{value!r} is not a number")
+    num_devices = max(0, value)
     if num_devices % num_nodes:
         raise reader.contradiction(f"{num_devices} processes do not fill {num_nodes} equal machines",
                                    "correct num_processes or num_machines")  # fmt: skip
@@ -63,13 +66,6 @@ def read_accelerate(path: Path) -> ReadConfig:
         reader.fields += section.fields
     reader.leave_rest(REASONS)
     return ReadConfig(tool="accelerate", fields=tuple(reader.fields), num_devices=num_devices)
-
-
-def _num_processes(reader: FieldReader) -> int:
-    value = reader.take("num_processes", -1)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise reader.wrong("num_processes", f"{value!r} is not a number")
-    return max(0, value)
 
 
 def _precision(reader: FieldReader, *, of_file: bool) -> str:

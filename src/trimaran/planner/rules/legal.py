@@ -352,7 +352,11 @@ def check_divisors(plan: Plan, outline: Outline, seq_len: int) -> None:
         degree = getattr(mesh, axis)
         if degree == 1:
             continue
-        if axis != "ep" and (opaque := next(_opaque(outline), None)):
+        if axis != "ep" and (
+            opaque := next(
+                (block for tower in outline.towers for block, _ in tower.runs if isinstance(block, Opaque)), None
+            )
+        ):
             raise UserError("P021", f"{axis} cannot split {opaque.name}, an opaque block",
                             where=f"plan.mesh.{axis}", fix="use dp_shard or pp, or describe the model by its "
                             "config.json")  # fmt: skip
@@ -405,7 +409,10 @@ def split_sizes(outline: Outline, plan: Plan, seq_len: int, axis: str) -> Iterat
                     (f"{name} of tower {tower.name}", size)
                     for name, size in _layer_sizes(block, tp, axis, mesh.cp if exchange else 1)
                 )
-    if axis == "ep" and not any(block.experts for block in _known_layers(outline)):
+    if axis == "ep" and not any(
+        block.experts
+        for block in (block for tower in outline.towers for block, _ in tower.runs if isinstance(block, OutlineLayer))
+    ):
         yield f"experts of {outline.name}", 1
 
 
@@ -426,11 +433,3 @@ def _layer_sizes(layer: OutlineLayer, tp: int, axis: str, exchanged: int) -> Ite
         yield "heads", layer.heads // tp
         if exchanged % max(1, layer.kv_heads // tp):  # else each KV head goes to several ranks
             yield "KV heads", layer.kv_heads // tp
-
-
-def _known_layers(outline: Outline) -> Iterator[OutlineLayer]:
-    return (block for tower in outline.towers for block, _ in tower.runs if isinstance(block, OutlineLayer))
-
-
-def _opaque(outline: Outline) -> Iterator[Opaque]:
-    return (block for tower in outline.towers for block, _ in tower.runs if isinstance(block, Opaque))

@@ -169,8 +169,19 @@ def check_micro_batches(plan: Plan) -> None:
     if plan.comm.local.is_on:
         raise _rows_error("with local_steps every replica counts as much as any other, whatever its rows",
                        "leave out comm.local_steps, or micro_batches")  # fmt: skip
-    if plan.micro_batches == "measured":
-        _check_measured(plan)
+    if plan.micro_batches != "measured":
+        return
+    explicit = "give the rows of each data rank, such as [3, 5]"
+    if plan.mesh.pp > 1:
+        raise _rows_error("the speed of a pipeline is not measured", f"{explicit}; or use pipeline.stages")
+    if plan.mesh.ep > 1:
+        raise _rows_error("experts that are spread over ranks make them wait for each other, so that the speed of one "
+                          "cannot be measured", explicit)  # fmt: skip
+    if plan.comm.compression != "none":
+        raise _rows_error("measuring would change what compression remembers of earlier gradients", explicit)
+    if dp > 1 and plan.micro_batch == 1:
+        raise _rows_error(f"with a micro_batch of 1 each of {dp} data ranks needs its one row: there is nothing to "
+                          "deal", "set plan.micro_batch to 4 or more, and leave plan.grad_accum out")  # fmt: skip
 
 
 def can_measure_rows(plan: Plan) -> bool:
@@ -182,22 +193,6 @@ def can_measure_rows(plan: Plan) -> bool:
     except UserError:
         return False
     return True
-
-
-def _check_measured(plan: Plan) -> None:
-    """Raise unless each data rank can measure its own speed, and there are rows to deal."""
-    mesh = plan.mesh
-    explicit = "give the rows of each data rank, such as [3, 5]"
-    if mesh.pp > 1:
-        raise _rows_error("the speed of a pipeline is not measured", f"{explicit}; or use pipeline.stages")
-    if mesh.ep > 1:
-        raise _rows_error("experts that are spread over ranks make them wait for each other, so that the speed of one "
-                       "cannot be measured", explicit)  # fmt: skip
-    if plan.comm.compression != "none":
-        raise _rows_error("measuring would change what compression remembers of earlier gradients", explicit)
-    if mesh.dp > 1 and plan.micro_batch == 1:
-        raise _rows_error(f"with a micro_batch of 1 each of {mesh.dp} data ranks needs its one row: there is nothing "
-                          "to deal", "set plan.micro_batch to 4 or more, and leave plan.grad_accum out")  # fmt: skip
 
 
 def _rows_error(what: str, fix: str) -> UserError:

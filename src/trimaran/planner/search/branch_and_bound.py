@@ -112,7 +112,7 @@ def find_plans(space: Space, evaluator: PlanEvaluator, *, limit: float = math.in
     if (
         not microbatches
         or microbatches[0][0] > limit
-        or not any(_fits(evaluator, plan) for plan in least_memory_plans(space))
+        or not any((evaluator.memory_use(evaluator.memory(plan)) <= 1) for plan in least_memory_plans(space))
     ):
         return found_plans
     _quick_pass(space, evaluator, found_plans, microbatches)
@@ -428,10 +428,6 @@ def least_memory_plans(space: Space) -> Iterator[Plan]:
                         space.plan(split, states, choice, offload)
                         for choice in least_memory_recomputes(space.recompute_choices(split))
                     )
-
-
-def _fits(evaluator: PlanEvaluator, plan: Plan) -> bool:
-    return evaluator.memory_use(evaluator.memory(plan)) <= 1
 
 
 def is_legal(space: Space, plan: Plan) -> bool:

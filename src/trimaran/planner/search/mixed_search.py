@@ -91,19 +91,15 @@ def _starting_points(question: Question, best_plans: BestPlans) -> tuple[list[Fo
             continue
         num_considered += num
         for each in found:
-            key = _free_fields(each.plan)
+            key = (
+                each.plan.model_dump_json(exclude={"micro_batch", "grad_accum", "pipeline", "prediction"})
+                + each.plan.pipeline.schedule
+            )
             if key not in starts or each.seconds < starts[key].seconds:
                 starts[key] = each
     if len(refused) == len(question.cluster.groups):
         raise refused[0]
     return sorted(starts.values(), key=lambda each: each.seconds), num_considered
-
-
-def _free_fields(plan: Plan) -> str:
-    """Return what identifies a starting point: all but its batch, which is dealt anew, and its stages."""
-    return (
-        plan.model_dump_json(exclude={"micro_batch", "grad_accum", "pipeline", "prediction"}) + plan.pipeline.schedule
-    )
 
 
 def _adapted(start: Plan, question: Question) -> Iterator[Plan]:

@@ -68,7 +68,9 @@ from .rules.legal import (
     check_objective as check_objective, check_plan as check_plan,
 )
 from .rules.replica_rules import check_micro_batches as check_micro_batches
-from .search.branch_and_bound import TIE_RATIO as TIE_RATIO, find_plans as find_plans
+from .search.branch_and_bound import (
+    FoundPlan as FoundPlan, TIE_RATIO as TIE_RATIO, complexity as complexity, find_plans as find_plans,
+)
 from .search.evaluator import PlanEvaluator as PlanEvaluator
 from .search.goals import (
     best_plans as best_plans, choose as choose, no_fit_error as no_fit_error, predicted as predicted, search as search,

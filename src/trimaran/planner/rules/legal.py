@@ -1,7 +1,8 @@
 """Checks whether a plan can run, before any process starts."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.engine_rules import MIN_FP8_FEATURES, RECIPE_MULTIPLES, check_deepspeed, refused_recipe
@@ -32,6 +33,58 @@ RECIPE_DEVICES = {"block": ("H100", "H200", "H800", "GH200", "H20"), "mx": ("B10
 ALWAYS_SUPPORTED = {"cpu": ("fp32", "bf16", "fp16"), "cuda": ("fp32", "fp16")}  # also if a device does not list them
 
 
+class PlanRule(NamedTuple):
+    """A rule of plans: the codes of its errors, for which questions it applies, and the check that raises them."""
+
+    codes: str
+    applies: Callable[[Question], bool]
+    check: Callable[[Plan, Question], None]
+
+
+def _always(question: Question) -> bool:
+    return True
+
+
+def _in_trainer(question: Question) -> bool:
+    return question.for_trainer
+
+
+def _elsewhere(question: Question) -> bool:
+    """Return whether any training system is asked for, and the model is known: its degrees must divide something."""
+    return not question.for_trainer and question.outline is not None
+
+
+# In the order in which mistakes are reported. Other stacks ignore the plan's loss.
+RULES = (
+    PlanRule("P001", _always, lambda plan, asked: check_mesh(plan, asked.cluster)),
+    PlanRule("P039", _always, lambda plan, asked: check_deepspeed(plan, asked.recipe.train)),
+    PlanRule("P095", _always, lambda plan, asked: check_async(plan, asked.recipe)),
+    PlanRule("P004 P019", _always, lambda plan, asked: check_sharding(plan)),
+    PlanRule("P003", _always, lambda plan, asked: check_comm(plan, asked.recipe.train.steps)),
+    PlanRule("P024", _always, lambda plan, asked: check_micro_batches(plan)),
+    PlanRule("P002", _always, lambda plan, asked: check_batch(plan, asked.recipe.train.global_batch)),
+    PlanRule("P005", _in_trainer, lambda plan, asked: check_sequence(asked.recipe.data.seq_len, asked.spec)),
+    PlanRule("P014 P015 P113", _always, lambda plan, asked: check_precision(plan, asked.spec, asked.cluster)),
+    PlanRule("P033", _in_trainer, lambda plan, asked: check_module_precision(asked.recipe, asked.spec)),
+    PlanRule("P016 P017 P109", _always, lambda plan, asked: check_memory(plan, asked.spec)),
+    PlanRule("P020", _always, lambda plan, asked: check_compiled(plan, asked.cluster)),
+    PlanRule(
+        "P056",
+        lambda asked: asked.for_trainer or asked.stack.name == "trimaran",
+        lambda plan, asked: check_loss(plan, asked.spec, asked.outline),
+    ),
+    PlanRule("P056 K079", _in_trainer, lambda plan, asked: check_objective(plan, asked.recipe)),
+    PlanRule("P023 P053 P054", _in_trainer, lambda plan, asked: check_towers(plan, asked.recipe, asked.spec)),
+    PlanRule("P064 P065 P066", _in_trainer, lambda plan, asked: refuse_adapter(asked.recipe.model, plan, asked.spec)),
+    PlanRule("P008 to P013", _in_trainer, lambda plan, asked: check_axes(plan, asked.recipe, asked.spec)),
+    PlanRule("M027 P010", _in_trainer, lambda plan, asked: check_hf_facts(plan, asked.recipe, asked.facts)),
+    PlanRule("P012", lambda asked: not asked.for_trainer, lambda plan, asked: check_pipeline(plan, asked.recipe)),
+    PlanRule("P005", _elsewhere, lambda plan, asked: check_outline_sequence(asked)),
+    PlanRule("P008 P009 P010 P021", _elsewhere, lambda plan, asked: check_divisors(plan, asked)),
+    PlanRule("P011", _elsewhere, lambda plan, asked: check_depth(plan, asked)),
+)
+
+
 def check_plan(
     plan: Plan,
     recipe: Recipe,
@@ -40,29 +93,24 @@ def check_plan(
     outline: Outline | None = None,
     facts: HfFacts | None = None,
 ) -> None:
-    """Raise UserError for the first thing in `plan` that cannot run.
+    """Raise UserError for the first thing in `plan` that our trainer cannot run.
 
     `outline` adds checks for models without a spec of ours, `facts` for Hugging Face models.
     """
-    check_mesh(plan, cluster)
-    check_deepspeed(plan, recipe.train)
-    check_async(plan, recipe)
-    check_sharding(plan)
-    check_comm(plan, recipe.train.steps)
-    check_micro_batches(plan)
-    check_batch(plan, recipe.train.global_batch)
-    check_sequence(recipe.data.seq_len, spec)
-    check_precision(plan, spec, cluster)
-    if recipe.train.precision and not recipe.model.kind.is_hf and spec is not None:
-        refuse_unmatched(recipe.train.precision, module_names(spec))
-    check_memory(plan, spec)
-    check_compiled(plan, cluster)
-    check_loss(plan, spec, outline)
-    check_objective(plan, recipe)
-    check_towers(plan, recipe, spec)
-    refuse_adapter(recipe.model, plan, spec)
-    check_axes(plan, recipe, spec)
-    check_hf_facts(plan, recipe, facts)
+    _check_rules(plan, Question(recipe=recipe, spec=spec, cluster=cluster, outline=outline, facts=facts))
+
+
+def check_question(plan: Plan, question: Question) -> None:
+    """Raise UserError for the first thing in `plan` that the question does not allow."""
+    if question.outline is not None:
+        check_tower_names(plan, question)
+    _check_rules(plan, question)
+
+
+def _check_rules(plan: Plan, question: Question) -> None:
+    for rule in RULES:
+        if rule.applies(question):
+            rule.check(plan, question)
 
 
 def check_mesh(plan: Plan, cluster: Cluster) -> None:
@@ -184,6 +232,12 @@ def check_fp8(plan: Plan, spec: ModelSpec) -> None:
                         where="plan.precision", fix="use bf16")  # fmt: skip
 
 
+def check_module_precision(recipe: Recipe, spec: Spec | None) -> None:
+    """Raise for a module of `train.precision` that our network does not have."""
+    if recipe.train.precision and not recipe.model.kind.is_hf and spec is not None:
+        refuse_unmatched(recipe.train.precision, module_names(spec))
+
+
 def check_memory(plan: Plan, spec: Spec | None) -> None:
     """Raise when recompute or offload do not fit the model or the sharding."""
     check_disk(plan)
@@ -299,40 +353,12 @@ def check_sequence(seq_len: int, spec: Spec | None) -> None:
                         f"or model.shape.max_seq_len to {seq_len}")  # fmt: skip
 
 
-def check_question(plan: Plan, question: Question) -> None:
-    """Raise UserError for the first thing in `plan` that the question does not allow."""
-    if question.outline is not None:
-        check_tower_names(plan, question)
-    if question.for_trainer:
-        check_plan(plan, question.recipe, question.spec, question.cluster, question.outline, question.facts)
-    else:
-        check_without_trainer(plan, question)
-
-
-def check_without_trainer(plan: Plan, question: Question) -> None:
-    """Raise for what no training system could run: degrees that divide nothing, batches that do not add up."""
-    recipe, cluster, outline = question.recipe, question.cluster, question.outline
-    check_mesh(plan, cluster)
-    check_deepspeed(plan, recipe.train)
-    check_async(plan, recipe)
-    check_sharding(plan)
-    check_comm(plan, recipe.train.steps)
-    check_micro_batches(plan)
-    check_batch(plan, recipe.train.global_batch)
-    check_precision(plan, question.spec, cluster)
-    check_memory(plan, question.spec)
-    check_compiled(plan, cluster)
-    if question.stack.name == "trimaran":  # other stacks ignore the plan's loss
-        check_loss(plan, question.spec, outline)
-    check_pipeline(plan, recipe)
-    if outline is None:
-        return
-    if not outline.main.positions and 0 < outline.max_seq_len < recipe.data.seq_len:
-        raise UserError("P005", f"seq_len is {recipe.data.seq_len:,}, but {outline.name} supports at most "
-                        f"{outline.max_seq_len:,}", where="data.seq_len",
-                        fix=f"set data.seq_len to {outline.max_seq_len} or less")  # fmt: skip
-    check_divisors(plan, outline, recipe.data.seq_len)
-    check_depth(plan, outline)
+def check_outline_sequence(question: Question) -> None:
+    """Raise when sequences are longer than a model that is known by its outline has positions for."""
+    outline, seq_len = question.outline, question.recipe.data.seq_len
+    if outline is not None and not outline.main.positions and 0 < outline.max_seq_len < seq_len:
+        raise UserError("P005", f"seq_len is {seq_len:,}, but {outline.name} supports at most {outline.max_seq_len:,}",
+                        where="data.seq_len", fix=f"set data.seq_len to {outline.max_seq_len} or less")  # fmt: skip
 
 
 def check_tower_names(plan: Plan, question: Question) -> None:
@@ -345,9 +371,10 @@ def check_tower_names(plan: Plan, question: Question) -> None:
                    where="train.optimizer.towers")  # fmt: skip
 
 
-def check_divisors(plan: Plan, outline: Outline, seq_len: int) -> None:
+def check_divisors(plan: Plan, question: Question) -> None:
     """Raise unless tp, cp and ep divide what they split, in every tower."""
-    mesh = plan.mesh
+    mesh, outline, seq_len = plan.mesh, question.outline, question.recipe.data.seq_len
+    assert outline is not None
     for axis, code in (("tp", "P008"), ("cp", "P009"), ("ep", "P010")):
         degree = getattr(mesh, axis)
         if degree == 1:
@@ -368,8 +395,10 @@ def check_divisors(plan: Plan, outline: Outline, seq_len: int) -> None:
                                 where=f"plan.mesh.{axis}", fix=f"use {axis} of {works}")  # fmt: skip
 
 
-def check_depth(plan: Plan, outline: Outline) -> None:
+def check_depth(plan: Plan, question: Question) -> None:
     """Raise unless every stage has a block and together they hold every block once."""
+    outline = question.outline
+    assert outline is not None
     pp, stages, schedule = plan.mesh.pp, plan.pipeline.stages, plan.pipeline.schedule
     if pp == 1 and stages:
         raise UserError("P011", f"{len(stages)} stages are listed, but pp is 1", where="plan.pipeline.stages",

@@ -81,21 +81,52 @@ def simplest_of(founds: list[FoundPlan]) -> FoundPlan:
     return min(tied, key=lambda found: (complexity(found), found.seconds))
 
 
-def complexity(found: FoundPlan) -> tuple[float, ...]:
-    """Return how complex a plan is: pinned host memory first, in tenths, then its axes, offload, recompute and shards.
+class Complexity(NamedTuple):
+    """How complex a plan is: of two plans that tie, the lesser one is chosen. The first fields count most."""
 
-    A device with free memory counts as simpler than one that is nearly full.
-    """
+    pinned_tenths: int  # of the host memory that may be pinned
+    model_axes: int
+    is_nearly_full: bool
+    offload: int
+    towers: int
+    recompute: int
+    regathers: bool
+    is_chunked: bool
+    sharding: int
+    has_replicas_of_shards: bool
+    pp: int
+    stages_per_rank: int
+    tp: int
+    cp: int
+    ep: int
+    dp_shard: int
+    context: int
+    reduces_late: bool
+
+
+def complexity(found: FoundPlan) -> Complexity:
+    """Return how complex a plan is."""
     plan, mesh = found.plan, found.plan.mesh
-    axes = num_model_axes(mesh_key_of(plan))
-    recompute = {"none": 0, "elementwise": 1, "selective": 2, "full": 4}.get(str(plan.recompute), 3)
-    return (
-        math.ceil(10 * found.pinned_fraction), axes, found.is_nearly_full, OFFLOADS.index(plan.offload),
-        len(plan.towers), recompute, plan.comm.regather, plan.loss == CHUNKED,
-        SHARDINGS.index(plan.sharding),
-        mesh.dp_replicate > 1 and mesh.dp_shard > 1, mesh.pp, plan.num_stages // mesh.pp, mesh.tp, mesh.cp, mesh.ep,
-        mesh.dp_shard, CONTEXTS.index(plan.comm.context), not plan.comm.overlap,
-    )  # fmt: skip
+    return Complexity(
+        pinned_tenths=math.ceil(10 * found.pinned_fraction),
+        model_axes=num_model_axes(mesh_key_of(plan)),
+        is_nearly_full=found.is_nearly_full,
+        offload=OFFLOADS.index(plan.offload),
+        towers=len(plan.towers),
+        recompute={"none": 0, "elementwise": 1, "selective": 2, "full": 4}.get(str(plan.recompute), 3),
+        regathers=plan.comm.regather,
+        is_chunked=plan.loss == CHUNKED,
+        sharding=SHARDINGS.index(plan.sharding),
+        has_replicas_of_shards=mesh.dp_replicate > 1 and mesh.dp_shard > 1,
+        pp=mesh.pp,
+        stages_per_rank=plan.num_stages // mesh.pp,
+        tp=mesh.tp,
+        cp=mesh.cp,
+        ep=mesh.ep,
+        dp_shard=mesh.dp_shard,
+        context=CONTEXTS.index(plan.comm.context),
+        reduces_late=not plan.comm.overlap,
+    )
 
 
 def find_plans(space: Space, evaluator: PlanEvaluator, *, limit: float = math.inf, others: int = 0) -> FoundPlans:

@@ -237,41 +237,68 @@ def _num_cast(inputs: StageInputs, part: RankPart) -> int:
 
 def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit, float]:
     """Return one block of a group, and the fraction of its forward that recompute repeats with its communication."""
-    job, block, tp, ep = inputs.job, group.block, inputs.job.tp_of(group.tower, plan), plan.mesh.ep
+    job, tower = inputs.job, group.tower
+    passes = _passes(inputs, plan, group)
+    recomputing, repeated = _recompute_seconds(job.recompute_of(tower, plan), passes, group.count)
+    gaps = kernel_gaps(_num_launches(inputs, group.block), inputs.rates)
+    backward = passes.input_grad * job.outline.has_backward(tower) + passes.weight_grad * (not tower.frozen)
+    backward += passes.adapter_grad
+    if backward:
+        backward += recomputing + (1 - FORWARD_HOST_FRACTION + FORWARD_HOST_FRACTION * repeated) * gaps
+    weights = _weights(inputs, plan, group)
+    unit = TimeUnit(
+        count=group.count,
+        dense=weights.dense,
+        experts=weights.experts,
+        trained_dense=weights.trained_dense,
+        trained_experts=weights.trained_experts,
+        sharding=job.sharding_of(tower, plan) if plan.towers else None,
+        forward=passes.forward + FORWARD_HOST_FRACTION * gaps,
+        backward=backward,
+        splits_images=bool(plan.towers) and job.splits_images(tower, plan),
+    )
+    return unit, repeated if backward else 0.0
+
+
+def _passes(inputs: StageInputs, plan: Plan, group: LayerGroup) -> Passes:
+    """Return the seconds of one block's passes, with the copies around attention over several ranks."""
+    block, profile = group.block, inputs.job.stack.time
     if isinstance(block, Opaque):
-        passes, dense, experts = opaque_passes(block, inputs.micro_batch, inputs.rates), float(block.parameters), 0.0
-    else:
-        split = _block_split(inputs, plan, group)
-        kind = BlockKind(inputs.kind.is_compiled, inputs.kind.fp8, inputs.kind.joins)
-        passes = layer_passes(block, split, inputs.rates, job.stack.time, kind=kind)
-        if job.stack.name == "trimaran":
-            copies = context_copy_seconds(
-                block, split.positions, inputs.rates, cp=plan.mesh.cp, tp=tp, context=inputs.context
-            )
-            passes = passes._replace(
-                forward=passes.forward + copies[0],
-                full=passes.full + copies[0],
-                input_grad=passes.input_grad + copies[1],
-            )
-        dense = block.dense_weights / tp + block.router_weights + block.joining_weights + block.extras
-        experts = block.expert_weights / (tp * ep)
-    is_trained, needs_input_grad = not group.tower.frozen, job.outline.has_backward(group.tower)
-    trained = (dense, experts) if is_trained else (0.0, 0.0)
-    if isinstance(block, OutlineLayer) and block.adapter:
+        return opaque_passes(block, inputs.micro_batch, inputs.rates)
+    split = _block_split(inputs, plan, group)
+    kind = BlockKind(inputs.kind.is_compiled, inputs.kind.fp8, inputs.kind.joins)
+    passes = layer_passes(block, split, inputs.rates, profile, kind=kind)
+    if inputs.job.stack.name != "trimaran":
+        return passes
+    forward, backward = context_copy_seconds(
+        block, split.positions, inputs.rates, cp=plan.mesh.cp, tp=split.tp, context=inputs.context
+    )
+    return passes._replace(
+        forward=passes.forward + forward, full=passes.full + forward, input_grad=passes.input_grad + backward
+    )
+
+
+class BlockWeights(NamedTuple):
+    """Parameters of one block on a rank: those that are sharded and gathered, and those that have gradients."""
+
+    dense: float
+    experts: float
+    trained_dense: float
+    trained_experts: float
+
+
+def _weights(inputs: StageInputs, plan: Plan, group: LayerGroup) -> BlockWeights:
+    block, tp, is_trained = group.block, inputs.job.tp_of(group.tower, plan), not group.tower.frozen
+    if isinstance(block, Opaque):
+        dense, experts = float(block.parameters), 0.0
+        return BlockWeights(dense, experts, dense * is_trained, experts)
+    dense = block.dense_weights / tp + block.router_weights + block.joining_weights + block.extras
+    experts = block.expert_weights / (tp * plan.mesh.ep)
+    if block.adapter:
         adapter = float(block.adapter_parameters(tp))
         packed = sum(math.prod(linear.on_rank(tp)) for linear in packed_linears(block))
-        dense, trained = dense - packed + adapter, (adapter, 0.0)
-    seconds, fraction = _recompute_seconds(job.recompute_of(group.tower, plan), passes, group.count)
-    backward = passes.input_grad * needs_input_grad + passes.weight_grad * is_trained + passes.adapter_grad
-    gaps = kernel_gaps(_num_launches(inputs, block), inputs.rates)
-    if backward:
-        backward += seconds + (1 - FORWARD_HOST_FRACTION + FORWARD_HOST_FRACTION * fraction) * gaps
-    else:
-        fraction = 0.0
-    sharding = job.sharding_of(group.tower, plan) if plan.towers else None
-    forward = passes.forward + FORWARD_HOST_FRACTION * gaps
-    splits_images = bool(plan.towers) and job.splits_images(group.tower, plan)
-    return TimeUnit(group.count, dense, experts, *trained, sharding, forward, backward, splits_images), fraction
+        return BlockWeights(dense - packed + adapter, experts, adapter, 0.0)
+    return BlockWeights(dense, experts, dense * is_trained, experts * is_trained)
 
 
 def _block_split(inputs: StageInputs, plan: Plan, group: LayerGroup) -> BlockSplit:

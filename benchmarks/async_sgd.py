@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 
 from trimaran.core import EXIT_AGAIN, Plan, Recipe
 from trimaran.runs import RunDirectory, create_run
-from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.process.rank_setup import read_rank_info
 from trimaran.train.steppers.stepper import PlainStepper
 from trimaran.train.worker import run_worker
 

@@ -42,10 +42,10 @@ from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
 from trimaran.checkpoint.step_dirs import step_path
 from trimaran.core import CheckpointSection
 from trimaran.parallel.comm.json_exchange import all_gather_int64
-from trimaran.parallel.rank_share import assign_rows, build_share
-from trimaran.train.checkpointing.restore import restore_from_disk
+from trimaran.parallel.tensor_shards import assign_rows, build_share
+from trimaran.train.checkpointing.tiers import restore_from_disk
 from trimaran.train.checkpointing.training_state import TrainingState
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train.process.rank_setup import join_process_group, read_rank_info
 
 WIDTH = 2048
 STATE_BYTES = 12  # of a parameter: fp32 weight and two moments

@@ -31,14 +31,14 @@ from trimaran.data.step_batch import StepBatch
 from trimaran.machine import parse_cluster
 from trimaran.models import spec_of
 from trimaran.parallel import autocast, build_mesh
-from trimaran.parallel.gradient_norm import gradient_norm
-from trimaran.parallel.optimizer.schedule import learning_rate
+from trimaran.parallel.optimizer.build_optimizer import learning_rate
+from trimaran.parallel.tensor_sums import gradient_norm
 from trimaran.planner import choose
 from trimaran.runs import Journal, RunDirectory, create_run
 from trimaran.train.build import build_worker_parts
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.process.rank_info import RankInfo, join_process_group, read_rank_info
+from trimaran.train.process.rank_setup import RankInfo, join_process_group, read_rank_info
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.rank_context import read_context
 from trimaran.train.rank_networks import build_networks

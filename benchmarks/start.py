@@ -58,7 +58,7 @@ import torch
 from benchmarks.overhead import BareLoop, plan_of
 from trimaran.core import parse_recipe
 from trimaran.data.step_batch import text_batch
-from trimaran.train.process.rank_info import join_process_group, read_rank_info
+from trimaran.train.process.rank_setup import join_process_group, read_rank_info
 imported = time.time()
 recipe = parse_recipe(Path(sys.argv[1]).read_text(), name="start")
 rank_info = read_rank_info({})

@@ -29,7 +29,7 @@ import torch
 from trimaran.core import Mesh, Plan, Recipe
 from trimaran.data import cache_folder
 from trimaran.runs import RunDirectory, create_run
-from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.process.rank_setup import read_rank_info
 from trimaran.train.worker import run_worker
 
 PERIOD_US = 50_000  # of a quota; much shorter than a step

@@ -159,7 +159,7 @@ def trainer(*, copies: bool = False) -> Callable[..., None]:
     from trimaran.runs import Journal  # noqa: PLC0415
     from trimaran.train.build import build_worker_parts  # noqa: PLC0415
     from trimaran.train.checkpointing import checkpointer as checkpointing  # noqa: PLC0415
-    from trimaran.train.process.rank_info import join_process_group, read_rank_info  # noqa: PLC0415
+    from trimaran.train.process.rank_setup import join_process_group, read_rank_info  # noqa: PLC0415
     from trimaran.train.process.supervisor_link import SupervisorLink  # noqa: PLC0415
     from trimaran.train.rank_context import read_context  # noqa: PLC0415
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trimaran.app.plan.live_module import plan
     from trimaran.loop.loop import Loop, prepare
-    from trimaran.loop.rank_functions import gather_metrics, print_in_order, seed_rank
-    from trimaran.loop.scale_lr import scale_lr
+    from trimaran.loop.rank_functions import gather_metrics, print_in_order, scale_lr, seed_rank
     from trimaran.loop.split_loop import SplitLoop
 
 __all__ = ["Loop", "SplitLoop", "gather_metrics", "plan", "prepare", "print_in_order", "scale_lr", "seed_rank"]
@@ -23,7 +22,7 @@ _MODULES = {
     "gather_metrics": "trimaran.loop.rank_functions",
     "print_in_order": "trimaran.loop.rank_functions",
     "seed_rank": "trimaran.loop.rank_functions",
-    "scale_lr": "trimaran.loop.scale_lr",
+    "scale_lr": "trimaran.loop.rank_functions",
     "plan": "trimaran.app.plan.live_module",
 }
 

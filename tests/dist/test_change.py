@@ -19,7 +19,7 @@ from trimaran.autopilot import settings_of, undo_of
 from trimaran.core import Plan
 from trimaran.parallel import RECOMPUTED_ATTRIBUTE
 from trimaran.parallel.axes import ddp, fsdp
-from trimaran.train.features.live_change import apply_change, rebuild, staged_state
+from trimaran.train.features.live_change import apply_change, rebuild
 
 STEPS = 12
 
@@ -306,9 +306,9 @@ def have_no_room() -> None:
 
     Only after a first change does torch own the memory of weights on a CPU: numpy has filled it at the start.
     """
-    build, stage, answers = rebuild.build_empty_networks, staged_state.StagedState.__init__, [True, False, True]
+    build, stage, answers = rebuild.build_empty_networks, rebuild.StagedState.__init__, [True, False, True]
     staged: list[list[torch.UntypedStorage]] = []
-    staged_state.has_room = lambda context: answers.pop(0)
+    rebuild.has_room = lambda context: answers.pop(0)
 
     def remembered(self: Any, shards: Any) -> None:
         storages = [each.tensor.untyped_storage() for each in shards if isinstance(each.tensor, torch.Tensor)]
@@ -325,7 +325,7 @@ def have_no_room() -> None:
             assert all(each.nbytes() == 0 for each in staged[-1]), "and the device has their memory back"
         return build(*args)
 
-    staged_state.StagedState.__init__ = remembered  # type: ignore[method-assign]
+    rebuild.StagedState.__init__ = remembered  # type: ignore[method-assign]
     rebuild.build_empty_networks = build_with_freed_state  # pyrefly: ignore[bad-assignment]
 
 
@@ -348,7 +348,7 @@ def test_without_room_for_both_states_the_old_one_waits_in_host_memory(folder: P
 def have_no_room_and_fail() -> None:
     """Give the device no room after a first change, break the next build, and then give host memory no room either."""
     build, room, num_built = rebuild.build_empty_networks, [True], [0]
-    staged_state.has_room = lambda context: bool(room) and room.pop()
+    rebuild.has_room = lambda context: bool(room) and room.pop()
 
     def broken(*args: Any) -> Any:
         num_built[0] += 1
@@ -359,7 +359,7 @@ def have_no_room_and_fail() -> None:
 
     rebuild.build_empty_networks = broken  # pyrefly: ignore[bad-assignment]
     free = [10**15, 0]
-    staged_state.free_bytes = lambda: free.pop(0)  # pyrefly: ignore[bad-assignment]
+    rebuild.free_bytes = lambda: free.pop(0)  # pyrefly: ignore[bad-assignment]
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from trimaran.train import (
     StepDecision,
     Updater,
     build,
-    instruments,
+    rank_context,
     read_rank_info,
     run_worker,
 )
@@ -177,7 +177,7 @@ def train_with(
     """Train with the fault; return the exit code and what `watch_updates` saw."""
     run, rank_info = RunDirectory(path), read_rank_info(os.environ)
     guard.MIN_GOOD_STEPS = min_good_steps  # pyrefly: ignore[bad-assignment]
-    instruments.build_loss_scale = steady_scale
+    rank_context.build_loss_scale = steady_scale
     if fault is not None and fault.rank == rank_info.rank:
         plant(fault, run.read_plan().grad_accum)
     updates = watch_updates()
@@ -387,7 +387,7 @@ def train_with_a_flipped_bit(path: Path) -> int:
         return answer
 
     Updater.update = flipping  # pyrefly: ignore[bad-assignment]
-    instruments.ReplicaCheck = partial(ReplicaCheck, every=2)  # pyrefly: ignore[bad-assignment]
+    rank_context.ReplicaCheck = partial(ReplicaCheck, every=2)  # pyrefly: ignore[bad-assignment]
     return run_worker(RunDirectory(path), read_rank_info(os.environ), cache=CACHE)
 
 

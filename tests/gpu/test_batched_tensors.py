@@ -60,7 +60,7 @@ def test_every_flipped_bit_changes_the_checksum_of_its_tensor() -> None:
 
 
 def test_another_number_of_tensors_compiles_nothing() -> None:
-    from trimaran.parallel.batched import tensor_kernels  # noqa: PLC0415  needs Triton
+    from trimaran.parallel.kernels import tensor_sums as tensor_kernels  # noqa: PLC0415  needs Triton
 
     held = [torch.ones(64, device=CUDA) for _ in range(7)]
     TensorChecksums(held[:4]).compute()

@@ -28,7 +28,7 @@ WORKER = """
 import os, sys
 from pathlib import Path
 from trimaran.runs import RunDirectory
-from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.process.rank_setup import read_rank_info
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.worker import run_worker
 path, cache, attempt, fd = sys.argv[1:]
@@ -85,7 +85,7 @@ ENDING = """
 import os, sys, torch
 from trimaran.checkpoint.device_copier import DeviceCopier
 from trimaran.checkpoint.memory_copies import RankMemory
-from trimaran.parallel.rank_share import RankShare
+from trimaran.parallel.tensor_shards import RankShare
 device = torch.device("cuda", 0)
 torch.zeros(1, device=device)
 rank_memory = RankMemory(os.memfd_create("test"))

@@ -35,7 +35,7 @@ from pathlib import Path
 from trimaran.data import cache_folder
 from trimaran.nets.decoder.decoder import DecoderLayer
 from trimaran.runs import open_run
-from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.process.rank_setup import read_rank_info
 from trimaran.train.worker import run_worker
 
 forward = DecoderLayer.forward

@@ -16,7 +16,7 @@ from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.parallel import autocast
 from trimaran.train import IGNORED, LanguageObjective, build_loss_function, head_losses, row_losses, scale_to_dtype
-from trimaran.train.loss import head_loss
+from trimaran.train.loss import cross_entropy
 
 pytestmark = pytest.mark.gpu
 
@@ -184,7 +184,7 @@ def loss_gradients_and_peak(loss: str) -> tuple[Tensor, dict[str, Tensor | None]
 
 
 def test_a_network_with_a_fused_loss_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_loss, "CHUNK_LOGITS_BYTES", 64 * MIB)
+    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS_BYTES", 64 * MIB)
     total, gradients, peak = loss_gradients_and_peak("logits")
     logits_mib = 8 * 1024 * SPEC.vocab * 2 / MIB  # 500
     peaks = {}

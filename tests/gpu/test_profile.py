@@ -31,7 +31,7 @@ import os, sys, torch
 from pathlib import Path
 from trimaran.data import cache_folder
 from trimaran.runs import open_run
-from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.process.rank_setup import read_rank_info
 from trimaran.train.steppers.stepper import PlainStepper
 from trimaran.train.worker import run_worker
 

@@ -22,7 +22,7 @@ from trimaran.train import (
     head_losses,
     row_losses,
 )
-from trimaran.train.loss import head_loss
+from trimaran.train.loss import cross_entropy
 
 CPU = torch.device("cpu")
 ROWS, WIDTH, VOCAB = 21, 8, 50
@@ -138,7 +138,7 @@ def test_evaluation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> No
         assert grad_scale is None, "evaluation must not compute gradients of logits"
         return torch.ones(1)
 
-    monkeypatch.setattr(head_loss, "row_losses", check)
+    monkeypatch.setattr(cross_entropy, "row_losses", check)
     hidden, weight, chosen = random_inputs(torch.float32)
     with torch.no_grad():
         total, _ = head_losses(hidden, weight, chosen, rows=7)
@@ -181,7 +181,7 @@ def micro_batch() -> dict[str, Tensor]:
 def test_a_network_with_a_fused_loss_has_the_losses_and_gradients_of_full_logits(
     monkeypatch: pytest.MonkeyPatch, precision: str, head: str, tied: bool, loss: str
 ) -> None:
-    monkeypatch.setattr(head_loss, "chunk_rows", lambda *_: 13)
+    monkeypatch.setattr(cross_entropy, "chunk_rows", lambda *_: 13)
     patterns = {} if head == "plan" else {"lm_head": head}
     objective, inputs = LanguageObjective(("one", "two", "three")), micro_batch()
     found, sizes = [], []
@@ -232,7 +232,7 @@ def test_a_head_with_a_bias_falls_back_to_full_logits(caplog: pytest.LogCaptureF
 
 
 def test_a_plan_with_tp_uses_full_logits() -> None:
-    assert head_loss.build_loss_head(network_with(), Plan(loss="fused", mesh=Mesh(tp=2))) is None
+    assert cross_entropy.build_loss_head(network_with(), Plan(loss="fused", mesh=Mesh(tp=2))) is None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, encode_items
-from trimaran.parallel.rank_share import RankShare, ShareItem, copy_values, item_values, item_view
-from trimaran.parallel.tensor_shards import TensorLike, TensorShard
+from trimaran.parallel.tensor_shards import (
+    RankShare,
+    ShareItem,
+    TensorLike,
+    TensorShard,
+    copy_values,
+    item_values,
+    item_view,
+)
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ from trimaran.checkpoint.batched_copy import STAGING_BYTES, BatchedCopy, Gather,
 from trimaran.checkpoint.copier import Copier, Pairs, SourcePairs, copy_pairs
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, RankMemory
 from trimaran.checkpoint.pinned_memory import PIN_CHUNK_BYTES, BackgroundPinning, PinnedMemory, split_at_pin_chunks
-from trimaran.parallel.rank_share import RankShare, item_values, item_view
-from trimaran.parallel.tensor_shards import TensorShard
+from trimaran.parallel.tensor_shards import RankShare, TensorShard, item_values, item_view
 
 log = logging.getLogger(__name__)
 

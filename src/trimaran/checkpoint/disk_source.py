@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from trimaran.checkpoint.step_files import StepFiles
-from trimaran.parallel.rank_share import TORCH_DTYPES
 from trimaran.parallel.tensor_regions import TensorRegion
+from trimaran.parallel.tensor_shards import TORCH_DTYPES
 
 
 class DiskSource:

@@ -20,9 +20,8 @@ from torch import Tensor
 from trimaran.checkpoint.compact_index import overlaps
 from trimaran.checkpoint.load_state import match_shards, window
 from trimaran.parallel.comm.json_exchange import all_gather_json
-from trimaran.parallel.rank_share import TORCH_DTYPES, copy_values, meta_of
 from trimaran.parallel.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion
-from trimaran.parallel.tensor_shards import CheckpointSource, TensorShard
+from trimaran.parallel.tensor_shards import TORCH_DTYPES, CheckpointSource, TensorShard, copy_values, meta_of
 
 ROUND_BYTES = 256 << 20
 """What a rank sends and receives at once, at most, unless one row of a tensor is larger."""

@@ -26,8 +26,7 @@ from trimaran.checkpoint.file_parts import BLOCK_BYTES, MAX_DIRECT_CALLS, Thread
 from trimaran.checkpoint.manifest import Damage, FileRecord, unreadable
 from trimaran.core import UserError, did_you_mean
 from trimaran.core.regular_files import SpecialFileError, open_regular_fd
-from trimaran.parallel.rank_share import Gather, meta_of
-from trimaran.parallel.tensor_shards import CheckpointSource, TensorLike, TensorShard
+from trimaran.parallel.tensor_shards import CheckpointSource, Gather, TensorLike, TensorShard, meta_of
 
 MAX_NAMED_TENSORS = 5
 SAME_MODEL = "resume with the model and optimizer that it was saved with"

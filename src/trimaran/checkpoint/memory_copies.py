@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.parallel.rank_share import RankShare, ShareItem, item_view
 from trimaran.parallel.tensor_regions import IndexEntry, TensorIndex, TensorMeta, TensorRegion
+from trimaran.parallel.tensor_shards import RankShare, ShareItem, item_view
 
 PAGE_BYTES = 4096
 LAYOUT = struct.Struct("=8sQQQI")

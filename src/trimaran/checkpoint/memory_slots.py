@@ -14,7 +14,7 @@ from trimaran.checkpoint.rank_layout import RankLayout, all_true, can_pair
 from trimaran.core import CheckpointSection, UserError, show_bytes
 from trimaran.machine.host_limits import free_bytes
 from trimaran.parallel.comm.json_exchange import all_gather_int64
-from trimaran.parallel.rank_share import RankShare
+from trimaran.parallel.tensor_shards import RankShare
 
 MAX_FREE_MEMORY_FRACTION = 0.5
 """Of the memory that is free before the first step, copies may take this fraction. Training needs the rest."""

@@ -22,7 +22,7 @@ from trimaran.checkpoint.step_dirs import draft_path, looks_complete, prune, ref
 from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.checkpoint.write_checkpoint import KeyValueStore, WriteReport, WriteReportParser, commit, write_share
 from trimaran.core import CheckpointSection, UserError
-from trimaran.parallel.rank_share import RankShare, item_view
+from trimaran.parallel.tensor_shards import RankShare, item_view
 
 if TYPE_CHECKING:
     from trimaran.checkpoint.store.store_uploads import StoreUploads

@@ -21,7 +21,7 @@ from trimaran.checkpoint.manifest import (
 from trimaran.checkpoint.shard_index import ShardLayout, index_bytes, is_compact, layout_of
 from trimaran.checkpoint.step_dirs import looks_complete, refuse, remove_checkpoint
 from trimaran.core import UserError
-from trimaran.parallel.rank_share import ALIGNMENT, RankShare, ShareItem
+from trimaran.parallel.tensor_shards import ALIGNMENT, RankShare, ShareItem
 
 
 class KeyValueStore(Protocol):

@@ -30,7 +30,7 @@ KERNEL_MOMENT_BYTES = {8.0: 16, 4.0: 8, 2.03: 40}
 # measured.
 UPDATE_EFFICIENCY = {"cuda": 0.72, "cpu": 1.0}
 KERNEL_EFFICIENCY = 0.82
-READ_AHEAD = 2  # chunks that are read from disk ahead, as in `parallel/optimizer/disk_streaming.py`
+READ_AHEAD = 2  # chunks that are read from disk ahead, as in `parallel/optimizer/state_streaming.py`
 
 
 def update_seconds(job: Job, cluster: Cluster, plan: Plan, num_owned: float) -> float:

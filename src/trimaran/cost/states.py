@@ -20,8 +20,8 @@ HALF_BYTES = 2
 # Pinned host memory is allocated in powers of two: a third more than requested, on average.
 PINNED_OVERHEAD = 1.33
 CHUNK_VALUES = 2**23  # values of a parameter that are updated at once, as in `parallel/optimizer/adamw.py`
-NUM_HOST_SLOTS, NUM_DEVICE_BUFFERS = 4, 3  # as in `parallel/optimizer/disk_streaming.py`
-READ_SLOT_BYTES = 8 * (16 << 20)  # pinned memory to read weights through, as in `parallel/disk/disk_weights.py`
+NUM_HOST_SLOTS, NUM_DEVICE_BUFFERS = 4, 3  # as in `parallel/optimizer/state_streaming.py`
+READ_SLOT_BYTES = 8 * (16 << 20)  # pinned memory to read weights through, as in `parallel/disk_store.py`
 
 
 class States(NamedTuple):

@@ -18,40 +18,44 @@ from trimaran.core import Plan, UserError
 from trimaran.core.errors import warn_of_old_name
 from trimaran.core.plan import Sharding
 from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.loop.batch_agreement import as_tree
 from trimaran.loop.cut_module import Forward
-from trimaran.loop.gather import gather_rows
-from trimaran.loop.gradient_reduction import GradientReduction, cut_compiled_graph, nothing_to_train
+from trimaran.loop.gradient_reduction import (
+    GradientReduction,
+    clip_with_sparse,
+    cut_compiled_graph,
+    norm_with_sparse,
+    nothing_to_train,
+    sparse_parameters,
+)
 from trimaran.loop.loop_checkpoint import CheckpointFolders, LoopState
 from trimaran.loop.loop_checks import LoopChecks, warn_of_hooks
-from trimaran.loop.loop_context import LoopContext, num_rows_of
-from trimaran.loop.loop_evaluation import evaluate, full_state_dict
-from trimaran.loop.loop_loader import LoopLoader, build_loader
+from trimaran.loop.loop_context import LoopContext, StepResult, as_tree, num_rows_of
+from trimaran.loop.loop_evaluation import evaluate, full_state_dict, write_weights
+from trimaran.loop.loop_loader import LoopLoader, build_loader, uneven_batches
 from trimaran.loop.loop_optimizers import checked_optimizers, explained_errors, parameters_of, replace_parameters
+from trimaran.loop.loss_functions import gather_rows, parameter_norm
 from trimaran.loop.loss_reduction import Reduction, check_reduction
-from trimaran.loop.parameter_norm import parameter_norm
 from trimaran.loop.prepare_split import prepare_split
 from trimaran.loop.replica_agreement import ReplicaAgreement, check_same_model
 from trimaran.loop.sharded_parts import (
+    CopyMaker,
     UnitOrder,
+    Wrap,
+    blocks_of,
     check_is_plain,
     check_shardable,
+    copy_weights,
     explained_double_backward,
     gather_for_parts,
     give_forward,
+    refuse_deepcopy,
 )
-from trimaran.loop.sparse_gradients import clip_with_sparse, norm_with_sparse, sparse_parameters
 from trimaran.loop.split_loop import SplitLoop
-from trimaran.loop.step_result import StepResult
-from trimaran.loop.uneven_data import uneven_batches
-from trimaran.loop.weight_copies import CopyMaker, copy_weights, refuse_deepcopy
-from trimaran.loop.weights_file import write_weights
-from trimaran.loop.wrap_blocks import Wrap, blocks_of
 from trimaran.nets import Network
 from trimaran.parallel import apply_plan, build_mesh, gradient_sync
 from trimaran.parallel.axes.fsdp import REPLICATED_ATTRIBUTE
 from trimaran.parallel.batch_norm import BATCH_NORM, apply_batch_norm, batch_norm_warning, leave_out_padding
-from trimaran.train.process.rank_info import TIMEOUT
+from trimaran.train.process.rank_setup import TIMEOUT
 
 Scaler = torch.amp.GradScaler
 _PREPARED: WeakSet[nn.Module] = WeakSet()

@@ -25,13 +25,12 @@ from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
 from trimaran.checkpoint.step_dirs import remove_drafts
 from trimaran.core import CheckpointSection, Plan, UserError
 from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.loop.weight_copies import copy_weights
+from trimaran.loop.sharded_parts import copy_weights
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
 from trimaran.parallel.optimizer.optimizer_state import NamedParameters, OptimizerState
-from trimaran.parallel.rank_share import assign_rows, build_share, copy_to_memory
 from trimaran.parallel.tensor_regions import TensorIndex
-from trimaran.parallel.tensor_shards import TensorShard
-from trimaran.train.checkpointing.restore import restore_from_disk
+from trimaran.parallel.tensor_shards import TensorShard, assign_rows, build_share, copy_to_memory
+from trimaran.train.checkpointing.tiers import restore_from_disk
 from trimaran.train.checkpointing.training_state import TrainingState, persistent_buffers, restore_counters
 
 log = logging.getLogger(__name__)

@@ -1,17 +1,193 @@
-"""What the loops of one training share: the ranks, the rows that this rank works on, and the order of calls."""
+"""What the loops of one training share: the ranks, this rank's rows, the order of calls, and the numbers of a step."""
 
-from collections.abc import Callable, Iterator
+import atexit
+import json
+import logging
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trimaran.core import UserError
-from trimaran.loop.batch_agreement import BatchAgreement, as_tree
-from trimaran.loop.call_order import CallOrder
+from trimaran.parallel.comm.json_exchange import all_gather_int64
+from trimaran.train.process.rank_setup import TIMEOUT
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.002
+MAX_POLL_SECONDS = 0.1
+WARN_SECONDS = 15.0
+ENDED = "has reached the end of its script"
+_numbers = count()
+
+
+class CallOrder:
+    """The calls that every rank must make, in one order. Each rank publishes its latest one in the ranks' store.
+
+    `note` publishes a call and returns at once. `meet` also waits until every rank makes the same call. It raises if
+    another rank has made a different one in its place: that rank will never arrive. A rank that is merely slow is
+    waited for. Single ranks publish nothing.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._number = 0
+        self._store: Any = None
+        if self.world_size > 1:
+            self._store = dist.PrefixStore(f"trimaran/loop{next(_numbers)}", _get_default_store())
+            atexit.register(self._leave)
+
+    def note(self, call: str) -> None:
+        """Publish a call that needs all ranks, without waiting for them."""
+        if self._store is not None:
+            self._number += 1
+            self._store.set(f"last/{self.rank}", json.dumps([self._number, call]))
+
+    def meet(self, call: str, *, fix: str) -> None:
+        """Return when every rank has made this call. Raise UserError if one of them has made another instead."""
+        if self._store is None:
+            return
+        self.note(call)
+        key, started, pause, warned = f"meet/{self._number}/{call}", time.monotonic(), POLL_SECONDS, False
+        if self._store.add(key, 1) == self.world_size:
+            self._store.set(f"{key}/all", "")
+        while not self._store.check([f"{key}/all"]):
+            elapsed = time.monotonic() - started
+            self._refuse_other_calls(call, f"{key}/all", fix)
+            if elapsed > WARN_SECONDS and not warned:
+                warned = True
+                log.warning("rank %d has waited %.0f s in %s for rank(s) %s: does every rank call it?", self.rank,
+                            elapsed, call, ", ".join(map(str, self._missing())))  # fmt: skip
+            if elapsed > TIMEOUT.total_seconds():
+                raise self._error(call, f"rank(s) {', '.join(map(str, self._missing()))} did not", fix)
+            time.sleep(pause)
+            pause = min(2 * pause, MAX_POLL_SECONDS)
+
+    def _refuse_other_calls(self, call: str, all_met: str, fix: str) -> None:
+        for rank, (number, other) in self._latest().items():
+            is_other = number > self._number or (number == self._number and other != call)
+            if is_other and not self._store.check([all_met]):  # a rank that was here may have gone on in the meantime
+                instead = other if other == ENDED else f"made {other} in its place"
+                raise self._error(call, f"rank {rank} {instead}", fix)
+
+    def _error(self, call: str, others: str, fix: str) -> UserError:
+        return UserError("P046", f"rank {self.rank} made {call}, which needs all ranks, but {others}",
+                         where=call, fix=fix)  # fmt: skip
+
+    def _latest(self) -> dict[int, tuple[int, str]]:
+        """Return number and name of the latest call of every other rank that has made one."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank and self._store.check([f"last/{rank}"])]
+        return {rank: tuple(json.loads(self._store.get(f"last/{rank}"))) for rank in others}
+
+    def _missing(self) -> list[int]:
+        latest = self._latest()
+        return [
+            rank for rank in range(self.world_size) if rank != self.rank and latest.get(rank, (0, ""))[0] < self._number
+        ]
+
+    def _leave(self) -> None:
+        try:
+            self.note(ENDED)
+        except (RuntimeError, ValueError) as error:  # the store is gone when another rank has ended first
+            log.debug("the end of rank %d was not published: %s", self.rank, error)
+
+
+FIRST_CHECKS = 5
+CHECK_EVERY = 20
+MAX_ROWS, MAX_COLUMNS = 64, 256  # of each tensor that are hashed, evenly spaced
+CAUSES = (
+    "derive the batch from the step alone, or let loop.loader deal the data. Usual causes: a random generator that one "
+    "rank draws from more often than the others (an evaluation on the main rank alone: run it on every rank, or with "
+    "loop.evaluate), files in another order (sort them), the order of a set (sort it), a seed that depends on the "
+    "rank, workers without a seed"
+)
+
+
+class BatchAgreement:
+    """Compares a hash of the global batch between ranks, for the first batches and then for every `CHECK_EVERY`-th."""
+
+    def __init__(self, calls: CallOrder) -> None:
+        self._calls, self._num_batches, self._agreed_at = calls, 0, -1
+
+    def check(self, batch: Any, *, num_rows: int, step: int, where: str) -> None:
+        """Raise UserError on all ranks if some of them hold another batch. Every rank must call it."""
+        number = self._num_batches
+        self._num_batches += 1
+        if dist.get_world_size() == 1 or (number >= FIRST_CHECKS and number % CHECK_EVERY):
+            return
+        self._calls.note(f"{where} of step {step}")
+        gathered = all_gather_int64(np.array([num_rows, digest(batch)], dtype=np.int64))
+        if (gathered != gathered[0]).any():
+            raise UserError("P045", f"ranks hold different global batches in step {step}: {_difference(gathered)}"
+                            + (f" (they agreed in step {self._agreed_at})" if self._agreed_at >= 0 else ""),
+                            where=where, fix=CAUSES)  # fmt: skip
+        self._agreed_at = step
+
+
+def _difference(gathered: np.ndarray) -> str:
+    """Return which ranks differ from most of the others, or how many rows each has."""
+    if len({int(rows) for rows, _ in gathered}) > 1:
+        return "; ".join(f"rank {rank} has {rows} rows" for rank, (rows, _) in enumerate(gathered.tolist()))
+    groups: dict[int, list[int]] = {}
+    for rank, (_, value) in enumerate(gathered.tolist()):
+        groups.setdefault(value, []).append(rank)
+    most, *others = sorted(groups.values(), key=len, reverse=True)
+    odd = sorted(rank for group in others for rank in group)
+    return f"{_ranks(odd)} {'holds' if len(odd) == 1 else 'hold'} other rows than {_ranks(most)}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def digest(batch: Any) -> int:
+    """Return a 63-bit hash of shapes and values. Of a large tensor it reads a few evenly spaced values.
+
+    Leaves that are neither tensors, arrays, numbers nor text are ignored.
+    """
+    hashed = blake2b(digest_size=8)
+    for leaf in tree_leaves(as_tree(batch)):
+        if isinstance(leaf, Tensor):
+            hashed.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode() + _values(leaf))
+        elif isinstance(leaf, (bool, int, float, str, bytes)):
+            hashed.update(repr(leaf).encode())
+        elif hasattr(leaf, "__array_interface__"):  # NumPy arrays and PIL images
+            array = np.asarray(leaf)
+            if array.dtype.kind in "biufc":
+                hashed.update(f"{array.shape}{array.dtype}".encode() + _values(torch.from_numpy(np.array(array))))
+    return struct.unpack("<q", hashed.digest())[0] >> 1
+
+
+def as_tree(batch: Any) -> Any:
+    """Return the batch as torch's pytree functions know it: mappings of other classes (BatchEncoding) become dicts."""
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
+def _values(tensor: Tensor) -> bytes:
+    """Return some values of a tensor as bytes; it waits for the device."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
+        return b""
+    rows = tensor.detach().reshape(len(tensor), -1) if tensor.ndim else tensor.detach().reshape(1, 1)
+    height, width = (_spread(size, most) for size, most in zip(rows.shape, (MAX_ROWS, MAX_COLUMNS), strict=True))
+    chosen = rows[height.to(rows.device)[:, None], width.to(rows.device)]
+    return chosen.cpu().view(torch.uint8).numpy().tobytes()
+
+
+def _spread(size: int, most: int) -> Tensor:
+    """Return up to `most` numbers below `size`, evenly spaced."""
+    return torch.arange(size) if size <= most else torch.arange(most) * (size - 1) // (most - 1)
+
 
 ROW_STATE = ("is_padding", "any_padding", "is_evaluating", "local_batch", "local_rows", "min_local_rows",
              "max_local_rows", "batch_dim", "num_rows_here", "row_shapes")  # fmt: skip
@@ -182,3 +358,17 @@ def _common_dim(shapes: list[tuple[int, ...]]) -> int | None:
 
 def _listed(shapes: list[tuple[int, ...]]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes[:4])
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The numbers of one optimizer step, over the global batch. Tensors on the device: reading one waits for it."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    num_tokens: Tensor
+
+    @property
+    def num_samples(self) -> Tensor:
+        """The same as `num_tokens`, for losses that are counted by sample."""
+        return self.num_tokens

@@ -1,11 +1,12 @@
-"""Lets a loop call parts and methods of a sharded model: FSDP itself gathers weights for forwards only."""
+"""A sharded model in a loop: which blocks are gathered, parts and methods called alone, copies of the weights."""
 
+import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -13,10 +14,92 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from trimaran.core import UserError
-from trimaran.loop.call_order import CallOrder
-from trimaran.loop.wrap_blocks import WITHOUT_FORWARD
+from trimaran.loop.loop_context import CallOrder
+from trimaran.nets.local_shards import local_part
 from trimaran.parallel.axes.fsdp import own_parameter_groups
 from trimaran.parallel.comm.json_exchange import all_gather_int64
+
+Wrap = type[nn.Module] | Sequence[type[nn.Module]] | int
+WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def blocks_of(model: nn.Module, wrap: Wrap | None, *, is_sharded: bool) -> tuple[nn.Module, ...]:
+    """Return the modules that are gathered one at a time, in the order of the model; see `trimaran.prepare`."""
+    if wrap is None:
+        return tuple(_without_shared(_largest_list(model), model))
+    if not is_sharded:
+        raise _wrong("wrap says how a sharded model is gathered, and sharding is 'none'",
+                     "leave it out, or set sharding='parameters'")  # fmt: skip
+    if isinstance(wrap, bool) or (isinstance(wrap, int) and wrap < 1):
+        raise _wrong(f"wrap={wrap!r} is not a number of parameters", "pass 1_000_000, or a class: wrap=Block")
+    found = tuple(_of_size(model, wrap) if isinstance(wrap, int) else _of_classes(model, _classes(wrap)))
+    if not found:
+        kinds = ", ".join(sorted({type(each).__name__ for each in model.modules()} - {type(model).__name__})[:12])
+        if isinstance(wrap, int):
+            raise _wrong(f"no module below {type(model).__name__} has {wrap:,} parameters", "pass a smaller number")
+        names = ", ".join(each.__name__ for each in _classes(wrap))
+        raise _wrong(f"{type(model).__name__} has no module of {names}", f"its modules are {kinds}")
+    return found
+
+
+def _classes(wrap: Wrap) -> tuple[type[nn.Module], ...]:
+    classes = (wrap,) if isinstance(wrap, type) else tuple(wrap) if isinstance(wrap, Sequence) else (wrap,)
+    if not all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
+        raise _wrong(f"wrap={wrap!r:.80} has something that is no class of modules", "pass a class: wrap=Block")
+    return classes  # type: ignore[return-value]
+
+
+def _of_classes(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
+    """Yield the outermost modules of these classes."""
+    for child in module.children():
+        if isinstance(child, classes) and not isinstance(child, WITHOUT_FORWARD):
+            yield child
+        else:
+            yield from _of_classes(child, classes)
+
+
+def _of_size(module: nn.Module, least: int) -> Iterator[nn.Module]:
+    """Yield the smallest modules with at least so many parameters: no part of one has as many."""
+    for child in module.children():
+        if sum(each.numel() for each in child.parameters()) < least:
+            continue
+        inner = tuple(_of_size(child, least))
+        if inner or isinstance(child, WITHOUT_FORWARD):
+            yield from inner
+        else:
+            yield child
+
+
+def _largest_list(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the layers of the ModuleList that holds the most parameters; of a layer that is a list, its modules."""
+    stacks = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) > 1]
+    largest = max(stacks, key=lambda stack: sum(each.numel() for each in stack.parameters()), default=())
+    return tuple(dict.fromkeys(_with_forward(largest)))
+
+
+def _with_forward(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    for each in modules:
+        if isinstance(each, WITHOUT_FORWARD):
+            yield from _with_forward(each.children())
+        elif any(True for _ in each.parameters()):
+            yield each
+
+
+def _without_shared(blocks: Iterable[nn.Module], model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks of which no parameter belongs to a module outside of them, too: one unit gathers a parameter."""
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for each in module.parameters(recurse=False):
+            owners.setdefault(each, set()).add(module)
+    for block in blocks:
+        inside = set(block.modules())
+        if all(owners[each] <= inside for each in block.parameters()):
+            yield block
+
+
+def _wrong(what: str, fix: str) -> UserError:
+    return UserError("K083", what, where="prepare(wrap=...)", fix=fix)
+
 
 FIRST_STEPS, CHECK_EVERY = 2, 100
 FRAMEWORK_BASES = ("PreTrainedModel", "ModelMixin", "LightningModule", "PyTorchModelHubMixin")
@@ -232,3 +315,77 @@ def _mixed(what: str) -> UserError:
     return UserError("P136", what, where="a loop with sharding", fix="compute norms of weights with "
                      "loop.parameter_norm(), other values inside of the model's forward or methods; copy weights with "
                      "loop.copy_of(model) or loop.state_dict(); or use sharding='none'")  # fmt: skip
+
+
+WHERE = "loop.copy_of(model)"
+
+
+class CopyMaker:
+    """Makes copies of a model that are sharded as it is. Must be created before the model is sharded.
+
+    FSDP cannot copy a sharded model. `shard` shards a module in place, or does nothing.
+    """
+
+    def __init__(self, model: nn.Module, shard: Callable[[nn.Module], None], *, is_sharded: bool) -> None:
+        self._model, self._shard, self._is_sharded = model, shard, is_sharded
+        self._layout, self._failure = _without_values(model) if is_sharded else (model, "")
+
+    def make(self, device: torch.device) -> nn.Module:
+        """Return a copy with the model's weights and buffers, in eval mode, without gradients."""
+        if self._layout is None:
+            raise UserError("P137", f"this model cannot be copied: {self._failure}", where=WHERE,
+                            fix="let copy.deepcopy work on its modules, for instance with a __deepcopy__")  # fmt: skip
+        made = copy.deepcopy(self._layout)
+        made.requires_grad_(False).eval()
+        if self._is_sharded:
+            self._shard(made)
+            made.to_empty(device=device)
+        copy_weights(self._model, made, decay=0.0)
+        return made
+
+
+@torch.no_grad()
+def copy_weights(model: nn.Module, follower: nn.Module, *, decay: float) -> None:
+    """Move the weights of a copy towards the model's: `decay` is how much of their difference is left.
+
+    Buffers are copied. Each rank updates its shards, without communication.
+    """
+    for module in (*model.modules(), *follower.modules()):
+        if isinstance(module, FSDPModule):
+            module.reshard()  # gathered weights would be outdated, or in place of the shards
+    sources, targets = ([local_part(each) for each in module.parameters()] for module in (model, follower))
+    if decay == 0 or not targets:
+        _copy_each(sources, targets)
+    else:
+        torch._foreach_lerp_(targets, sources, 1 - decay)
+    _copy_each(list(model.buffers()), list(follower.buffers()))
+
+
+def refuse_deepcopy(model: nn.Module) -> None:
+    """Let `copy.deepcopy` of a sharded model, or of a block of it, end in an error that names the way."""
+    for each in model.modules():
+        if isinstance(each, FSDPModule):
+            vars(each)["__deepcopy__"] = _refuse
+
+
+def _refuse(memo: Any) -> NoReturn:
+    raise UserError("P137", "a sharded model cannot be copied by copy.deepcopy, which AveragedModel and other averages "
+                    "of weights call", where="copy.deepcopy(model)", fix="average = loop.copy_of(model), and "
+                    "loop.update_copy(average, decay=0.999) after loop.step(), or use sharding='none'")  # fmt: skip
+
+
+def _copy_each(sources: list[Tensor], targets: list[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def _without_values(model: nn.Module) -> tuple[nn.Module | None, str]:
+    """Return a copy whose parameters have no values, or None and why the model cannot be copied."""
+    empty: dict[int, Any] = {
+        id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=False)
+        for each in model.parameters()
+    }
+    try:
+        return copy.deepcopy(model, empty), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"

@@ -14,19 +14,17 @@ from torch.utils._pytree import tree_map
 
 from trimaran.checkpoint.convert.export_hf import all_tensors
 from trimaran.core import Plan, UserError
-from trimaran.loop.batch_agreement import as_tree
 from trimaran.loop.cut_module import BlockList, Forward, StageEnd, cut_module
 from trimaran.loop.loop_checkpoint import CheckpointFolders, SplitState
-from trimaran.loop.loop_context import LoopContext, has_rows, num_rows_of
-from trimaran.loop.step_result import StepResult
-from trimaran.loop.weights_file import write_weights
+from trimaran.loop.loop_context import LoopContext, StepResult, as_tree, has_rows, num_rows_of
+from trimaran.loop.loop_evaluation import write_weights
 from trimaran.nets import Network
 from trimaran.nets.absent_modules import StageStream
 from trimaran.nets.local_shards import gathered
 from trimaran.parallel import RankMesh, gradient_norm
 from trimaran.parallel.axes.pp import TimedStage, build_schedule, split_blocks
-from trimaran.parallel.axes.stage_map import map_stages
-from trimaran.parallel.gradient_norm import local_gradient
+from trimaran.parallel.mesh import map_stages
+from trimaran.parallel.tensor_sums import local_gradient
 
 WHERE = "loop.train_step(batch)"
 

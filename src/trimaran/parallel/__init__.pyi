@@ -9,12 +9,7 @@ from .axes.ring_layout import (
     Rectangle as Rectangle, RingChunks as RingChunks, RingLayout as RingLayout, TILE as TILE,
     ring_layout as ring_layout, tiles as tiles,
 )
-from .axes.stage_map import StageMap as StageMap, TrainedParameters as TrainedParameters
 from .axes.tp import apply_tp as apply_tp
-from .batched.tensor_sums import (
-    DeviceNumbers as DeviceNumbers, ProgramMap as ProgramMap, TensorChecksums as TensorChecksums,
-    TensorSquares as TensorSquares, is_aligned as is_aligned,
-)
 from .comm.axis_waits import AXIS_WAITS as AXIS_WAITS, AxisWaits as AxisWaits
 from .comm.compression import compressor_of as compressor_of
 from .comm.gradient_buckets import BUCKET_BYTES as BUCKET_BYTES
@@ -28,21 +23,17 @@ from .comm.tensor_collectives import (
     reduce_gradient as reduce_gradient, reduce_sum as reduce_sum, reduce_to_sequence as reduce_to_sequence,
     start_exchange as start_exchange,
 )
-from .disk.disk_store import DiskStore as DiskStore, aligned_buffer as aligned_buffer
-from .disk.disk_weights import DiskWeights as DiskWeights
-from .disk.tensors_on_disk import store_of as store_of
-from .fp8 import (
-    MIN_CAPABILITY as MIN_CAPABILITY, RECIPE_MAJOR as RECIPE_MAJOR, apply_fp8 as apply_fp8,
-    convert_linears as convert_linears, require_fp8_device as require_fp8_device,
-)
+from .disk_store import DiskStore as DiskStore, DiskWeights as DiskWeights, aligned_buffer as aligned_buffer
 from .fp8_blocks import (
     cast_rows as cast_rows, cast_weight as cast_weight, dequantized as dequantized, in_mx_blocks as in_mx_blocks,
     in_row_blocks as in_row_blocks, in_square_blocks as in_square_blocks, in_tiles as in_tiles,
 )
-from .fp8_gather import Fp8Parameter as Fp8Parameter
-from .fp8_linear import Fp8Linear as Fp8Linear, LAYERS as LAYERS, linear as linear
+from .fp8_linear import (
+    Fp8Linear as Fp8Linear, Fp8Parameter as Fp8Parameter, LAYERS as LAYERS, MIN_CAPABILITY as MIN_CAPABILITY,
+    RECIPE_MAJOR as RECIPE_MAJOR, apply_fp8 as apply_fp8, convert_linears as convert_linears, linear as linear,
+    require_fp8_device as require_fp8_device,
+)
 from .frozen_weights import store_frozen_weights as store_frozen_weights
-from .gradient_norm import GradientSquares as GradientSquares, gradient_norm as gradient_norm
 from .joint_layers import apply_joint_projections as apply_joint_projections
 from .kernels.vocab_rows import row_gradients as row_gradients, row_sums as row_sums
 from .memory.activation_offload import (
@@ -55,52 +46,51 @@ from .memory.recompute import (
     RECOMPUTED_ATTRIBUTE as RECOMPUTED_ATTRIBUTE, apply_recompute as apply_recompute, matrix_rank as matrix_rank,
     selective_policy as selective_policy,
 )
-from .mesh import RankMesh as RankMesh, build_mesh as build_mesh
+from .mesh import (
+    RankMesh as RankMesh, StageMap as StageMap, TrainedParameters as TrainedParameters, build_mesh as build_mesh,
+    freeze_towers as freeze_towers, tower_of_blocks as tower_of_blocks,
+)
 from .optimizer.adamw import LowMemoryAdamW as LowMemoryAdamW
 from .optimizer.block_quantization import (
     BlockLayout as BlockLayout, BlockReshard as BlockReshard, codebook as codebook, dequantize as dequantize,
     lower_bounds as lower_bounds, num_blocks as num_blocks, quantize as quantize,
 )
 from .optimizer.build_optimizer import (
-    LR_FACTOR as LR_FACTOR, ShardAdamW as ShardAdamW, build_optimizer as build_optimizer, decay_groups as decay_groups,
-)
-from .optimizer.disk_streaming import DiskStream as DiskStream
-from .optimizer.eager_optimizer import split_weights_of as split_weights_of
-from .optimizer.loss_scale import (
-    INITIAL_SCALE as INITIAL_SCALE, LossScale as LossScale, MAX_SCALE as MAX_SCALE,
-    build_loss_scale as build_loss_scale,
+    INITIAL_SCALE as INITIAL_SCALE, LR_FACTOR as LR_FACTOR, LossScale as LossScale, MAX_SCALE as MAX_SCALE,
+    ShardAdamW as ShardAdamW, build_loss_scale as build_loss_scale, build_optimizer as build_optimizer,
+    decay_groups as decay_groups, learning_rate as learning_rate, split_weights_of as split_weights_of,
 )
 from .optimizer.moments import (
     AdamWConstants as AdamWConstants, FORMATS as FORMATS, NOISE_OFFSET as NOISE_OFFSET, StateChunk as StateChunk,
-    step_constants as step_constants, update_chunk as update_chunk,
+    hash_int32 as hash_int32, hash_text as hash_text, index_runs as index_runs, step_constants as step_constants,
+    to_bf16 as to_bf16, update_chunk as update_chunk,
 )
-from .optimizer.schedule import learning_rate as learning_rate
 from .optimizer.split_weights import (
     CHUNK_VALUES as CHUNK_VALUES, NO_SPLIT_WEIGHTS as NO_SPLIT_WEIGHTS, SplitWeight as SplitWeight,
     SplitWeights as SplitWeights, join_fp32 as join_fp32, split_fp32 as split_fp32, split_weights as split_weights,
 )
-from .optimizer.state_streaming import NUM_STAGING_BUFFERS as NUM_STAGING_BUFFERS, StateStream as StateStream
-from .optimizer.stochastic_rounding import (
-    hash_int32 as hash_int32, hash_text as hash_text, index_runs as index_runs, to_bf16 as to_bf16,
+from .optimizer.state_streaming import (
+    DiskStream as DiskStream, NUM_STAGING_BUFFERS as NUM_STAGING_BUFFERS, StateStream as StateStream,
 )
 from .precision import (
     autocast as autocast, fsdp_modules as fsdp_modules, kept_weight_casts as kept_weight_casts,
     override_precision as override_precision,
-)
-from .rank_share import (
-    DTYPE_NAMES as DTYPE_NAMES, RankShare as RankShare, TORCH_DTYPES as TORCH_DTYPES, assign_rows as assign_rows,
-    build_share as build_share, copy_to_memory as copy_to_memory, copy_values as copy_values, item_view as item_view,
-    meta_of as meta_of,
 )
 from .tensor_regions import (
     IndexEntry as IndexEntry, TensorIndex as TensorIndex, TensorMeta as TensorMeta, TensorRegion as TensorRegion,
     VALUE_BYTES as VALUE_BYTES, overlap as overlap,
 )
 from .tensor_shards import (
-    CheckpointSource as CheckpointSource, CheckpointState as CheckpointState, TensorLike as TensorLike,
-    TensorShard as TensorShard,
+    CheckpointSource as CheckpointSource, CheckpointState as CheckpointState, DTYPE_NAMES as DTYPE_NAMES,
+    RankShare as RankShare, TORCH_DTYPES as TORCH_DTYPES, TensorLike as TensorLike, TensorShard as TensorShard,
+    assign_rows as assign_rows, build_share as build_share, copy_to_memory as copy_to_memory,
+    copy_values as copy_values, item_view as item_view, meta_of as meta_of, store_of as store_of,
 )
-from .tower_plan import freeze_towers as freeze_towers, tower_of_blocks as tower_of_blocks
+from .tensor_sums import (
+    DeviceNumbers as DeviceNumbers, GradientSquares as GradientSquares, ProgramMap as ProgramMap,
+    TensorChecksums as TensorChecksums, TensorSquares as TensorSquares, gradient_norm as gradient_norm,
+    is_aligned as is_aligned,
+)
 from .vocab_parallel_loss import (
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
     vocab_parallel_token_losses as vocab_parallel_token_losses,

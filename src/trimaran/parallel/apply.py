@@ -9,8 +9,7 @@ from torch import nn
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.shard_types import is_fsdp_module
-from trimaran.parallel.mesh import RankMesh
-from trimaran.parallel.tower_plan import sharding_of_module
+from trimaran.parallel.mesh import RankMesh, sharding_of_module
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -28,7 +27,7 @@ def steps_of(plan: Plan) -> Iterator[Apply]:
     """Yield what the plan needs, in order. Most steps are imported here: they import large parts of torch."""
     towers = plan.towers.values()
     if plan.precision == "fp8":
-        from trimaran.parallel.fp8 import apply_fp8  # noqa: PLC0415
+        from trimaran.parallel.fp8_linear import apply_fp8  # noqa: PLC0415
 
         yield apply_fp8
     if plan.mesh.tp > 1:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from trimaran.core.engine_rules import FP8_BLOCK, MX_BLOCK
 from trimaran.nets.operators import define_operator
-from trimaran.parallel.batched.tensor_sums import has_kernels
+from trimaran.parallel.tensor_sums import has_kernels
 
 DTYPE = torch.float8_e4m3fn
 MAX_VALUE = torch.finfo(DTYPE).max  # 448

@@ -1,16 +1,23 @@
-"""The device mesh: ranks with named mesh dims, and the views over which parameters are sharded."""
+"""Which rank holds what: the device mesh, the pipeline stages, and the settings of single towers."""
 
 import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trimaran.core import Mesh
+from trimaran.core import Mesh, Plan
+from trimaran.core.plan import Recompute, Sharding
 from trimaran.core.traits import DEVICE_TRAITS, DeviceTraits
+from trimaran.models.stages import stages_of_rank
+from trimaran.nets import Network
+from trimaran.nets.tower_names import refuse_unknown_tower, tower_of
+from trimaran.nets.vlm.image_assignment import ImageAssignment
 
 
 @dataclass(frozen=True)
@@ -125,3 +132,122 @@ def forget_meshes() -> None:
 
     debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
+
+
+SHARDING_ATTRIBUTE = "_trimaran_sharding"  # of the module of an FSDP unit
+
+
+def tower_of_blocks(network: Network) -> list[tuple[str, nn.Module]]:
+    """Return the network's blocks in order, each with its tower."""
+    names = {id(module): name for name, module in network.module.named_modules()}
+    return [(tower_of(names[id(block)], network.towers), block) for block in network.blocks]
+
+
+def freeze_towers(network: Network, names: Iterable[str]) -> None:
+    """Freeze these towers: no gradients and no optimizer state. Runs before the plan is applied."""
+    frozen = set(names)
+    for name in frozen:
+        refuse_unknown_tower(name, network.towers, code="M012", where="model.freeze")
+    for name, parameter in network.module.named_parameters():
+        if tower_of(name, network.towers) in frozen:
+            parameter.requires_grad_(False)
+
+
+def sharding_of(tower: str, plan: Plan) -> Sharding:
+    """Return the sharding of the tower."""
+    own = plan.towers.get(tower)
+    return plan.sharding if own is None or own.sharding is None else own.sharding
+
+
+def sharding_of_module(module: nn.Module, plan: Plan) -> Sharding:
+    """Return the sharding of the FSDP unit of this module."""
+    return getattr(module, SHARDING_ATTRIBUTE, plan.sharding)
+
+
+def recompute_of(tower: str, plan: Plan) -> Recompute:
+    """Return the recompute mode of the tower."""
+    own = plan.towers.get(tower)
+    return plan.recompute if own is None or own.recompute is None else own.recompute
+
+
+def tp_degree(tower: str, plan: Plan) -> int:
+    """Return the tensor-parallel degree of the tower."""
+    own = plan.towers.get(tower)
+    return plan.mesh.tp if own is None or own.tp is None else own.tp
+
+
+def tp_replicated_towers(network: Network, plan: Plan) -> list[str]:
+    """Return the towers with tp 1 in a plan with tensor parallelism: their weights are replicated."""
+    return [tower for tower in network.towers if tp_degree(tower, plan) == 1 < plan.mesh.tp]
+
+
+def image_split_towers(network: Network, plan: Plan) -> list[str]:
+    """Return the replicated towers in which the ranks of a tensor-parallel group encode different images.
+
+    The gradients of these towers are partial on each of these ranks.
+    """
+    replicated = tp_replicated_towers(network, plan)
+    if "vision" not in replicated or not takes_images(network):
+        return []
+    return [tower for tower in ("vision", "projector") if tower in replicated]
+
+
+def takes_images(network: Network) -> bool:
+    """Return whether the network takes images."""
+    return isinstance(getattr(network.module, "image_assignment", None), ImageAssignment)
+
+
+@dataclass(frozen=True, slots=True)
+class StageMap:
+    """The stages of each pipeline rank: `here` are this rank's stages, `owners` the rank in `group` of each stage."""
+
+    here: tuple[int, ...]
+    owners: tuple[int, ...]
+    group: dist.ProcessGroup
+
+    @property
+    def last(self) -> int:
+        return len(self.owners) - 1
+
+    @property
+    def has_last(self) -> bool:
+        return self.last in self.here
+
+
+def map_stages(plan: Plan, ranks: RankMesh) -> StageMap:
+    """Return the stage map; without a pipeline there is one stage."""
+    stages_of = [
+        stages_of_rank(plan.pipeline.schedule, plan.mesh.pp, pp_rank, plan.num_stages)
+        for pp_rank in range(plan.mesh.pp)
+    ]
+    owners = {stage: pp_rank for pp_rank, stages in enumerate(stages_of) for stage in stages}
+    here = stages_of[ranks.rank("pp")]
+    return StageMap(here, tuple(owners[stage] for stage in range(plan.num_stages)), ranks.group("pp"))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedParameters:
+    """The trained parameters of this rank by tower, and those whose gradient is partial on each tp rank.
+
+    All ranks have the same towers; some may be empty.
+    """
+
+    towers: Mapping[str, Sequence[nn.Parameter]]
+    with_partial_gradient: Sequence[nn.Parameter] = ()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [each for parameters in self.towers.values() for each in parameters]
+
+
+def trained_parameters(networks: Sequence[Network], plan: Plan) -> TrainedParameters:
+    """Return the trained parameters of this rank, without the last stage's copy of a tied embedding."""
+    towers = networks[0].towers  # FSDP reduces the gradients of sharded ones over the tensor-parallel ranks
+    split_towers = [each for each in image_split_towers(networks[0], plan) if sharding_of(each, plan) == "none"]
+    by_tower: dict[str, list[nn.Parameter]] = {tower: [] for tower in towers}
+    for network in networks:
+        copy = network.tied_embedding if network.holds_tied_copy else None
+        for name, each in network.module.named_parameters():
+            if each.requires_grad and each is not copy:
+                by_tower[tower_of(name, towers)].append(each)
+    return TrainedParameters(by_tower, [each for tower in split_towers for each in by_tower[tower]])

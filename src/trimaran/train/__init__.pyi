@@ -2,34 +2,32 @@
 
 from .agreement import LoopExit as LoopExit, StepDecision as StepDecision, StopRequest as StopRequest
 from .build import WorkerParts as WorkerParts, build_worker_parts as build_worker_parts
-from .build_check import check_build as check_build
 from .change_file import ChangeFile as ChangeFile
 from .checkpointing.base_hashing import assigned_files as assigned_files, file_holders as file_holders
 from .checkpointing.checkpointer import Checkpointer as Checkpointer
-from .checkpointing.inputs import CheckpointInputs as CheckpointInputs
 from .checkpointing.save_interval import (
     CopySchedule as CopySchedule, CopyTime as CopyTime, MAX_BOUNDED_COPY_FRACTION as MAX_BOUNDED_COPY_FRACTION,
     SaveCost as SaveCost, SaveSchedule as SaveSchedule, StartFacts as StartFacts, copy_every as copy_every,
     is_review as is_review, max_repeated_steps as max_repeated_steps, save_interval as save_interval,
     when_to_copy as when_to_copy,
 )
+from .checkpointing.tiers import CheckpointInputs as CheckpointInputs
 from .checkpointing.training_state import MAY_BE_UNUSED as MAY_BE_UNUSED, TrainingState as TrainingState
 from .evaluate import (
     HoldoutEvaluator as HoldoutEvaluator, MAX_ANSWER_TOKENS as MAX_ANSWER_TOKENS, SampleAnswer as SampleAnswer,
     decode_answers as decode_answers, generate_answers as generate_answers,
 )
-from .fake_ranks import fake_rank as fake_rank
-from .features.async_sgd.async_stepper import AsyncStepper as AsyncStepper
-from .features.async_sgd.batch_counter import Batch as Batch, BatchCounter as BatchCounter, Pause as Pause
-from .features.deepspeed.deepspeed_state import regions_of_range as regions_of_range
-from .features.deepspeed.deepspeed_stepper import load_deepspeed as load_deepspeed
+from .fake_ranks import check_build as check_build, fake_rank as fake_rank
+from .features.async_trainer import AsyncStepper as AsyncStepper
+from .features.deepspeed_stepper import load_deepspeed as load_deepspeed, regions_of_range as regions_of_range
+from .features.elastic.elastic_feature import ElasticOuter as ElasticOuter
 from .features.elastic.elastic_loop import ElasticLoop as ElasticLoop, merge_lines as merge_lines
-from .features.elastic.elastic_outer import ElasticOuter as ElasticOuter
-from .features.elastic.membership import Membership as Membership
-from .features.elastic.replica import Replica as Replica, check_replica as check_replica
-from .features.elastic.replica_group import run_until as run_until
-from .features.live_change.process_groups import known_groups as known_groups
+from .features.elastic.replica import (
+    Membership as Membership, Replica as Replica, check_replica as check_replica, run_until as run_until,
+)
+from .features.live_change.rebuild import known_groups as known_groups
 from .features.measure_rows import RoundTime as RoundTime, rows_by_speed as rows_by_speed, rows_in as rows_in
+from .features.shard_server import Batch as Batch, BatchCounter as BatchCounter, Pause as Pause
 from .features.table import FEATURES as FEATURES, features_of as features_of
 from .find_hf_facts import find_hf_facts as find_hf_facts
 from .generation.generate import (
@@ -52,11 +50,9 @@ from .health.memory_check import (
 )
 from .inputs.training_data import rank_loader_limits as rank_loader_limits
 from .loss.cross_entropy import (
-    IGNORED as IGNORED, row_losses as row_losses, scale_to_dtype as scale_to_dtype, summed_loss as summed_loss,
+    IGNORED as IGNORED, LossHead as LossHead, build_loss_head as build_loss_head, chunk_rows as chunk_rows,
+    head_losses as head_losses, row_losses as row_losses, scale_to_dtype as scale_to_dtype, summed_loss as summed_loss,
     token_losses as token_losses,
-)
-from .loss.head_loss import (
-    LossHead as LossHead, build_loss_head as build_loss_head, chunk_rows as chunk_rows, head_losses as head_losses,
 )
 from .loss.objective import LanguageObjective as LanguageObjective, LossSums as LossSums, Objective as Objective
 from .loss.perception_objective import PerceptionObjective as PerceptionObjective, box_targets as box_targets
@@ -73,30 +69,30 @@ from .metrics.meters import (
 from .metrics.nvtx_ranges import StepRanges as StepRanges
 from .metrics.profiler import TracedPhases as TracedPhases, is_out_of_memory as is_out_of_memory
 from .metrics.router_stats import router_details as router_details, routing_counts as routing_counts
-from .metrics.step_clock import StepClock as StepClock
+from .metrics.step_clock import (
+    PhaseEvent as PhaseEvent, StepClock as StepClock, StepSeconds as StepSeconds, attribute as attribute,
+)
 from .metrics.step_recorder import (
     NUM_COMPLETE_STEPS as NUM_COMPLETE_STEPS, SlowDetails as SlowDetails, StepRecorder as StepRecorder,
     loader_wait as loader_wait,
 )
-from .metrics.timeline import PhaseEvent as PhaseEvent, StepSeconds as StepSeconds, attribute as attribute
-from .process.bind_cores import bind_near as bind_near
 from .process.heartbeat_thread import HeartbeatThread as HeartbeatThread, read_operations as read_operations
-from .process.rank_info import (
-    RankInfo as RankInfo, TIMEOUT as TIMEOUT, join_process_group as join_process_group,
-    read_rank_info as read_rank_info,
+from .process.rank_setup import (
+    RankInfo as RankInfo, TIMEOUT as TIMEOUT, bind_near as bind_near, join_process_group as join_process_group,
+    read_rank_info as read_rank_info, set_expandable_segments as set_expandable_segments,
 )
 from .process.supervisor_link import (
     NO_SUPERVISOR as NO_SUPERVISOR, SupervisorLink as SupervisorLink, TokenStore as TokenStore,
 )
-from .process.torch_modes import set_expandable_segments as set_expandable_segments
 from .rank_context import RankContext as RankContext, read_context as read_context
 from .rank_networks import build_networks as build_networks, refuse_unsavable as refuse_unsavable
-from .rehearsal.absent_ranks import stage_facts_of as stage_facts_of
 from .rehearsal.rehearsal_group import (
     BACKEND as BACKEND, MESSAGE_BLOCK as MESSAGE_BLOCK, register_backend as register_backend,
 )
-from .rehearsal.rehearsed_rank import measure_rank as measure_rank, rehearse_rank as rehearse_rank
-from .rehearsal.tensor_peak import measured_tensors as measured_tensors
+from .rehearsal.rehearsed_rank import (
+    measure_rank as measure_rank, measured_tensors as measured_tensors, rehearse_rank as rehearse_rank,
+    stage_facts_of as stage_facts_of,
+)
 from .steppers.engine import ENGINES as ENGINES, build_stepper as build_stepper
 from .steppers.feature import Feature as Feature, UpdatePart as UpdatePart
 from .steppers.step_graphs import (

@@ -23,7 +23,7 @@ import logging  # noqa: E402
 from trimaran.data import cache_folder  # noqa: E402
 from trimaran.runs import open_run  # noqa: E402
 from trimaran.runs.compile_cache import compile_cache  # noqa: E402
-from trimaran.train.process.rank_info import read_rank_info  # noqa: E402
+from trimaran.train.process.rank_setup import read_rank_info  # noqa: E402
 from trimaran.train.worker import run_worker  # noqa: E402
 
 

@@ -7,18 +7,17 @@ from functools import partial
 from trimaran.data.feed import BatchFeed, share_of
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, build_mesh
-from trimaran.parallel.axes.stage_map import StageMap, map_stages
+from trimaran.parallel.mesh import StageMap, map_stages
 from trimaran.runs.gloo_listeners import closed_listeners
 from trimaran.train.agreement import RunRequests
-from trimaran.train.checkpointing.inputs import Base, CheckpointInputs
+from trimaran.train.checkpointing.tiers import Base, CheckpointInputs
 from trimaran.train.evaluate import HoldoutEvaluator
 from trimaran.train.health.memory_check import CompareReplicas
 from trimaran.train.health.step_check import StepCheck
 from trimaran.train.inputs.training_data import TrainingData, build_loader, load_training_data
-from trimaran.train.instruments import Instruments, build_instruments
 from trimaran.train.metrics.step_clock import StartupTimer
-from trimaran.train.process.torch_modes import set_torch_modes
-from trimaran.train.rank_context import RankContext
+from trimaran.train.process.rank_setup import set_torch_modes
+from trimaran.train.rank_context import Instruments, RankContext, build_instruments
 from trimaran.train.rank_networks import build_networks, refuse_unsavable, reload_base
 from trimaran.train.steppers.engine import build_stepper
 from trimaran.train.steppers.feature import Load, LoadContext, MakeTrainer

@@ -4,22 +4,27 @@ The collectives of a fake group return at once and exchange nothing: shapes, mem
 those of a real run, values that come from other ranks are not.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-
-# Private in torch: the stand-in for a process group, whose import registers the backend.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trimaran.core import Plan, Recipe
+from trimaran.core.engine_rules import refuse_missing_packages
 from trimaran.nets import Network
+from trimaran.nets.network import WeightsNeededError
 from trimaran.parallel import RankMesh, build_mesh
 from trimaran.parallel.mesh import forget_meshes
-from trimaran.train.process.rank_info import RankInfo
-from trimaran.train.rank_networks import build_networks
+from trimaran.planner.question import isolates_documents
+from trimaran.train.process.rank_setup import RankInfo
+from trimaran.train.rank_networks import build_networks, refuse_unsavable
+
+# Private in torch: the stand-in for a process group, whose import registers the backend.
+
 
 META = torch.device("meta")
 
@@ -61,3 +66,36 @@ def build_fake_rank(recipe: Recipe, plan: Plan, fake: FakeRank) -> tuple[Network
     them as in the worker: from disk, or random.
     """
     return build_networks(recipe, plan, fake.info, fake.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildCheck:
+    """Which ranks were built, of how many, and how long that took. `not_built` says why none could be."""
+
+    ranks: tuple[int, ...]
+    world_size: int
+    seconds: float
+    not_built: str = ""
+
+
+def check_build(recipe: Recipe, plan: Plan) -> BuildCheck:
+    """Build the first rank of the plan on the meta device, and with a pipeline also the last, under a fake group.
+
+    Raises the UserError that the worker would raise. Nothing is read but the config and the headers of weights; a model
+    that transformers cannot build without its weights is not built.
+    """
+    started, world_size = time.monotonic(), plan.mesh.world_size
+    refuse_missing_packages(plan)
+    ranks = (0, world_size - 1) if plan.mesh.pp > 1 else (0,)
+    try:
+        for rank in ranks:
+            with fake_rank(plan, rank, META) as fake:
+                networks = build_fake_rank(recipe, plan, fake)
+                refuse_unsavable(recipe, networks)
+            if isolates_documents(recipe.data):
+                networks[0].refuse_documents(recipe.data.seq_len)
+    except WeightsNeededError as error:
+        ranks, reason = (), str(error)
+    else:
+        reason = ""
+    return BuildCheck(ranks=ranks, world_size=world_size, seconds=time.monotonic() - started, not_built=reason)

@@ -18,8 +18,8 @@ from trimaran.nets.hf.hf_attention import longest_packed_row, mixes_documents, m
 from trimaran.nets.hf.hf_stages import pipeline_layers
 from trimaran.nets.hf.hf_tp_plan import hf_tp_sizes
 from trimaran.nets.network import WeightsNeededError
-from trimaran.parallel.fp8 import fp8_layers
-from trimaran.train.build_hf import open_hf_network
+from trimaran.parallel.fp8_linear import fp8_layers
+from trimaran.train.foreign_networks import open_hf_network
 
 
 def find_hf_facts(section: ModelSection) -> HfFacts:

@@ -10,7 +10,7 @@ from trimaran.train.agreement import LoopExit, StopRequest
 from trimaran.train.build import WorkerParts
 from trimaran.train.change_file import ChangeFile
 from trimaran.train.checkpointing.checkpointer import Checkpointer
-from trimaran.train.process.rank_info import RankInfo, join_process_group
+from trimaran.train.process.rank_setup import RankInfo, join_process_group
 from trimaran.train.process.supervisor_link import SupervisorLink
 from trimaran.train.rank_context import RankContext, read_context
 

@@ -13,8 +13,8 @@ from trimaran.nets import Network, initialise, network_of
 from trimaran.nets.local_shards import is_on_meta, to_empty
 from trimaran.nets.shard_types import is_fsdp_module
 from trimaran.parallel import RankMesh, apply_plan, override_precision
-from trimaran.parallel.tower_plan import freeze_towers
-from trimaran.train.process.rank_info import RankInfo
+from trimaran.parallel.mesh import freeze_towers
+from trimaran.train.process.rank_setup import RankInfo
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def shard_networks(
 
 
 def _shard_hf(recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None]) -> Stages:
-    from trimaran.train.build_hf import open_hf_stages  # noqa: PLC0415  other families do not need it
+    from trimaran.train.foreign_networks import open_hf_stages  # noqa: PLC0415  other families do not need it
 
     attachment = attachment_of(recipe)
     networks, whole, read_weights = open_hf_stages(recipe, plan, ranks, report_progress)
@@ -128,7 +128,7 @@ def _shard_hf(recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Call
 
 
 def _shard_plugin(recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None]) -> Stages:
-    from trimaran.train.build_family import open_family_network  # noqa: PLC0415  few runs have such a model
+    from trimaran.train.foreign_networks import open_family_network  # noqa: PLC0415  few runs have such a model
 
     network = open_family_network(recipe)
     _shard_network(network, None, recipe, plan, ranks)
@@ -196,7 +196,7 @@ def reload_base(networks: tuple[Network, ...], recipe: Recipe, plan: Plan, rank_
         if is_fsdp_module(module):
             module.reshard()
     if recipe.model.kind.is_hf:
-        from trimaran.train.build_hf import open_hf_network  # noqa: PLC0415  other families do not need it
+        from trimaran.train.foreign_networks import open_hf_network  # noqa: PLC0415  other families do not need it
 
         again, fill = open_hf_network(recipe.model, recipe.train.seed)
         if not all(each.is_meta for each in again.module.parameters()):

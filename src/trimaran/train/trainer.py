@@ -11,7 +11,7 @@ import torch
 from trimaran.core import Recipe
 from trimaran.data.feed import BatchFeed
 from trimaran.data.loader import Loader
-from trimaran.parallel.optimizer.schedule import learning_rate
+from trimaran.parallel.optimizer.build_optimizer import learning_rate
 from trimaran.train.agreement import FlagAllReduce, LoopExit, RunRequests, StepDecision
 from trimaran.train.evaluate import HoldoutEvaluator
 from trimaran.train.health.step_check import StepCheck

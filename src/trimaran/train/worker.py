@@ -28,10 +28,8 @@ from trimaran.train.end_run import end_run, end_without_saving, fail_numeric
 from trimaran.train.features.table import features_of
 from trimaran.train.metrics.step_clock import StartupTimer
 from trimaran.train.plain_rank import PlainRank
-from trimaran.train.process.agree_plugins import agree_on_plugins
-from trimaran.train.process.bind_cores import bind_cores
 from trimaran.train.process.heartbeat_thread import HeartbeatThread
-from trimaran.train.process.rank_info import RankInfo
+from trimaran.train.process.rank_setup import RankInfo, agree_on_plugins, bind_cores
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 from trimaran.train.steppers.engine import ENGINES
 
@@ -116,7 +114,7 @@ def rank_of(run: RunDirectory, rank_info: RankInfo, link: SupervisorLink) -> Pla
         return PlainRank(run, rank_info, link)  # whoever needs the plan says why it cannot be read
     if not plan.is_elastic or plan.mesh.world_size != rank_info.world_size:
         return PlainRank(run, rank_info, link)
-    from trimaran.train.features.elastic.elastic_rank import ElasticRank  # noqa: PLC0415  few runs are elastic
+    from trimaran.train.features.elastic.elastic_loop import ElasticRank  # noqa: PLC0415  few runs are elastic
     from trimaran.train.features.elastic.replica import replica_of  # noqa: PLC0415
 
     return ElasticRank(run, rank_info, link, replica_of(plan, rank_info.rank))
@@ -132,7 +130,7 @@ def import_for(run: RunDirectory) -> None:
     if plan.mesh.pp > 1:
         import_module("trimaran.train.steppers.pipeline_stepper")
     if plan.is_elastic:
-        import_module("trimaran.train.features.elastic.elastic_rank")
+        import_module("trimaran.train.features.elastic.elastic_loop")
 
 
 def _train_rank(

@@ -28,7 +28,7 @@ def check_ranks(request: Request) -> dict[str, Any]:
     refuse_before_start(request)
     if find_spec("torch") is None:
         return {"ranks": [], "world_size": request.plan.mesh.world_size, "seconds": 0.0, "not_built": NO_TORCH}
-    from trimaran.train.build_check import check_build  # imports torch: seconds
+    from trimaran.train.fake_ranks import check_build  # imports torch: seconds
 
     found = asdict(check_build(request.recipe, request.plan))
     return found | {"ranks": list(found["ranks"])}

@@ -18,7 +18,7 @@ def learning_rate_change(old: TrainSection, new: TrainSection, made: int) -> str
 
     After the last step of the old schedule the learning rate would stay at the last value.
     """
-    from trimaran.parallel.optimizer.schedule import learning_rate
+    from trimaran.parallel.optimizer.build_optimizer import learning_rate
 
     before, after = learning_rate(min(made, old.steps - 1), old), learning_rate(made, new)
     if abs(after - before) < MIN_CHANGE * before:

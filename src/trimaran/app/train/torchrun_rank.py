@@ -32,7 +32,7 @@ from trimaran.runs import RunDirectory, create_run, holds_run, open_run, writing
 from trimaran.runs.change_request import replace_plan, replace_recipe
 from trimaran.runs.compile_cache import compile_cache
 from trimaran.runs.process_control import raise_soft_limits, set_process_name
-from trimaran.train.process.rank_info import RankInfo, read_rank_info
+from trimaran.train.process.rank_setup import RankInfo, read_rank_info
 from trimaran.train.process.torchrun_ranks import open_torchrun_run
 from trimaran.train.worker import run_worker
 

@@ -16,8 +16,7 @@ from trimaran.core import ModelSection, UserError
 from trimaran.models import model_folder
 from trimaran.nets import open_network
 from trimaran.nets.whole_tensors import ReadTensor, full_tensor
-from trimaran.parallel.rank_share import TORCH_DTYPES
-from trimaran.parallel.tensor_shards import CheckpointSource, TensorShard
+from trimaran.parallel.tensor_shards import TORCH_DTYPES, CheckpointSource, TensorShard
 
 MODEL_PREFIX = "model/"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

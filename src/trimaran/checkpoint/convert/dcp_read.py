@@ -23,8 +23,8 @@ from trimaran.checkpoint.convert.safe_pickle import (
 from trimaran.checkpoint.shard_index import coverage_error
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_file
-from trimaran.parallel.rank_share import DTYPE_NAMES
 from trimaran.parallel.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion
+from trimaran.parallel.tensor_shards import DTYPE_NAMES
 
 METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 256 << 20

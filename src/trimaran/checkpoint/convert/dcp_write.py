@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from trimaran.parallel.rank_share import TORCH_DTYPES
 from trimaran.parallel.tensor_regions import TensorMeta
+from trimaran.parallel.tensor_shards import TORCH_DTYPES
 
 
 def dcp_key(key: str) -> str:

@@ -19,8 +19,8 @@ from trimaran.core import UserError
 from trimaran.models import read_json
 from trimaran.nets import Network
 from trimaran.nets.whole_tensors import ReadTensor, full_tensor
-from trimaran.parallel.axes.stage_map import StageMap
 from trimaran.parallel.comm.json_exchange import recv_json, send_json
+from trimaran.parallel.mesh import StageMap
 
 MAX_FILE_BYTES = 4 << 30
 MAX_CONFIG_BYTES = 10_000_000

@@ -20,9 +20,15 @@ from trimaran.models.from_hf import disk_layout
 from trimaran.nets import Decoder, Network, open_network
 from trimaran.nets.adapters.attach import attach_adapter
 from trimaran.nets.adapters.lora_linear import adapter_parameters
-from trimaran.parallel.rank_share import DTYPE_NAMES, TORCH_DTYPES, RankShare, build_share, copy_to_memory
 from trimaran.parallel.tensor_regions import VALUE_BYTES, TensorIndex, TensorMeta
-from trimaran.parallel.tensor_shards import TensorShard
+from trimaran.parallel.tensor_shards import (
+    DTYPE_NAMES,
+    TORCH_DTYPES,
+    RankShare,
+    TensorShard,
+    build_share,
+    copy_to_memory,
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-NUM_THREADS = 16  # as many requests at a time as `parallel/disk/disk_store.py` makes
+NUM_THREADS = 16  # as many requests at a time as `parallel/disk_store.py` makes
 REQUEST_BYTES = 8 << 20
 FILE_BYTES = 1 << 30
 

@@ -1,4 +1,4 @@
-"""Sharded data parallelism with FSDP2, for all ZeRO stages."""
+"""Measures how long a rank waits for FSDP's all-gathers and reductions, apart from its own computation."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-# The composable form keeps parameter names. It is private in torch.
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -18,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from trimaran.core import Plan
 from trimaran.core.engine_rules import unit_sizes
 from trimaran.core.plan import Sharding
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.nets.decoder.decoder import DecoderLayer, PredictionLayer
 from trimaran.nets.decoder.moe import ExpertWeights
@@ -25,11 +24,14 @@ from trimaran.nets.decoder.stacked_experts import is_spread
 from trimaran.nets.nf4_linear import packed_parameters
 from trimaran.nets.tower_names import tower_of
 from trimaran.parallel.axes.image_split import image_split_towers
-from trimaran.parallel.disk.disk_weights import put_on_disk
-from trimaran.parallel.fp8_gather import gather_in_fp8
-from trimaran.parallel.mesh import RankMesh
+from trimaran.parallel.comm.axis_waits import AXIS_WAITS
+from trimaran.parallel.disk_store import put_on_disk
+from trimaran.parallel.fp8_linear import gather_in_fp8
+from trimaran.parallel.mesh import SHARDING_ATTRIBUTE, RankMesh, sharding_of
 from trimaran.parallel.precision import CONTAINERS, fsdp_modules
-from trimaran.parallel.tower_plan import SHARDING_ATTRIBUTE, sharding_of
+
+# The composable form keeps parameter names. It is private in torch.
+
 
 REPLICATED_ATTRIBUTE = "_trimaran_replicated"  # of parameters that no unit shards; the caller reduces their gradients
 
@@ -251,3 +253,34 @@ def _offload(plan: Plan, ranks: RankMesh) -> OffloadPolicy:
         return OffloadPolicy()
     # A file cannot be pinned.
     return CPUOffloadPolicy(pin_memory=ranks.device_traits.has_own_memory and not plan.disk.path)
+
+
+class TimedParamGroup(FSDPParamGroup):
+    """An FSDP parameter group that times its waits. On a GPU the stream waits, in this method; the host does not."""
+
+    axis: str
+
+    def wait_for_unshard(self) -> None:
+        with AXIS_WAITS.span(self.axis):
+            super().wait_for_unshard()
+
+
+class TimedParamGroupOnCPU(TimedParamGroup):
+    """The same on a CPU, where the host waits for all-gathers in `unshard` and for reductions in `post_backward`."""
+
+    def unshard(self, async_op: bool = False) -> None:
+        with AXIS_WAITS.span(self.axis):
+            super().unshard(async_op)
+
+    def post_backward(self, *unused: Any) -> None:
+        with AXIS_WAITS.span(self.axis):
+            super().post_backward(*unused)
+
+
+def time_gathers(module: nn.Module, axis: str) -> None:
+    """Make the FSDP parameter groups of `module` time their waits, as those of `axis`."""
+    for group in parameter_groups(module):
+        if type(group) in (FSDPParamGroup, TimedParamGroup, TimedParamGroupOnCPU):  # leave other subclasses alone
+            runs_async = DEVICE_TRAITS[group.device.type].runs_async
+            group.__class__ = TimedParamGroup if runs_async else TimedParamGroupOnCPU
+            group.axis = axis  # pyrefly: ignore[missing-attribute]

@@ -11,8 +11,7 @@ from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.vlm.image_assignment import ImageAssignment, ImagePatches
 from trimaran.parallel.comm.axis_waits import axis_span
-from trimaran.parallel.mesh import RankMesh
-from trimaran.parallel.tower_plan import image_split_towers, takes_images
+from trimaran.parallel.mesh import RankMesh, image_split_towers, takes_images
 
 
 def apply_image_split(network: Network, plan: Plan, ranks: RankMesh) -> None:

@@ -24,9 +24,8 @@ from trimaran.core import Phase, Plan
 from trimaran.models.stages import cheapest_split
 from trimaran.nets import Network
 from trimaran.parallel.axes.fsdp import parameter_groups
-from trimaran.parallel.axes.stage_map import StageMap
-from trimaran.parallel.gradient_norm import local_gradient
-from trimaran.parallel.mesh import RankMesh
+from trimaran.parallel.mesh import RankMesh, StageMap
+from trimaran.parallel.tensor_sums import local_gradient
 
 Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
 Compute = Callable[..., Tensor]  # takes the stream (not in the first stage) and keyword inputs, returns the stream

@@ -23,16 +23,21 @@ from trimaran.nets.adapters.lora_linear import DOWN, MAGNITUDE, UP, LoraLinear, 
 from trimaran.nets.decoder.attention import WideRMSNorm
 from trimaran.nets.local_shards import local_for_compute
 from trimaran.nets.tower_names import tower_of
-from trimaran.parallel.axes.foreign_layers import ForeignColumns, ForeignExperts, ForeignReplica, ForeignRows
-from trimaran.parallel.axes.sharded_modules import compute_with_shards, computes_with_shards
+from trimaran.parallel.axes.sharded_layers import (
+    ForeignColumns,
+    ForeignExperts,
+    ForeignReplica,
+    ForeignRows,
+    compute_with_shards,
+    computes_with_shards,
+)
 from trimaran.parallel.comm.tensor_collectives import (
     gather_sequence,
     reduce_gradient,
     reduce_sum,
     reduce_to_sequence,
 )
-from trimaran.parallel.mesh import RankMesh
-from trimaran.parallel.tower_plan import tp_replicated_towers
+from trimaran.parallel.mesh import RankMesh, tp_replicated_towers
 
 Change = Callable[[Tensor, DeviceMesh], Tensor]
 

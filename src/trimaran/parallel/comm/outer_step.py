@@ -1,4 +1,4 @@
-"""The outer step: synchronises replicas that train alone for some steps (local SGD, DiLoCo and its variants)."""
+"""Formats of outer gradients on the wire: bf16, int8 with a scale per block, and the largest values of a block."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,13 +9,200 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimaran.core import Plan
-from trimaran.core.replica_sync import LocalSteps, synchronisation_bytes
+from trimaran.core.replica_sync import INT8_BLOCK, SPARSE_BLOCK, SPARSE_LEVEL_BYTES, LocalSteps, synchronisation_bytes
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.nets.local_shards import local_part
-from trimaran.parallel.comm.outer_exchange import MeanExchange, StartExchange, exchange_of
+from trimaran.parallel.comm.gradient_exchange import gather_single, int8_message, read_int8
 from trimaran.parallel.mesh import RankMesh
 from trimaran.runs.gloo_listeners import closed_listeners
+
+
+class Codec(Protocol):
+    """Turns rows of fp32 values [rows, n] into rows of bytes and back. `n` must be a multiple of `block`."""
+
+    block: int
+
+    def encode(self, values: Tensor) -> Tensor: ...
+
+    def decode(self, encoded: Tensor) -> Tensor: ...
+
+
+class Bf16Codec:
+    """Rounds to bf16."""
+
+    block = 1
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.to(torch.bfloat16).view(torch.uint8)
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        return encoded.view(torch.bfloat16).float()
+
+
+class Int8Codec:
+    """Rounds to the nearest of 255 levels between plus and minus the largest magnitude of each block."""
+
+    block = INT8_BLOCK
+
+    def encode(self, values: Tensor) -> Tensor:
+        return int8_message(values.view(len(values), -1, INT8_BLOCK), noise=0.5)
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        return read_int8(encoded, INT8_BLOCK)
+
+
+class SparseCodec:
+    """Keeps the `kept` largest magnitudes of each block, each as one of two magnitudes and a sign: 2 bits.
+
+    The two magnitudes of a block are the means of the kept values above and below their mean. Rows are blocks.
+    """
+
+    block = SPARSE_BLOCK
+
+    def __init__(self, kept: int) -> None:
+        assert kept % 4 == 0, "four levels are a byte"
+        self._kept = kept
+
+    def encode(self, values: Tensor) -> Tensor:
+        indices = values.abs().topk(self._kept, dim=1).indices
+        kept = values.gather(1, indices)
+        magnitudes = kept.abs()
+        is_large = magnitudes > magnitudes.mean(1, keepdim=True)
+        levels = torch.stack([_masked_mean(magnitudes, ~is_large), _masked_mean(magnitudes, is_large)], 1)
+        codes = is_large.to(torch.uint8) + 2 * (kept < 0).to(torch.uint8)
+        packed = codes[:, 0::4] | codes[:, 1::4] << 2 | codes[:, 2::4] << 4 | codes[:, 3::4] << 6
+        return torch.cat([_pack_12_bits(indices), packed, levels.view(torch.uint8)], 1)
+
+    def decode(self, encoded: Tensor) -> Tensor:
+        parts = encoded.split([self._kept // 2 * 3, self._kept // 4, SPARSE_LEVEL_BYTES], 1)
+        packed, levels = parts[1], parts[2].clone().view(torch.float32)  # aligned
+        codes = torch.stack([packed & 3, packed >> 2 & 3, packed >> 4 & 3, packed >> 6], 2).flatten(1).long()
+        values = levels.gather(1, codes & 1) * (1 - (codes & 2)).float()
+        dense = torch.zeros(len(encoded), SPARSE_BLOCK, device=encoded.device)
+        return dense.scatter_(1, _unpack_12_bits(parts[0]), values)
+
+
+def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of each row over `mask`; 0 where the mask is empty."""
+    return torch.where(mask, values, 0.0).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def _pack_12_bits(numbers: Tensor) -> Tensor:
+    """Return pairs of numbers below 4096 as three bytes each."""
+    first, second = numbers[:, 0::2], numbers[:, 1::2]
+    return torch.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], 2).flatten(1).to(torch.uint8)
+
+
+def _unpack_12_bits(packed: Tensor) -> Tensor:
+    high, middle, low = packed.long().view(len(packed), -1, 3).unbind(2)
+    return torch.stack([high << 4 | middle >> 4, (middle & 15) << 8 | low], 2).flatten(1)
+
+
+class MeanExchange(Protocol):
+    """A mean over the replicas on its way. All replicas make the same calls in the same order.
+
+    `sent` is what the others receive of this replica's values; only a sparse exchange needs it.
+    """
+
+    sent: Tensor
+
+    def advance(self) -> None:
+        """Wait for the first of two collectives and start the second. It may be left out: `finish` does it too."""
+        ...
+
+    def finish(self) -> Tensor:
+        """Return the mean in fp32, bitwise equal on all replicas."""
+        ...
+
+
+StartExchange = Callable[[Tensor], MeanExchange]
+"""Starts to exchange a flat fp32 tensor, which belongs to the exchange from then on."""
+
+
+def exchange_of(local: LocalSteps, group: dist.ProcessGroup) -> StartExchange:
+    """Return the function that starts an exchange in the plan's format."""
+    if local.compression == "sparse":
+        codec = SparseCodec(local.kept_per_block)
+        return lambda values: SparseMean(values, codec, group)
+    if local.compression == "none" or group.size() == 1:
+        return lambda values: AllReducedMean(values, group)
+    quantiser: Codec = Bf16Codec() if local.compression == "bf16" else Int8Codec()
+    return lambda values: QuantisedMean(values, quantiser, group)
+
+
+class AllReducedMean:
+    """An all-reduce in fp32."""
+
+    def __init__(self, values: Tensor, group: dist.ProcessGroup) -> None:
+        self.sent = values
+        self._mean = values.div_(group.size())  # divided first, as torch's averager does
+        self._work = dist.all_reduce(self._mean, group=group, async_op=True) if group.size() > 1 else None
+
+    def advance(self) -> None:
+        pass
+
+    def finish(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+        return self._mean
+
+
+class QuantisedMean:
+    """Each replica sums one part of the values: it receives this part of all, and sends the sum to all, encoded.
+
+    Values are decoded before they are summed, in the order of the replicas. They are rounded twice.
+    """
+
+    def __init__(self, values: Tensor, codec: Codec, group: dist.ProcessGroup) -> None:
+        self.sent, self._codec, self._group, self._size = values, codec, group, len(values)
+        parts = group.size()
+        padded = torch.nn.functional.pad(values, (0, -len(values) % (parts * codec.block)))
+        self._encoded = codec.encode(padded.view(parts, -1)).contiguous()
+        self._received, self._gathered = torch.empty_like(self._encoded), torch.empty_like(self._encoded)
+        self._work: Any = dist.all_to_all_single(self._received, self._encoded, group=group, async_op=True)
+        self._is_gathering = False
+
+    def advance(self) -> None:
+        if self._is_gathering:
+            return
+        self._work.wait()
+        mean = self._codec.decode(self._received).sum(0, keepdim=True).div_(self._group.size())
+        self._encoded = self._codec.encode(mean).contiguous()
+        self._work = gather_single(self._gathered.view(-1), self._encoded.view(-1), group=self._group, async_op=True)
+        self._is_gathering = True
+
+    def finish(self) -> Tensor:
+        self.advance()
+        self._work.wait()
+        return self._codec.decode(self._gathered).flatten()[: self._size]
+
+
+class SparseMean:
+    """The largest values of each block, all-gathered and added up in the order of the replicas."""
+
+    def __init__(self, values: Tensor, codec: SparseCodec, group: dist.ProcessGroup) -> None:
+        self._codec, self._group, self._size = codec, group, len(values)
+        blocks = torch.nn.functional.pad(values, (0, -len(values) % codec.block)).view(-1, codec.block)
+        encoded = codec.encode(blocks)
+        self.sent = codec.decode(encoded).flatten()[: self._size]
+        self._encoded, self._work = encoded, None
+        if group.size() > 1:
+            self._gathered = encoded.new_empty(group.size(), *encoded.shape)
+            self._work = gather_single(self._gathered.view(-1), encoded.view(-1), group=group, async_op=True)
+
+    def advance(self) -> None:
+        pass
+
+    def finish(self) -> Tensor:
+        if self._work is None:
+            return self.sent.clone()
+        self._work.wait()
+        total = self._codec.decode(self._gathered[0])
+        for each in self._gathered[1:]:
+            total += self._codec.decode(each)
+        return total.flatten()[: self._size].div_(self._group.size())
+
 
 MAX_BUCKET_VALUES = 64 << 20  # 256 MiB of fp32: exchanged together
 NamedParameter = tuple[str, nn.Parameter]

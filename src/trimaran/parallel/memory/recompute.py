@@ -23,8 +23,7 @@ from trimaran.core.plan import RECOMPUTED_BY_OPERATOR, Recompute
 from trimaran.nets import Network
 from trimaran.nets.adapters.lora_linear import LoraLinear
 from trimaran.parallel.axes import ring_attention as _registers_operator  # noqa: F401
-from trimaran.parallel.mesh import RankMesh
-from trimaran.parallel.tower_plan import recompute_of, tower_of_blocks
+from trimaran.parallel.mesh import RankMesh, recompute_of, tower_of_blocks
 
 aten, collective = torch.ops.aten, torch.ops._c10d_functional
 

@@ -11,24 +11,25 @@ from torch import Tensor
 
 from trimaran.nets.local_shards import local_part
 from trimaran.nets.shard_types import is_dtensor
-from trimaran.parallel.batched.tensor_sums import has_kernels
-from trimaran.parallel.disk.disk_store import ALIGNMENT, DiskStore, padded
-from trimaran.parallel.disk.tensors_on_disk import goes_to_disk, release_pages, store_of
+from trimaran.parallel.disk_store import ALIGNMENT, DiskStore, padded
 from trimaran.parallel.optimizer.batched_update import BatchedUpdate
-from trimaran.parallel.optimizer.disk_streaming import DiskStream
-from trimaran.parallel.optimizer.eager_optimizer import SplitWeightsOptimizer
+from trimaran.parallel.optimizer.build_optimizer import SplitWeightsOptimizer
 from trimaran.parallel.optimizer.moments import (
     FORMATS,
     AdamWConstants,
+    IndexRuns,
     MomentFormat,
     StateChunk,
     States,
+    hash_text,
+    index_runs,
     step_constants,
     update_chunk,
 )
 from trimaran.parallel.optimizer.split_weights import NO_SPLIT_WEIGHTS, SplitWeights
-from trimaran.parallel.optimizer.state_streaming import StateStream
-from trimaran.parallel.optimizer.stochastic_rounding import IndexRuns, hash_text, index_runs
+from trimaran.parallel.optimizer.state_streaming import DiskStream, StateStream
+from trimaran.parallel.tensor_shards import goes_to_disk, release_pages, store_of
+from trimaran.parallel.tensor_sums import has_kernels
 
 Kernel = Callable[[StateChunk, States, Tensor | None], None]
 MIN_8BIT_VALUES = 4096  # a parameter with fewer values keeps fp32 moments

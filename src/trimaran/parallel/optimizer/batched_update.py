@@ -9,7 +9,9 @@ from torch import Tensor
 
 from trimaran.nets.local_shards import local_part
 from trimaran.nets.shard_types import is_dtensor
-from trimaran.parallel.batched.tensor_sums import (
+from trimaran.parallel.optimizer.block_quantization import BLOCK, codebook, lower_bounds, num_blocks
+from trimaran.parallel.optimizer.moments import States, index_runs
+from trimaran.parallel.tensor_sums import (
     ALIGNED_BYTES,
     DeviceNumbers,
     ProgramMap,
@@ -17,9 +19,6 @@ from trimaran.parallel.batched.tensor_sums import (
     is_aligned,
     to_device,
 )
-from trimaran.parallel.optimizer.block_quantization import BLOCK, codebook, lower_bounds, num_blocks
-from trimaran.parallel.optimizer.moments import States
-from trimaran.parallel.optimizer.stochastic_rounding import index_runs
 
 GradientKind = tuple[torch.dtype, bool]  # and whether its address is aligned
 
@@ -163,7 +162,7 @@ class BatchedUpdate:
         return copy
 
     def _build_launches(self) -> None:
-        from trimaran.parallel.optimizer.kernels import batched_adamw as kernels  # noqa: PLC0415  needs Triton
+        from trimaran.parallel.optimizer.kernels import adamw as kernels  # noqa: PLC0415  needs Triton
 
         by_kind: dict[LaunchKind, list[int]] = {}
         for index, (tensors, gradient) in enumerate(zip(self._tensors, self._gradient_kinds, strict=True)):
@@ -181,7 +180,7 @@ class BatchedUpdate:
         self._launches = [self._launch(kind, each) for kind, each in programs.items()]
 
     def _row(self, index: int) -> list[int]:
-        """Return a row of the table of parameters, see `kernels.batched_adamw`."""
+        """Return a row of the table of parameters, see `kernels.adamw`."""
         tensors, rows = self._tensors[index], 1
         if tensors.in_blocks:
             rows = tensors.weight.numel() // max(1, tensors.width)
@@ -192,8 +191,8 @@ class BatchedUpdate:
 
     def _launch(self, kind: LaunchKind, programs: ProgramMap) -> Callable[..., None]:
         """Return the function that starts the kernel for parameters of this kind."""
-        from trimaran.parallel.batched.tensor_kernels import DTYPES  # noqa: PLC0415
-        from trimaran.parallel.optimizer.kernels import batched_adamw as kernels  # noqa: PLC0415  needs Triton
+        from trimaran.parallel.kernels.tensor_sums import DTYPES  # noqa: PLC0415
+        from trimaran.parallel.optimizer.kernels import adamw as kernels  # noqa: PLC0415  needs Triton
 
         device, count = self._steps.device, len(self._parameters)
         common: dict[str, Any] = {
@@ -232,6 +231,6 @@ def _contiguous_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def _group_numbers(group: Mapping[str, Any]) -> list[float]:
-    """Return a row of the table of groups, see `kernels.batched_adamw`."""
+    """Return a row of the table of groups, see `kernels.adamw`."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     return [lr, 1 - lr * group["weight_decay"], beta2, 1 - beta1, 1 - beta2, group["eps"]]

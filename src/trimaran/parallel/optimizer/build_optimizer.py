@@ -1,5 +1,6 @@
-"""Builds the AdamW for the parameters of this rank."""
+"""Builds the AdamW for the parameters of this rank, with its learning rate and loss scale."""
 
+import math
 from collections.abc import Iterable, Mapping
 from inspect import unwrap
 from pathlib import Path
@@ -9,13 +10,45 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from trimaran.core import Plan, TrainSection
+from trimaran.core import Plan, TrainSection, UserError
 from trimaran.core.recipe import TowerOptimizer
 from trimaran.nets.local_shards import local_part
 from trimaran.nets.shard_types import is_dtensor
 from trimaran.nets.tower_names import refuse_unknown_tower, tower_of
-from trimaran.parallel.optimizer.eager_optimizer import EagerOptimizer
 from trimaran.parallel.optimizer.split_weights import NO_SPLIT_WEIGHTS, SplitWeights
+
+
+class EagerOptimizer(Optimizer):
+    """An optimizer whose methods are never compiled.
+
+    torch's has what keeps torch.compile out of it, and so imports the compiler: a second for each rank.
+    """
+
+    add_param_group = unwrap(Optimizer.add_param_group)
+    zero_grad = unwrap(Optimizer.zero_grad)
+    state_dict = unwrap(Optimizer.state_dict)
+    load_state_dict = unwrap(Optimizer.load_state_dict)
+
+
+class SplitWeightsOptimizer(EagerOptimizer):
+    """An optimizer that may own split weights, and multiplies the gradients by `factor` as it updates them.
+
+    With `found_inf` 1 it skips the update. Both are tensors of one element on the weights' device.
+    """
+
+    split_weights: SplitWeights
+    factor: Tensor | None
+    found_inf: Tensor | None
+
+    def wait(self) -> None:
+        """Wait until states on the host or on disk have been copied back from the device."""
+        raise NotImplementedError
+
+
+def split_weights_of(optimizer: Optimizer) -> SplitWeights:
+    """Return the split weights that an optimizer owns."""
+    return optimizer.split_weights if isinstance(optimizer, SplitWeightsOptimizer) else NO_SPLIT_WEIGHTS
+
 
 LR_FACTOR = "lr_factor"  # key of a group: its learning rate divided by the schedule's
 ONE_TOWER = {"all": ""}
@@ -125,3 +158,66 @@ def decay_groups(
         by_settings.setdefault((is_vector, factor, 0.0 if is_vector else decay), []).append(each)
     ordered = sorted(by_settings, key=lambda key: key[0])  # matrices first, then in the order of the parameters
     return [{"params": by_settings[key], "weight_decay": key[2], LR_FACTOR: key[1]} for key in ordered]
+
+
+INITIAL_SCALE = 2.0**16
+GROWTH_INTERVAL_STEPS = 2000
+MIN_SCALE, MAX_SCALE = 1.0, 2.0**32
+
+
+class LossScale:
+    """A power of two: halved when gradients overflow, doubled after `growth_interval` good steps.
+
+    Every rank decides by the global gradient norm, which is the same number everywhere, so all ranks agree. Reading it
+    makes the host wait for the device once a step.
+    """
+
+    def __init__(self, *, initial: float = INITIAL_SCALE, growth_interval: int = GROWTH_INTERVAL_STEPS) -> None:
+        self.value = initial
+        self._growth_interval, self._good_steps = growth_interval, 0
+
+    def accepts(self, norm: Tensor) -> bool:
+        """Return whether gradients with this norm may be applied, and set the scale of the next step."""
+        if bool(torch.isfinite(norm)):
+            self._good_steps += 1
+            if self._good_steps == self._growth_interval:
+                self.value, self._good_steps = min(self.value * 2, MAX_SCALE), 0
+            return True
+        if self.value <= MIN_SCALE:
+            raise UserError("P030", "the gradients are not finite in fp16, even without a loss scale",
+                            where="plan.precision", fix="use bf16, which has the range of fp32, or fp32")  # fmt: skip
+        self.value, self._good_steps = self.value / 2, 0
+        return False
+
+    def state(self) -> dict[str, Any]:
+        """Return what the next step's scale depends on, for the checkpoint."""
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
+
+
+def build_loss_scale(plan: Plan, train: TrainSection) -> LossScale | None:
+    """Return a loss scale if anything computes in fp16; nothing else needs one. DeepSpeed has its own."""
+    has_fp16 = "fp16" in (plan.precision, *train.precision.values())
+    return LossScale() if has_fp16 and not plan.engine_traits.keeps_states_elsewhere else None
+
+
+def learning_rate(step: int, train: TrainSection) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0. A pure function: resuming needs no state."""
+    schedule = train.schedule
+    if step < schedule.warmup_steps:
+        return train.lr * (step + 1) / schedule.warmup_steps
+    length = max(1, train.steps - schedule.warmup_steps)
+    progress = min(1.0, (step - schedule.warmup_steps) / length)
+    match schedule.kind:
+        case "cosine":
+            fraction = 0.5 * (1 + math.cos(math.pi * progress))
+        case "linear":
+            fraction = 1 - progress
+        case "wsd":
+            decay_steps = schedule.decay_steps or max(1, train.steps // 5)
+            fraction = min(1.0, max(0, train.steps - step) / decay_steps)
+        case "constant":
+            fraction = 1.0
+    return train.lr * (schedule.floor + (1 - schedule.floor) * fraction)

@@ -17,10 +17,9 @@ from trimaran.parallel.optimizer.block_quantization import (
     block_layout,
     saved_layouts,
 )
-from trimaran.parallel.optimizer.eager_optimizer import SplitWeightsOptimizer, split_weights_of
-from trimaran.parallel.rank_share import meta_of
+from trimaran.parallel.optimizer.build_optimizer import SplitWeightsOptimizer, split_weights_of
 from trimaran.parallel.tensor_regions import TensorIndex
-from trimaran.parallel.tensor_shards import TensorShard
+from trimaran.parallel.tensor_shards import TensorShard, meta_of
 
 log = logging.getLogger(__name__)
 

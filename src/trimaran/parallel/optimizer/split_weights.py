@@ -11,11 +11,11 @@ from torch import Tensor
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.whole_tensors import full_tensor
-from trimaran.parallel.disk.tensors_on_disk import goes_to_disk
 from trimaran.parallel.joint_layers import matmul_weights
+from trimaran.parallel.tensor_shards import goes_to_disk
 
 if TYPE_CHECKING:
-    from trimaran.parallel.disk.disk_store import DiskStore
+    from trimaran.parallel.disk_store import DiskStore
 
 HALF_BF16_STEP = 0x8000  # half the distance between two bf16 values, in bits of fp32
 HALF_BYTES = 2
@@ -71,7 +71,7 @@ def _store_of_halves(matrices: Sequence[Tensor], plan: Plan) -> "DiskStore | Non
     """Return a file for the lower halves; None if they stay on the device."""
     if not plan.offloads_to_disk:
         return None
-    from trimaran.parallel.disk.disk_store import DiskStore, padded  # noqa: PLC0415  few plans offload to a disk
+    from trimaran.parallel.disk_store import DiskStore, padded  # noqa: PLC0415  few plans offload to a disk
 
     sizes = [HALF_BYTES * each.numel() for each in matrices]
     return DiskStore(Path(plan.disk.path), sum(padded(size) for size in sizes if goes_to_disk(size)))

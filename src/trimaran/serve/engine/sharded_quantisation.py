@@ -11,7 +11,7 @@ from trimaran.core import UserError
 from trimaran.nets import Network
 from trimaran.nets.local_shards import is_sharded_by_inputs, local_part
 from trimaran.parallel import RankMesh
-from trimaran.parallel.axes.sharded_modules import ShardedLinear
+from trimaran.parallel.axes.sharded_layers import ShardedLinear
 from trimaran.serve.weight_quantisation import (
     GROUP,
     OUTPUTS,

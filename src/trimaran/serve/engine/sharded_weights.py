@@ -25,10 +25,9 @@ from trimaran.nets.local_shards import is_sharded_by_inputs, local_part, local_s
 from trimaran.nets.vlm.serving_tp_plan import serving_tensor_plan
 from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.ep import apply_ep
-from trimaran.parallel.axes.sharded_modules import ShardedLinear
+from trimaran.parallel.axes.sharded_layers import ShardedLinear
 from trimaran.parallel.axes.tp import shard_modules
-from trimaran.parallel.rank_share import TORCH_DTYPES
-from trimaran.parallel.tensor_shards import TensorShard
+from trimaran.parallel.tensor_shards import TORCH_DTYPES, TensorShard
 from trimaran.serve.engine.sharded_adapters import DescribedAdapter, describe_adapters, load_adapters
 from trimaran.serve.engine.sharded_quantisation import quantise_part, refuse_inexact_slices
 from trimaran.serve.trained_model import compute_in_bf16

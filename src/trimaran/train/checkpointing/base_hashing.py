@@ -24,9 +24,9 @@ from trimaran.models.weight_files import (
 )
 from trimaran.nets import Network
 from trimaran.nets.whole_tensors import ReadTensor
-from trimaran.parallel.axes.stage_map import StageMap
 from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
-from trimaran.train.checkpointing.inputs import Base
+from trimaran.parallel.mesh import StageMap
+from trimaran.train.checkpointing.tiers import Base
 from trimaran.train.process.supervisor_link import SupervisorLink, supervisor_store
 
 ERROR = "error: "

@@ -18,11 +18,22 @@ from trimaran.train.checkpointing.disk_saves import (
     refuse_small_disk,
     refuse_without_manifest,
 )
-from trimaran.train.checkpointing.inputs import Base, CheckpointInputs, RankMemories, SaveTotals, find_memories
-from trimaran.train.checkpointing.restore import RestoredState, refuse_new_start, restore
 from trimaran.train.checkpointing.save_interval import LossBound
 from trimaran.train.checkpointing.state_copies import StateCopies, plan_slots
-from trimaran.train.checkpointing.tiers import DiskTier, MemoryTier, Report, StoreTier
+from trimaran.train.checkpointing.tiers import (
+    Base,
+    CheckpointInputs,
+    DiskTier,
+    MemoryTier,
+    RankMemories,
+    Report,
+    RestoredState,
+    SaveTotals,
+    StoreTier,
+    find_memories,
+    refuse_new_start,
+    restore,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,8 +35,8 @@ from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
 from trimaran.runs import Journal, RunDirectory
 from trimaran.runs.reserve import DISK_REASONS
 from trimaran.runs.run_directory import newest_term
-from trimaran.train.checkpointing.inputs import CheckpointInputs, SaveTotals
 from trimaran.train.checkpointing.save_interval import SaveCost, SaveSchedule
+from trimaran.train.checkpointing.tiers import CheckpointInputs, SaveTotals
 from trimaran.train.process.supervisor_link import supervisor_store
 
 if TYPE_CHECKING:

@@ -18,9 +18,7 @@ from trimaran.checkpoint.saver import Saver
 from trimaran.core import Seconds, show_bytes
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.parallel.comm.json_exchange import all_gather_int64
-from trimaran.parallel.rank_share import assign_rows, build_share
-from trimaran.train.checkpointing.inputs import CheckpointInputs, RankMemories, SaveTotals
-from trimaran.train.checkpointing.restore import RestoredState
+from trimaran.parallel.tensor_shards import assign_rows, build_share
 from trimaran.train.checkpointing.save_interval import (
     CopySchedule,
     CopyTime,
@@ -30,6 +28,7 @@ from trimaran.train.checkpointing.save_interval import (
     max_repeated_steps,
     when_to_copy,
 )
+from trimaran.train.checkpointing.tiers import CheckpointInputs, RankMemories, RestoredState, SaveTotals
 
 if TYPE_CHECKING:
     from trimaran.checkpoint.device_copier import DeviceCopier

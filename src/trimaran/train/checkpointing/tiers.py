@@ -1,28 +1,162 @@
-"""The places that hold states of a run: the memory of its nodes, their disks, and an object store."""
+"""The places that hold states of a run (memory, disks, an object store), and restoring the newest intact state."""
 
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from trimaran.checkpoint.checkpoint_list import list_checkpoints
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.durable import DurableDisk
 from trimaran.checkpoint.fetch_copies import CopyFetcher, CopyFinder
 from trimaran.checkpoint.file_parts import num_io_threads
-from trimaran.checkpoint.load_state import PartLoader, fill_matched, has_parts, match_shards
+from trimaran.checkpoint.load_state import PartLoader, fill_matched, has_parts, match_shards, refuse_unused_tensors
 from trimaran.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from trimaran.checkpoint.memory_copies import RankMemory
-from trimaran.checkpoint.rank_layout import RankLayout, barrier
+from trimaran.checkpoint.rank_layout import RankLayout, barrier, exchange_rank_layout
 from trimaran.checkpoint.step_dirs import complete_steps, refuse, step_path
 from trimaran.checkpoint.verify_checkpoint import verify
-from trimaran.core import Recipe, UserError, fixed_field_changes, parse_recipe
-from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
+from trimaran.core import ModelSection, Plan, Recipe, UserError, fixed_field_changes, parse_recipe
+from trimaran.models import model_folder
+from trimaran.nets import Network
+from trimaran.nets.whole_tensors import ReadTensor
+from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
+from trimaran.parallel.mesh import StageMap
 from trimaran.parallel.tensor_shards import CheckpointSource, CheckpointState, TensorShard
-from trimaran.train.checkpointing.inputs import Base
+from trimaran.runs import Journal, JsonlFollower, RunDirectory
+from trimaran.train.checkpointing.training_state import MAY_BE_UNUSED
+from trimaran.train.process.rank_setup import RankInfo
+from trimaran.train.process.supervisor_link import SupervisorLink
 
 if TYPE_CHECKING:
     from trimaran.checkpoint.store.store_fetch import StoreFetcher
+
+
+class Base:
+    """The frozen weights that an adapter is trained on, of which checkpoints hold a digest: here none.
+
+    `is_apart`: there are such weights, and checkpoints do not hold them.
+    """
+
+    is_apart = False
+
+    def known(self) -> dict[str, Any]:
+        """Return the fields that name the base in a copy of the state; none while it is being hashed."""
+        return {}
+
+    def name(self) -> dict[str, Any]:
+        """Return these fields once the base is hashed. Raises UserError if a file has changed since the start."""
+        return {}
+
+    def is_named_in(self, progress: Mapping[str, Any]) -> bool:
+        """Return whether a saved state names its base. Every rank must call it; rank 0 decides for all."""
+        return True
+
+    def refuse_other(self, progress: Mapping[str, Any], report_progress: Callable[[], None]) -> None:
+        """Raise UserError if a saved state names another base. Every rank must call it; rank 0 decides for all."""
+
+    def reload(self) -> None:
+        """Read the base again, in place."""
+
+    def save_model(
+        self,
+        networks: Sequence[Network],
+        folder: Path,
+        section: ModelSection,
+        *,
+        rank: int,
+        stages: StageMap,
+        read: ReadTensor,
+        add_files: Callable[[Path], None],
+        report_progress: Callable[[], None],
+    ) -> None:
+        """Write what was trained to `folder`, see `save_network`. Every rank must call it."""
+        from trimaran.checkpoint.convert.export_hf import save_network  # noqa: PLC0415  nothing needs it before the end
+
+        save_network(
+            networks,
+            folder,
+            rank=rank,
+            stages=stages,
+            origin=model_folder(section.path) if section.path else None,
+            add_files=add_files,
+            read=read,
+            report_progress=report_progress,
+        )
+
+    def of_networks(self, reload: Callable[[], None]) -> "Base":
+        """Return the same base for other networks, which `reload` reads it into."""
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInputs:
+    """A rank of a run, and the state that it saves and restores.
+
+    `data` is the digest of the training data. A state is restored only with the same data and the same base.
+    """
+
+    run: RunDirectory
+    rank_info: RankInfo
+    journal: Journal
+    link: SupervisorLink
+    state: CheckpointState
+    recipe: Recipe
+    plan: Plan
+    data: str = ""
+    base: Base = field(default_factory=Base)
+
+    def progress(self) -> dict[str, Any]:
+        """Return what is saved besides the tensors of the state."""
+        data = {"data": self.data} if self.data else {}
+        return {**self.state.progress(), **data, **self.base.known()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemories:
+    """The memory for copies of the ranks that this one can read, by local rank, and its own.
+
+    `layout` says which ranks are on which node. `shared_layout` does so for memory: without a supervisor, which owns
+    the memory of a node, no rank can read that of another, as if each of them were a node.
+    """
+
+    layout: RankLayout
+    shared_layout: RankLayout
+    readable: tuple[RankMemory, ...]
+    mine: RankMemory
+    outlive_ranks: bool
+
+    def read_again(self) -> "RankMemories":
+        """Return the memories with the slots that other ranks have made in theirs meanwhile."""
+        memories = tuple(RankMemory(each.fd) for each in self.readable)
+        return replace(self, readable=memories, mine=memories[self.readable.index(self.mine)])
+
+
+def find_memories(inputs: CheckpointInputs) -> RankMemories:
+    """Return the memories of this rank's node. Every rank must call it."""
+    rank, link = inputs.rank_info.rank, inputs.link
+    layout = exchange_rank_layout(rank, inputs.rank_info.local_rank)
+    if link.rank_memories:
+        memories = tuple(RankMemory(fd) for fd in link.rank_memories)
+        mine = memories[link.local_rank]
+        return RankMemories(layout=layout, shared_layout=layout, readable=memories, mine=mine, outlive_ranks=True)
+    mine = RankMemory(os.memfd_create("trimaran-rank-memory"))
+    alone = RankLayout(rank=rank, local_rank=0, nodes=tuple(range(layout.world_size)))
+    return RankMemories(layout=layout, shared_layout=alone, readable=(mine,), mine=mine, outlive_ranks=False)
+
+
+@dataclass(slots=True)
+class SaveTotals:
+    """The cost of saving the state so far. A change of the plan goes on counting."""
+
+    checkpoints: int = 0
+    copies: int = 0
+    stall_seconds: float = 0.0
+    failed: int = 0
+
 
 log = logging.getLogger(__name__)
 
@@ -244,3 +378,105 @@ def manifest_of(path: Path) -> tuple[Manifest | None, list[str]]:
         if (path / MANIFEST).exists():  # a later format, not damage
             raise
         return None, [f"{MANIFEST} is missing"]
+
+
+ANY_STEP = 10**17  # no run has as many steps
+MAX_NAMED_CHECKPOINTS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredState:
+    """The state that was restored; none if `tier` is None. `refused` lists what could not be used, and why.
+
+    `incarnation` is that of the memory slots that hold the same state. `store_failed` says why the object store was not
+    asked.
+    """
+
+    step: int = 0
+    tier: TierName | None = None
+    incarnation: tuple[int, int] | None = None
+    refused: list[dict[str, Any]] = field(default_factory=list)
+    store_failed: str = ""
+
+
+def restore(
+    state: CheckpointState,
+    tiers: Sequence[Tier],
+    folder: Path,
+    report_progress: Report,
+    *,
+    data: str = "",
+    base: Base | None = None,
+) -> RestoredState:
+    """Restore the newest intact state of all tiers; of equal steps, that of the first tier.
+
+    Damaged states are skipped. `data` is the digest of the training data, see `TokenShards.digest`; it and `base` are
+    compared with what the state was saved with. `folder` is named in errors. Raises UserError if no state could be
+    restored, but a damaged one has overwritten some of `state`.
+    """
+    base, refused, is_partly_filled = base or Base(), list[dict[str, Any]](), False
+    while found := [(step, tier) for tier in tiers if (step := tier.next_step()) is not None]:
+        step, tier = max(found, key=lambda each: each[0])
+        opened = tier.open(report_progress)
+        if isinstance(opened, str):
+            why = opened
+        else:
+            progress = opened.source.progress
+            _refuse_other_data(progress.get("data"), data, folder)
+            base.refuse_other(progress, report_progress)
+            why = opened.fill(report_progress)
+            if not why:
+                refuse_unused_tensors(opened.shards, opened.source, gather=all_gather_int64, allowed=MAY_BE_UNUSED)
+                state.restore(progress)
+                barrier()  # no rank may overwrite memory that others still read
+                return RestoredState(step=step, tier=tier.name, incarnation=opened.incarnation, refused=refused)
+            is_partly_filled = True
+        refused.append({"tier": tier.name, "step": step, "why": why})
+        log.warning("the state of step %d (%s) is skipped: %s", step, tier.name, why)
+    if is_partly_filled or any(each["tier"] == "store" for each in refused):
+        raise _no_checkpoint("; ".join(f"step {each['step']}: {each['why']}" for each in refused), folder)
+    return RestoredState(refused=refused)
+
+
+def restore_from_disk(state: CheckpointState, folder: Path, rank_layout: RankLayout) -> RestoredState:
+    """Restore the newest intact state in a folder of checkpoints, whatever recipe it is of."""
+    copies = MemoryTier(state, (), rank_layout, Base(), newest=ANY_STEP, reported=0)
+    disk = DiskTier(state, folder, rank_layout, Recipe(), copies, newest=ANY_STEP)
+    return restore(state, [disk], folder, lambda: None)
+
+
+def refuse_new_start(run: RunDirectory, rank_layout: RankLayout, *, newest: int) -> None:
+    """Raise UserError if `run` has had checkpoints but none can be restored: it would silently start from step 0.
+
+    Every rank must call it if no state of at most `newest` steps was found; rank 0 checks for all. A run that died
+    before its first checkpoint may start over.
+    """
+    why = broadcast_json(_lost_checkpoints(run, newest) if rank_layout.rank == 0 else "")
+    if why:
+        raise _no_checkpoint(why, run.checkpoints)
+
+
+def _no_checkpoint(why: str, folder: Path) -> UserError:
+    return UserError("K047", f"this run cannot resume from any of its checkpoints: {why}", where=str(folder),
+                     fix="list them with `trimaran checkpoints RUN` and restore one, or start over in another folder: "
+                     "--run-dir DIR")  # fmt: skip
+
+
+def _lost_checkpoints(run: RunDirectory, newest: int) -> str:
+    """Return why the checkpoints that were written cannot be used; an empty text if none was ever written."""
+    found = [f"step {row.step}: {row.why or f'it is later than train.steps={newest}'}" for row in
+             list_checkpoints(run.checkpoints)]  # fmt: skip
+    if found:
+        more = f"; and {len(found) - MAX_NAMED_CHECKPOINTS} more" if len(found) > MAX_NAMED_CHECKPOINTS else ""
+        return "; ".join(found[::-1][:MAX_NAMED_CHECKPOINTS]) + more
+    events = JsonlFollower(run.events(0)).new()
+    written = [each["step"] for each in events if each["kind"] == "checkpoint" and not each["data"].get("failed")]
+    return f"that of step {max(written)} was written and has been removed" if written else ""
+
+
+def _refuse_other_data(saved: str | None, wanted: str, folder: Path) -> None:
+    """Raise UserError if the digest of the data has changed since the state was saved."""
+    if saved and wanted and saved != wanted:
+        what = f"the data has changed: its digest was {saved[:12]} and is {wanted[:12]} now"
+        raise UserError("K041", what, where=f"data ({folder})",
+                        fix="restore the original data, or start a new run: --run-dir DIR")  # fmt: skip

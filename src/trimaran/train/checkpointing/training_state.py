@@ -11,11 +11,10 @@ from torch.optim import Optimizer
 from trimaran.core import TrainSection, UserError
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.nets.shard_types import is_dtensor, is_fsdp_module
-from trimaran.parallel.disk.tensors_on_disk import release_pages
-from trimaran.parallel.optimizer.eager_optimizer import split_weights_of
+from trimaran.parallel.optimizer.build_optimizer import split_weights_of
 from trimaran.parallel.optimizer.optimizer_state import OptimizerState
 from trimaran.parallel.tensor_regions import TensorIndex
-from trimaran.parallel.tensor_shards import TensorShard
+from trimaran.parallel.tensor_shards import TensorShard, release_pages
 
 log = logging.getLogger(__name__)
 

@@ -1,14 +1,77 @@
-"""Compression of what ranks send in place of their gradients."""
+"""The error feedback of compressed gradients as part of a checkpoint.
 
-from collections.abc import Sequence
+Each rank's residual and velocity is one row of a tensor [ranks, *parameter]. Gradients are averaged over the ranks, so
+a run with another number of ranks keeps everything that was not sent if the mean of the rows stays the same: saved row
+`r` goes to rank `r` modulo the new number, multiplied by new / saved ranks. Several rows of one rank are added.
+"""
 
+from collections.abc import Iterator, Sequence
+
+import torch
 from torch import Tensor
 
 from trimaran.data.step_batch import StepBatch
 from trimaran.parallel.comm.compression import Compressor, compressor_of
-from trimaran.train.features.feedback_state import FeedbackState
-from trimaran.train.metrics.host_copy import copy_to_host_async
+from trimaran.parallel.tensor_regions import IndexEntry, TensorIndex
+from trimaran.parallel.tensor_shards import TensorShard
+from trimaran.train.checkpointing.training_state import FEEDBACK_PREFIX
+from trimaran.train.metrics.router_stats import copy_to_host_async
 from trimaran.train.steppers.feature import Feature, ReadDetails, UpdateContext, UpdatePart
+
+SHARED = "factor"  # the same on all ranks
+
+
+class FeedbackState:
+    """Saves and restores what a compressor remembers; see `StatePart`."""
+
+    def __init__(self, compressor: Compressor) -> None:
+        self._compressor = compressor
+        self._rows: list[tuple[Tensor, list[Tensor], float]] = []  # sums that `restore` writes
+
+    def shards(self) -> Iterator[TensorShard]:
+        """Yield what this rank holds."""
+        ranks, rank = self._compressor.state.size, self._compressor.state.rank
+        for state, tensors in self._compressor.feedback().items():
+            for name, each in tensors.accepted.items():
+                key, shape = f"{FEEDBACK_PREFIX}{state}/{name}", tuple(each.shape)
+                if state == SHARED:
+                    yield TensorShard(key=key, tensor=each, shape=shape, start=(0,) * each.ndim)
+                else:
+                    start = (rank, *(0,) * each.ndim)
+                    yield TensorShard(key=key, tensor=each.unsqueeze(0), shape=(ranks, *shape), start=start)
+
+    def shards_from(self, index: TensorIndex) -> Iterator[TensorShard]:
+        """Yield the shards to fill. What the checkpoint lacks, or has with another rank of factors, starts over."""
+        self._rows = []
+        for shard in self.shards():
+            saved = index.get(shard.key)
+            first = 0 if shard.key.startswith(f"{FEEDBACK_PREFIX}{SHARED}/") else 1  # dim that must be the same
+            if saved is None or saved.meta.shape[first:] != shard.shape[first:]:
+                continue
+            if saved.meta.shape == shard.shape:
+                yield shard
+            else:
+                yield from self._saved_rows(shard, saved)
+
+    def restore(self) -> None:
+        """Write what the filled shards of another number of ranks add up to."""
+        for target, rows, factor in self._rows:
+            target.zero_()
+            for each in rows:
+                target.add_(each.to(target.device), alpha=factor)
+        self._rows = []
+        for tensors in self._compressor.feedback().values():
+            tensors.discard()
+
+    def _saved_rows(self, shard: TensorShard, saved: IndexEntry) -> Iterator[TensorShard]:
+        """Yield the saved rows that this rank takes over, each a copy in host memory."""
+        assert isinstance(shard.tensor, Tensor)
+        ranks, rank = shard.shape[0], shard.start[0]
+        rows = []
+        for row in range(rank, saved.meta.shape[0], ranks):
+            rows.append(torch.empty(shard.tensor.shape))
+            yield TensorShard(key=shard.key, tensor=rows[-1], shape=saved.meta.shape, start=(row, *shard.start[1:]))
+        self._rows.append((shard.tensor, rows, ranks / saved.meta.shape[0]))
 
 
 class CompressedGradients(UpdatePart):

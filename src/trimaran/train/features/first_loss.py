@@ -37,7 +37,7 @@ from trimaran.parallel import RankMesh, autocast
 from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.train.loss.cross_entropy import summed_loss
 from trimaran.train.loss.objective import LanguageObjective, Objective
-from trimaran.train.process.rank_info import RankInfo
+from trimaran.train.process.rank_setup import RankInfo
 from trimaran.train.steppers.stepper import Stepper, TorchStepper
 
 MAX_TOKENS = 1024  # of the row

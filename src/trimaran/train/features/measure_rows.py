@@ -137,7 +137,7 @@ class _Passes:
         self._losses = build_loss_function(objective, rank.network, plan)
         self._clock = StepClock(self._device)
         if any(is_fsdp_module(each) for each in rank.network.module.modules()):
-            from trimaran.train.metrics.gather_waits import time_gathers  # noqa: PLC0415  it imports FSDP
+            from trimaran.parallel.axes.fsdp import time_gathers  # noqa: PLC0415  it imports FSDP
 
             time_gathers(rank.network.module, data_axis(plan))
         # Replicas keep their gradients to themselves: a fast one must not wait for a slow one.

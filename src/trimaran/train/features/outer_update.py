@@ -1,15 +1,220 @@
-"""Local steps: replicas update their weights alone, and an outer optimizer synchronises them now and then."""
+"""The checkpoint keys of replicas that train alone: what each has for itself, and their shared outer state."""
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.parallel.comm.outer_step import OuterStep, build_outer_step
-from trimaran.train.features.replica_keys import OuterShards, ReplicaKeys
-from trimaran.train.features.replica_totals import ReplicaTotals
+from trimaran.data.step_batch import StepBatch
+from trimaran.nets import Network
+from trimaran.nets.local_shards import local_slices
+from trimaran.parallel import RankMesh
+from trimaran.parallel.comm.outer_step import OuterState, OuterStep, OuterTensor, build_outer_step
+from trimaran.parallel.tensor_regions import TensorIndex
+from trimaran.parallel.tensor_shards import TensorShard
+from trimaran.train.checkpointing.training_state import OUTER_PREFIX, REPLICA_PREFIX, ShardKeys
+from trimaran.train.health.guard import MEMORY_CHANGED, Guard
+from trimaran.train.metrics.router_stats import copy_to_host_async, router_details, routing_counts
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.feature import Feature, MakeTotals, ReadDetails, UpdateContext, UpdatePart
+from trimaran.train.steppers.step_totals import LossPartSums, ReducedStep, StepTotals
+
+log = logging.getLogger(__name__)
+
+
+class ReplicaKeys(ShardKeys):
+    """Names the shards of this rank's replica.
+
+    Replica 0 has the usual keys, so that any other plan can load them. What another replica has for itself is under
+    `replica-N/`: optimizer states, error feedback, and the weights if they still differ after a synchronisation. A
+    replica that a checkpoint does not have starts from the state of replica 0.
+    """
+
+    def __init__(self, outer: OuterState) -> None:
+        self._prefix = f"{REPLICA_PREFIX}{outer.replica}/" if outer.replica > 0 else ""
+        self._own: tuple[str, ...] = ("optimizer/", f"{OUTER_PREFIX}error/")
+        if outer.local.weights_stay_local:
+            self._own += ("model/",)
+
+    def named(self, shards: Iterable[TensorShard]) -> Iterator[TensorShard]:
+        return (replace(shard, key=self.key(shard)) for shard in shards)
+
+    def index_seen(self, index: TensorIndex) -> TensorIndex:
+        """Return the index with this replica's own tensors in place of those of replica 0."""
+        if not self._prefix:
+            return index
+        own = {key.removeprefix(self._prefix): each for key, each in index.items() if key.startswith(self._prefix)}
+        return {key: each for key, each in index.items() if not key.startswith(REPLICA_PREFIX)} | own
+
+    def found(self, shards: Iterable[TensorShard], index: TensorIndex) -> list[TensorShard]:
+        """Return the shards under this replica's keys where the checkpoint has them, else under those of replica 0."""
+        keyed = [(shard, self.key(shard)) for shard in shards]
+        if self._prefix and not any(key in index for shard, key in keyed if key != shard.key):
+            log.warning("the checkpoint has no state of %s: it starts from that of the first", self._prefix[:-1])
+        return [replace(shard, key=key) if key in index else shard for shard, key in keyed]
+
+    def key(self, shard: TensorShard) -> str:
+        """Return the key to save a shard under."""
+        is_own = shard.key.startswith(self._own) and not shard.frozen
+        return f"{self._prefix}{shard.key}" if is_own else shard.key
+
+
+class OuterShards:
+    """The outer state as part of a checkpoint: the last synchronised weights, the outer momentum, the error feedback.
+
+    Their keys are `outer/weights/NAME`, `outer/momentum/NAME` and `outer/error/NAME`. See `StatePart`.
+    """
+
+    def __init__(self, outer: OuterState, keys: ReplicaKeys) -> None:
+        self._outer, self._keys = outer, keys
+        self._loaded: set[str] = set()
+
+    def shards(self) -> Iterator[TensorShard]:
+        return self._keys.named(map(_outer_shard, self._outer.tensors()))
+
+    def shards_from(self, index: TensorIndex) -> list[TensorShard]:
+        """Return the outer state that the checkpoint has; `restore` starts the rest over."""
+        shards = [shard for shard in self.shards() if shard.key in index]
+        self._loaded = {shard.key for shard in shards}
+        return shards
+
+    def restore(self) -> None:
+        self._outer.restore(lambda each: self._keys.key(_outer_shard(each)) in self._loaded)
+
+
+def _outer_shard(each: OuterTensor) -> TensorShard:
+    start = tuple(part.start for part in local_slices(each.parameter))
+    key = f"{OUTER_PREFIX}{each.kind}/{each.name}"
+    return TensorShard(key=key, tensor=each.tensor, shape=tuple(each.parameter.shape), start=start)
+
+
+class ReplicaTotals(StepTotals):
+    """Sums the numbers of a step over the ranks of this replica, and over all ranks for the metrics and decisions.
+
+    Each replica divides its loss by its own tokens, clips by its own gradient norm, and decides alone whether to refuse
+    the update. The one sum over all ranks is read some steps later (`LocalSteps.read_delay`), so that it hides behind
+    those steps. `replica` is None if a replica is one rank.
+    """
+
+    def __init__(
+        self,
+        batch: StepBatch,
+        ranks: RankMesh,
+        guard: Guard,
+        *,
+        requests: Sequence[int],
+        replica: dist.ProcessGroup | None,
+    ) -> None:
+        self._replica = replica
+        super().__init__(batch, ranks, guard, requests=requests)
+
+    def _sum_counts(self) -> dist.Work | None:
+        self._own_counts = self._counts.double()
+        return None if self._replica is None else dist.all_reduce(self._counts, group=self._replica, async_op=True)
+
+    def num_valid(self) -> Tensor:
+        """Return the tokens of this replica times the number of replicas: the loss is divided by it."""
+        return super().num_valid() * self._ranks.degrees.dp_replicate
+
+    def reduce(
+        self, loss: Tensor, parts: LossPartSums, networks: Sequence[Network], *, squares: Tensor | None = None
+    ) -> ReducedStep:
+        """See `StepTotals.reduce`. Mean loss and squared norms are those of this replica."""
+        assert squares is not None, "only DeepSpeed measures no gradients, and it has no local steps"
+        loss = loss.double().reshape(1)
+        if self._ranks.rank("tp") > 0:  # the first tp rank has the same loss
+            loss = torch.zeros_like(loss)
+        flags = self._flags(loss)
+        total, replica_flags, replica_squares = self._sum_in_replica([loss, flags, squares])
+        mean = total / super().num_valid()
+        if (is_valid := self._is_valid(replica_flags)) is not None:
+            mean = torch.where(is_valid, mean, math.nan)
+        replica_squares = replica_squares * self._ranks.degrees.dp_replicate  # `squares` are of a mean over replicas
+        refused = self._guard.refuses(mean[0], replica_squares.sum().sqrt().float())
+        world = WorldSums(self._batch, self._ranks)
+        world.add("loss", loss)
+        world.add("counts", self._own_counts)
+        world.add("flags", flags)
+        world.add("squares", squares)
+        world.add("refused", refused.double().reshape(1))
+        world.add("parts", parts.sums(self._batch))
+        world.add("routing", routing_counts(networks, self._ranks.device))
+        world.start()
+        return ReducedStep(
+            numbers=torch.cat([mean, self._counts, replica_flags]),
+            squares=replica_squares,
+            details=lambda: world.details(parts, networks),
+            read_all=world.numbers,
+        )
+
+    def _sum_in_replica(self, here: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self._replica is None:
+            return here
+        sums = torch.cat([*here])
+        dist.all_reduce(sums, group=self._replica)
+        return sums.split([len(each) for each in here])
+
+
+class WorldSums:
+    """Named flat tensors, summed over all ranks by one all-reduce that nobody waits for until they are read."""
+
+    def __init__(self, batch: StepBatch, ranks: RankMesh) -> None:
+        self._batch, self._ranks = batch, ranks
+        self._here: dict[str, Tensor] = {}
+        self._wait: Callable[[], Tensor] = lambda: torch.empty(0)
+        self._sums: dict[str, Tensor] | None = None
+
+    def add(self, name: str, values: Tensor | None) -> None:
+        if values is not None:
+            self._here[name] = values
+
+    def start(self) -> None:
+        values = torch.cat([*self._here.values()])
+        if self._ranks.degrees.world_size == 1:
+            self._wait = copy_to_host_async(values)
+            return
+        work: Any = dist.all_reduce(values, async_op=True)
+        if values.is_cuda:  # a copy on the stream of the next step would wait for that step
+            with torch.cuda.stream(torch.cuda.Stream()):
+                work.wait()
+                values.record_stream(torch.cuda.current_stream())
+                self._wait = copy_to_host_async(values)
+            return
+
+        def wait() -> Tensor:
+            work.wait()
+            return values
+
+        self._wait = wait
+
+    def numbers(self) -> list[float]:
+        """Return the numbers of `Stepper.step` and of `Stepper.update`, for all replicas together."""
+        sums = self._read()
+        flags, counts = sums["flags"].tolist(), sums["counts"].tolist()
+        is_valid = counts[-1] == 0 and all(flag < MEMORY_CHANGED for flag in flags)
+        loss = sums["loss"].item() / max(1.0, counts[0]) if is_valid else math.nan
+        norm = math.sqrt(squares) if (squares := sums["squares"].sum().item()) >= 0 else math.nan
+        return [loss, *counts, *flags, norm, float(sums["refused"].item() > 0)]
+
+    def details(self, parts: LossPartSums, networks: Sequence[Network]) -> dict[str, Any]:
+        sums = self._read()
+        read_routing, read_parts = (
+            router_details(sums.get("routing"), networks),
+            parts.details(sums.get("parts"), self._batch),
+        )
+        return read_routing() | read_parts()
+
+    def _read(self) -> dict[str, Tensor]:
+        if self._sums is None:
+            parts = self._wait().split([len(each) for each in self._here.values()])
+            self._sums = dict(zip(self._here, parts, strict=True))
+        return self._sums
 
 
 class OuterUpdate(UpdatePart):

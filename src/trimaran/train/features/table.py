@@ -24,7 +24,7 @@ FEATURES = (
     FeatureEntry(
         "measured rows", "measure_rows", lambda plan, _: plan.micro_batches == "measured" and plan.mesh.dp > 1
     ),
-    FeatureEntry("asynchronous SGD", "async_sgd.async_feature", lambda plan, _: not plan.engine_traits.is_synchronous),
+    FeatureEntry("asynchronous SGD", "async_trainer", lambda plan, _: not plan.engine_traits.is_synchronous),
     FeatureEntry(LOCAL_STEPS, "outer_update", lambda plan, _: plan.comm.local.is_on),
     FeatureEntry("compression", "compressed_gradients", lambda plan, _: plan.comm.compression_settings.kind != "none"),
 )

@@ -31,7 +31,7 @@ from trimaran.parallel import override_precision
 from trimaran.parallel.precision import autocast
 from trimaran.train.agreement import FlagAllReduce
 from trimaran.train.inputs.training_data import load_training_data
-from trimaran.train.process.rank_info import RankInfo
+from trimaran.train.process.rank_setup import RankInfo
 from trimaran.train.steppers.feature import Feature, Load, LoadContext
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimaran.core import FaultsSection, Mesh, UserError
 from trimaran.data.quarantine import Quarantine, read_quarantine
-from trimaran.parallel.optimizer.loss_scale import LossScale
+from trimaran.parallel.optimizer.build_optimizer import LossScale
 from trimaran.runs import RunDirectory
 from trimaran.train.health.memory_check import ReplicaDifference, ShardCheck
 

@@ -25,10 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.parallel.batched.tensor_sums import TensorChecksums, addresses_of, can_sum
 from trimaran.parallel.comm.json_exchange import broadcast_json
-from trimaran.parallel.disk.tensors_on_disk import store_of
-from trimaran.parallel.tensor_shards import TensorShard
+from trimaran.parallel.tensor_shards import TensorShard, store_of
+from trimaran.parallel.tensor_sums import TensorChecksums, addresses_of, can_sum
 
 log = logging.getLogger(__name__)
 

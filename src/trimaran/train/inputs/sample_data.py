@@ -1,6 +1,7 @@
-"""Loads samples of different lengths, with or without images, as training data."""
+"""Loads samples of different lengths, and scenes of cameras, lidar and radar, as training data."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from trimaran.core import Recipe, RowCost
@@ -8,6 +9,7 @@ from trimaran.data.feed import BatchFeed, DataShare
 from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
 from trimaran.data.samples.prepare_samples import prepare_samples
 from trimaran.data.samples.sample_index import SampleIndex
+from trimaran.data.scenes.scene_feed import scene_feeds, scenes_digest
 from trimaran.data.text.pack_text import Progress
 from trimaran.models import outline_if_known
 from trimaran.models.outline import row_cost
@@ -15,6 +17,7 @@ from trimaran.models.resolve import recipe_image_rules
 from trimaran.nets import Network
 from trimaran.train.inputs.training_data import CacheFeatures, TrainingData
 from trimaran.train.loss.objective import choose_objective
+from trimaran.train.loss.perception_objective import PerceptionObjective
 
 
 def load_samples(
@@ -49,4 +52,18 @@ def load_samples(
         objective=choose_objective(recipe, index.source_names, scored=True),
         digest=index.digest,
         tokenizer=index.tokenizer,
+    )
+
+
+def load_scenes(recipe: Recipe, network: Network, share: DataShare) -> TrainingData:
+    """Return the scenes of the recipe."""
+    rules = None if network.spec is None else network.spec.scenes()
+    assert rules is not None, "only a perception model is trained on scenes"
+    feeds = partial(scene_feeds, recipe.data, rules, seed=recipe.train.seed, share=share)
+    return TrainingData(
+        training=lambda quarantined: feeds(quarantined=quarantined)[0],
+        holdout=feeds()[1],
+        objective=PerceptionObjective(rules),
+        digest=scenes_digest(recipe.data, rules),
+        tokenizer=None,
     )

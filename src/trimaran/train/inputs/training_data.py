@@ -21,7 +21,7 @@ from trimaran.data.text.tokenizer import Tokenizer
 from trimaran.machine.host_limits import CGROUP, cpu_quota, free_bytes
 from trimaran.nets import Network
 from trimaran.train.loss.objective import Objective, choose_objective
-from trimaran.train.process.rank_info import RankInfo
+from trimaran.train.process.rank_setup import RankInfo
 
 if TYPE_CHECKING:
     from trimaran.data.image_arrays import FeatureSource
@@ -74,7 +74,7 @@ def load_training_data(
 
         return load_samples(recipe, network, share, cache, progress, features)
     if kind == "scenes":
-        from trimaran.train.inputs.scene_data import load_scenes  # noqa: PLC0415  it imports readers of sensor files
+        from trimaran.train.inputs.sample_data import load_scenes  # noqa: PLC0415  it imports readers of sensor files
 
         return load_scenes(recipe, network, share)
     return _load_text(recipe, network, share, cache, progress)

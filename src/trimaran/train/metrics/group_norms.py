@@ -14,12 +14,11 @@ from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.local_shards import local_part
 from trimaran.parallel import RankMesh
-from trimaran.parallel.axes.stage_map import StageMap, TrainedParameters, map_stages
-from trimaran.parallel.batched.tensor_sums import has_kernels, to_device
 from trimaran.parallel.comm.json_exchange import all_gather_json
-from trimaran.parallel.disk.tensors_on_disk import store_of
-from trimaran.parallel.gradient_norm import GradientSquares, group_masks, num_shards, sum_by_mask
+from trimaran.parallel.mesh import StageMap, TrainedParameters, map_stages
 from trimaran.parallel.optimizer.split_weights import NO_SPLIT_WEIGHTS, SplitWeights, join_fp32
+from trimaran.parallel.tensor_shards import store_of
+from trimaran.parallel.tensor_sums import GradientSquares, group_masks, has_kernels, num_shards, sum_by_mask, to_device
 
 MIN_SAMPLED_VALUES = 2**10  # of a large tensor, enough to estimate the norm of its update
 MAX_SAMPLED_VALUES = 2 * MIN_SAMPLED_VALUES
@@ -54,7 +53,7 @@ class SampledWeights:
             self._addresses = addresses
         samples = torch.zeros(len(parts), MAX_SAMPLED_VALUES, device=self._device)
         if self._launches:
-            from trimaran.parallel.batched.tensor_kernels import DTYPES, gather_samples  # noqa: PLC0415  needs Triton
+            from trimaran.parallel.kernels.tensor_sums import DTYPES, gather_samples  # noqa: PLC0415  needs Triton
 
             for table, dtype, has_low in self._launches:
                 gather_samples[(len(table),)](

@@ -11,7 +11,21 @@ from trimaran.models import ExpertSpec, ModelSpec
 from trimaran.nets import Decoder, Network
 from trimaran.nets.decoder.moe import MoeLayer
 from trimaran.nets.decoder.moe_router import NUM_EXTRA_STATS
-from trimaran.train.metrics.host_copy import copy_to_host_async
+
+
+def copy_to_host_async(tensor: Tensor) -> Callable[[], Tensor]:
+    """Start a copy of the tensor to the CPU; return a function that waits for the copy and returns it."""
+    copy = tensor.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event() if tensor.is_cuda else None
+    if copied is not None:
+        copied.record()
+
+    def read() -> Tensor:
+        if copied is not None:
+            copied.synchronize()
+        return copy
+
+    return read
 
 
 def routing_counts(networks: Sequence[Network], device: torch.device) -> Tensor | None:

@@ -19,10 +19,9 @@ from trimaran.nets.shard_types import is_dtensor
 from trimaran.runs import Journal
 from trimaran.runs.read.step_index import StepIndexer
 from trimaran.train.health.compilations import Compilations
-from trimaran.train.health.connection_watch import ConnectionWatch
 from trimaran.train.health.guard import MEMORY_CHANGED, StepNumbers
 from trimaran.train.health.step_check import StepRecord
-from trimaran.train.metrics.meters import Meters
+from trimaran.train.metrics.meters import ConnectionWatch, Meters
 from trimaran.train.metrics.profiler import Profiler
 from trimaran.train.metrics.step_clock import NO_HOST_TIME, HostTime, ReadSeconds
 
@@ -239,7 +238,7 @@ def measured_axes(plan: Plan, networks: Sequence[Network]) -> dict[str, bool]:
 
 def _uses_dtensor(module: nn.Module) -> bool:
     """Return whether a tensor-parallel layer leaves its communication to DTensor."""
-    from trimaran.parallel.axes.sharded_modules import computes_with_shards  # noqa: PLC0415  with tp it is imported
+    from trimaran.parallel.axes.sharded_layers import computes_with_shards  # noqa: PLC0415  with tp it is imported
 
     if not isinstance(module, nn.Linear | nn.Embedding) or computes_with_shards(module):
         return False

@@ -57,7 +57,7 @@ from trimaran.data import cache_folder
 from trimaran.machine.host_limits import openmp_threads
 from trimaran.runs import RunDirectory, open_run
 from trimaran.runs.run_directory import DESCRIPTORS
-from trimaran.train.process.rank_info import read_rank_info
+from trimaran.train.process.rank_setup import read_rank_info
 from trimaran.train.process.supervisor_link import read_supervisor_link
 from trimaran.train.worker import import_for, run_worker
 

@@ -19,7 +19,7 @@ from trimaran.runs import RunDirectory
 from trimaran.runs.held_directory import HeldDirectory
 from trimaran.runs.lease import take_lease
 from trimaran.runs.reserve import fill_reserve, remove_reserve
-from trimaran.train.process.rank_info import TIMEOUT, RankInfo, join_process_group
+from trimaran.train.process.rank_setup import TIMEOUT, RankInfo, join_process_group
 from trimaran.train.process.supervisor_link import SupervisorLink
 
 log = logging.getLogger(__name__)

@@ -6,35 +6,227 @@ communication; the kernels that write the results of gathers are in it, and over
 """
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch._C._profiler import _EventType, _ProfilerEvent
+from torch.profiler import ProfilerActivity, profile
 
 from trimaran.core import Plan, Recipe
 from trimaran.core.plan import DATA_AXES
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.data.feed import share_of
 from trimaran.data.loader import Loader
+from trimaran.models import spec_of
+from trimaran.models.stages import stage_ranges
+from trimaran.nets import Network, network_of
+from trimaran.nets.adapters.attach import attach_adapter
 from trimaran.parallel import RankMesh
-from trimaran.parallel.optimizer.loss_scale import build_loss_scale
-from trimaran.parallel.optimizer.schedule import learning_rate
+from trimaran.parallel.axes.pp import StageFacts, TimedStage, facts_of_all_stages
+from trimaran.parallel.mesh import freeze_towers
+from trimaran.parallel.optimizer.build_optimizer import build_loss_scale, learning_rate
 from trimaran.planner.measure.rank_task import MeasuredRank
 from trimaran.train.fake_ranks import fake_rank
 from trimaran.train.features.table import features_of
+from trimaran.train.foreign_networks import hf_stage_ranges, open_hf_network
 from trimaran.train.health.guard import Guard
 from trimaran.train.inputs.training_data import build_loader, load_training_data
-from trimaran.train.metrics.step_clock import ReadSeconds, StepClock
-from trimaran.train.process.rank_info import RankInfo
+from trimaran.train.metrics.step_clock import ReadSeconds, StepClock, cuda_seconds
+from trimaran.train.process.rank_setup import RankInfo
 from trimaran.train.rank_networks import build_networks
-from trimaran.train.rehearsal.absent_ranks import without_other_ranks
-from trimaran.train.rehearsal.pass_recorder import PassRecorder, recorded_passes
 from trimaran.train.rehearsal.rehearsal_group import BACKEND, register_backend
-from trimaran.train.rehearsal.tensor_peak import TensorPeak, measured_tensors
+from trimaran.train.steppers import pipeline_stepper, step_totals
 from trimaran.train.steppers.engine import build_stepper
+
+
+@contextmanager
+def without_other_ranks(recipe: Recipe, plan: Plan, ranks: RankMesh) -> Iterator[None]:
+    """Answer for the other ranks inside the block, where the trainer would ask them."""
+    with ExitStack() as stack:
+        ranks.__dict__["counts_samples"] = True  # the tokens of a batch are counted, whichever rank counts them
+        stack.enter_context(_replaced(step_totals, "num_sharing", lambda _: 1))  # nobody to compare the batch with
+        if plan.mesh.pp > 1:
+            facts = stage_facts_of(recipe, plan)
+            stack.enter_context(_replaced(pipeline_stepper, "gather_stage_facts", lambda *_: facts))
+        yield
+
+
+def stage_facts_of(recipe: Recipe, plan: Plan) -> StageFacts:
+    """Return the facts about all stages of the plan, from networks on the meta device."""
+    whole, networks = _all_stages(recipe, plan)
+    for network in networks:
+        freeze_towers(network, recipe.model.freeze)
+        if recipe.model.adapter is not None:
+            attach_adapter(network, recipe.model.adapter, whole)
+    return facts_of_all_stages(networks)
+
+
+def _all_stages(recipe: Recipe, plan: Plan) -> tuple[Network | None, list[Network]]:
+    """Return the networks of all stages on the meta device, and the whole one, which their adapters need."""
+    spec = spec_of(recipe.model)
+    if spec is None:
+        from trimaran.nets.hf.hf_stages import cut_stage, pipeline_layers  # noqa: PLC0415  it imports transformers
+
+        model, _ = open_hf_network(recipe.model, recipe.train.seed, without_weights=True)
+        layers = pipeline_layers(model)
+        return model, [cut_stage(model, layers, part) for part in hf_stage_ranges(recipe, plan, layers.count)]
+    with torch.device("meta"):
+        whole = network_of(spec) if recipe.model.adapter else None
+        return whole, [network_of(spec, each) for each in stage_ranges(spec, plan, seq_len=recipe.data.seq_len)]
+
+
+@contextmanager
+def _replaced(module: object, name: str, value: object) -> Iterator[None]:
+    """Give a module's function another meaning inside the block."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+
+
+class TimedPass(NamedTuple):
+    """A pass as a rank ran it: its kind as in `simulate.pipeline_order`, and functions of when it began and ended."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+    read_seconds: Callable[[], float]
+
+
+class PassRecorder:
+    """The passes of the step that is running, or of the last one. On a GPU read their times when the step is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.passes: list[TimedPass] = []
+        self._on_gpu = DEVICE_TRAITS[device.type].runs_async
+
+    def restart(self) -> None:
+        """Forget the passes so far: a step begins."""
+        self.passes = []
+
+    def mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, kind: str, stage: int, micro_batch: int, start: Any) -> None:
+        end = self.mark()
+        read = (lambda: cuda_seconds(start, end)) if self._on_gpu else (lambda: end - start)
+        self.passes.append(TimedPass(kind, stage, micro_batch, read))
+
+    @property
+    def order(self) -> list[tuple[str, int, int]]:
+        return [each[:3] for each in self.passes]
+
+    def mean_seconds(self) -> dict[int, dict[str, float]]:
+        """Return the mean seconds of a micro-batch's passes, by stage and kind."""
+        found: dict[int, dict[str, list[float]]] = {}
+        for each in self.passes:
+            found.setdefault(each.stage, {}).setdefault(each.kind, []).append(each.read_seconds())
+        return {
+            stage: {kind: sum(seconds) / len(seconds) for kind, seconds in kinds.items()}
+            for stage, kinds in found.items()
+        }
+
+
+@contextmanager
+def recorded_passes(device: torch.device) -> Iterator[PassRecorder]:
+    """Record the passes of all pipeline stages inside the block."""
+    recorder = PassRecorder(device)
+    originals = {name: getattr(TimedStage, name) for name in METHODS}
+    for name, original in originals.items():
+        setattr(TimedStage, name, _recording(original, recorder))
+    try:
+        yield recorder
+    finally:
+        for name, original in originals.items():
+            setattr(TimedStage, name, original)
+
+
+def _recording(original: Callable[..., Any], recorder: PassRecorder) -> Callable[..., Any]:
+    @wraps(original)
+    def recording(stage: TimedStage, number: int, *args: Any, **kwargs: Any) -> Any:
+        start = recorder.mark()
+        result = original(stage, number, *args, **kwargs)
+        recorder.add(_kind(original.__name__, kwargs), stage.stage_index, number, start)
+        return result
+
+    return recording
+
+
+def _kind(method: str, kwargs: dict[str, Any]) -> str:
+    if method == "backward_one_chunk":
+        return "backward" if kwargs.get("full_backward", True) else "input_grad"
+    return "forward" if method == "forward_one_chunk" else "weight_grad"
+
+
+# The record of single allocations is private in torch.
+
+
+@dataclass(slots=True)
+class TensorPeak:
+    """Bytes of a rank's tensors at their peak, at the peak of the steps after the warm-up, and those reserved for them.
+
+    On a CPU, tensors that other threads allocate (loaders) are not counted, and nothing is reserved.
+    """
+
+    whole: int = 0
+    steps: int = 0
+    reserved: int = 0
+    first_step_ns: int = 0  # where the steps begin, on the clock of the profiler
+
+    def mark_steps(self, now_ns: int) -> None:
+        """Say that what follows are the steps whose peak is `steps`."""
+        self.first_step_ns = now_ns
+
+
+@contextmanager
+def measured_tensors() -> Iterator[TensorPeak]:
+    """Measure the tensors that this thread, and the backward that it starts, allocate on the CPU inside the block.
+
+    A process can do so once: later records of torch's profiler may be empty.
+    """
+    peak = TensorPeak()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        yield peak
+    assert recorded.profiler is not None
+    results: Any = recorded.profiler.kineto_results
+    live, sizes = 0, dict[int, int]()
+    for when, address, change in sorted(_allocations(results.experimental_event_tree())):
+        if change > 0:
+            # What another thread freed, such as one of gloo's, is not recorded; its memory is used again.
+            live += change - sizes.get(address, 0)
+            sizes[address] = change
+        else:
+            live -= sizes.pop(address, 0)
+        peak.whole = max(peak.whole, live)
+        if when >= peak.first_step_ns:
+            peak.steps = max(peak.steps, live)
+
+
+def _allocations(roots: list[_ProfilerEvent]) -> Iterator[tuple[int, int, int]]:
+    """Yield the time, address and size of every allocation, and of every release with the size below 0."""
+    waiting = [*roots]
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == _EventType.Allocation:
+            fields: Any = event.extra_fields
+            yield event.start_time_ns, fields.ptr, fields.alloc_size
+
 
 # Steps before the measured ones: the first creates compiled code and the optimizer's states. CUDA graphs are captured
 # in the fourth.

@@ -7,7 +7,7 @@ from importlib import import_module
 from trimaran.core import Plan, TrainSection
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh
-from trimaran.parallel.optimizer.loss_scale import build_loss_scale
+from trimaran.parallel.optimizer.build_optimizer import build_loss_scale
 from trimaran.train.health.guard import Guard
 from trimaran.train.loss.objective import LanguageObjective, Objective
 from trimaran.train.metrics.step_clock import StepClock
@@ -17,8 +17,8 @@ from trimaran.train.steppers.stepper import Stepper
 # By the plan's engine, the module with its `build_stepper`.
 ENGINES = {
     "torch": "trimaran.train.steppers.torch_engine",
-    "deepspeed": "trimaran.train.features.deepspeed.deepspeed_stepper",
-    "async": "trimaran.train.features.async_sgd.async_stepper",
+    "deepspeed": "trimaran.train.features.deepspeed_stepper",
+    "async": "trimaran.train.features.async_trainer",
 }
 
 

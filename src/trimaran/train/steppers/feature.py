@@ -16,7 +16,7 @@ from trimaran.runs import Journal
 from trimaran.train.checkpointing.training_state import ShardKeys, StatePart, TrainingCounter
 from trimaran.train.inputs.training_data import TrainingData
 from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.process.rank_info import RankInfo
+from trimaran.train.process.rank_setup import RankInfo
 from trimaran.train.steppers.step_totals import StepTotals
 
 if TYPE_CHECKING:

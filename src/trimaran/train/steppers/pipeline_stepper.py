@@ -15,6 +15,7 @@ from trimaran.core.plan import WORLD, data_axis
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, autocast
+from trimaran.parallel.axes.fsdp import time_gathers
 from trimaran.parallel.axes.pp import (
     Compute,
     Schedule,
@@ -25,15 +26,13 @@ from trimaran.parallel.axes.pp import (
     gather_stage_facts,
     sum_tied_gradients,
 )
-from trimaran.parallel.axes.stage_map import map_stages
+from trimaran.parallel.mesh import map_stages
 from trimaran.parallel.precision import kept_weight_casts
 from trimaran.train.checkpointing.training_state import TrainingState
-from trimaran.train.loss.head_loss import compute_later_loss
+from trimaran.train.loss.cross_entropy import compute_later_loss
 from trimaran.train.loss.objective import LanguageObjective, Objective, predicted_tokens
-from trimaran.train.metrics.gather_waits import time_gathers
 from trimaran.train.metrics.router_stats import balance_routers
-from trimaran.train.metrics.step_clock import ReadEvents, StepClock
-from trimaran.train.metrics.timeline import attribute
+from trimaran.train.metrics.step_clock import ReadEvents, StepClock, attribute
 from trimaran.train.steppers.step_totals import LossPartSums, ReducedStep
 from trimaran.train.steppers.stepper import (
     NO_REQUESTS,

@@ -14,10 +14,9 @@ from trimaran.data.step_batch import StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh
 from trimaran.train.health.guard import MEMORY_CHANGED, Guard
-from trimaran.train.loss.head_loss import later_loss_names, later_loss_sums
+from trimaran.train.loss.cross_entropy import later_loss_names, later_loss_sums
 from trimaran.train.loss.objective import LossSums, Objective, mean_losses
-from trimaran.train.metrics.host_copy import copy_to_host_async
-from trimaran.train.metrics.router_stats import router_details, routing_counts
+from trimaran.train.metrics.router_stats import copy_to_host_async, router_details, routing_counts
 
 
 class LossPartSums:

@@ -17,7 +17,7 @@ from trimaran.parallel import RankMesh, autocast, gradient_sync
 from trimaran.parallel.tensor_shards import CheckpointState
 from trimaran.train.agreement import RANK_REQUESTS
 from trimaran.train.checkpointing.training_state import TrainingState
-from trimaran.train.loss.head_loss import LossHead, build_loss_head, compute_later_loss
+from trimaran.train.loss.cross_entropy import LossHead, build_loss_head, compute_later_loss
 from trimaran.train.loss.objective import LanguageObjective, LossSums, Objective, predicted_tokens
 from trimaran.train.metrics.router_stats import balance_routers
 from trimaran.train.metrics.step_clock import StepClock
@@ -133,7 +133,7 @@ class PlainStepper:
         self._set_sync = gradient_sync(network.module, plan)
         self._data_axis = data_axis(plan)
         if any(is_fsdp_module(each) for each in network.module.modules()):
-            from trimaran.train.metrics.gather_waits import time_gathers  # noqa: PLC0415  it imports FSDP
+            from trimaran.parallel.axes.fsdp import time_gathers  # noqa: PLC0415  it imports FSDP
 
             time_gathers(network.module, self._data_axis)
         self._reduced: ReducedStep | None = None

@@ -13,13 +13,13 @@ from trimaran.data.step_batch import StepBatch
 from trimaran.nets.local_shards import local_part
 from trimaran.nets.shard_types import is_dtensor
 from trimaran.parallel import LR_FACTOR, RankMesh
-from trimaran.parallel.axes.stage_map import TrainedParameters
-from trimaran.parallel.gradient_norm import GradientSquares, sum_partial_gradients
-from trimaran.parallel.optimizer.eager_optimizer import SplitWeightsOptimizer, split_weights_of
+from trimaran.parallel.mesh import TrainedParameters
+from trimaran.parallel.optimizer.build_optimizer import SplitWeightsOptimizer, split_weights_of
+from trimaran.parallel.tensor_sums import GradientSquares, sum_partial_gradients
 from trimaran.train.checkpointing.training_state import TrainingCounter, TrainingState, saved_settings
 from trimaran.train.health.guard import Guard
 from trimaran.train.metrics.group_norms import GroupMeter
-from trimaran.train.metrics.host_copy import copy_to_host_async
+from trimaran.train.metrics.router_stats import copy_to_host_async
 from trimaran.train.steppers.feature import MakeTotals, UpdatePart
 from trimaran.train.steppers.step_totals import StepTotals
 

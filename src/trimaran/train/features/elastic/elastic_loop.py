@@ -1,35 +1,113 @@
 """Trains an elastic replica: local steps as if it were alone, and a synchronisation with those who are alive."""
 
+import json
 import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from trimaran.core import Recipe, StepMetrics
+from trimaran.data.feed import share_of
 from trimaran.data.row_ledger import RowLedger
+from trimaran.parallel.tensor_regions import IndexEntry, TensorMeta
+from trimaran.parallel.tensor_shards import TORCH_DTYPES, CheckpointState, TensorShard, copy_values, meta_of
 from trimaran.runs import Journal, RunDirectory
 from trimaran.runs.replica_records import Round, RoundResult, group_prefix
 from trimaran.train.agreement import LoopExit, StepDecision, StopRequest
 from trimaran.train.build import WorkerParts
 from trimaran.train.change_file import ChangeFile
 from trimaran.train.checkpointing.checkpointer import Checkpointer
-from trimaran.train.checkpointing.inputs import CheckpointInputs
-from trimaran.train.features.elastic.dealt_loader import DealtLoader
-from trimaran.train.features.elastic.elastic_feature import ElasticFeature, ElasticPart
-from trimaran.train.features.elastic.elastic_outer import ElasticOuter, Received
-from trimaran.train.features.elastic.membership import Membership
-from trimaran.train.features.elastic.replica import Replica
-from trimaran.train.features.elastic.replica_group import abandon, make_group, run_until
-from trimaran.train.features.elastic.send_state import receive_state, send_state
+from trimaran.train.checkpointing.tiers import CheckpointInputs
+from trimaran.train.features.elastic.elastic_feature import (
+    DealtLoader,
+    ElasticFeature,
+    ElasticOuter,
+    ElasticPart,
+    Received,
+)
+from trimaran.train.features.elastic.replica import (
+    Membership,
+    Replica,
+    abandon,
+    check_replica,
+    join_replica,
+    make_group,
+    run_until,
+)
+from trimaran.train.features.table import LOCAL_STEPS, features_of
 from trimaran.train.health.guard import too_many_bad_samples
-from trimaran.train.process.supervisor_link import supervisor_store
+from trimaran.train.plain_rank import PlainRank, Training
+from trimaran.train.process.rank_setup import RankInfo
+from trimaran.train.process.supervisor_link import SupervisorLink, supervisor_store
+from trimaran.train.rank_context import RankContext
 from trimaran.train.steppers.stepper import TorchStepper
 from trimaran.train.steppers.update import Updater
 from trimaran.train.trainer import Trainer
+
+
+@torch.no_grad()
+def send_state(state: CheckpointState, step: int, group: dist.ProcessGroup) -> None:
+    """Send the state of this rank to the other ranks of `group`, which is its first rank."""
+    state.gather()
+    shards = [*_by_place(state.shards()).values()]
+    rows = [[each.key, meta_of(each).dtype, each.shape, each.start, tuple(each.tensor.shape)] for each in shards]
+    _broadcast_json({"step": step, "progress": state.progress(), "shards": rows}, group)
+    for shard in shards:
+        values = torch.empty(tuple(shard.tensor.shape), dtype=shard.tensor.dtype)
+        copy_values(shard.tensor, values)
+        _broadcast(values, group)
+
+
+@torch.no_grad()
+def receive_state(state: CheckpointState, group: dist.ProcessGroup) -> tuple[int, dict[str, Any]]:
+    """Fill the shards of this rank with what `send_state` sends; return its step and its progress.
+
+    `state.restore` completes it.
+    """
+    header = _broadcast_json(None, group)
+    rows = [
+        (key, dtype, tuple(shape), tuple(start), tuple(size)) for key, dtype, shape, start, size in header["shards"]
+    ]
+    index = {key: IndexEntry(TensorMeta(dtype, shape), ()) for key, dtype, shape, _, _ in rows}
+    targets: dict[tuple[str, tuple[int, ...]], list[TensorShard]] = {}
+    for shard in state.shards_from(index):
+        targets.setdefault((shard.key, tuple(shard.start)), []).append(shard)
+    for key, dtype, _, start, size in rows:
+        values = torch.empty(size, dtype=TORCH_DTYPES[dtype])
+        _broadcast(values, group)
+        for shard in targets.pop((key, start)):
+            shard.tensor.copy_(values)
+    if targets:
+        raise RuntimeError(f"the other replica has no {next(iter(targets))[0]}")
+    return header["step"], header["progress"]
+
+
+def _by_place(shards: Sequence[TensorShard]) -> dict[tuple[str, tuple[int, ...]], TensorShard]:
+    """Return the shards by key and start, each once: tied parameters are the same tensor."""
+    return {(each.key, tuple(each.start)): each for each in shards}
+
+
+def _broadcast(values: Tensor, group: dist.ProcessGroup) -> None:
+    if values.numel():
+        as_bytes = values.contiguous().reshape(-1).view(torch.uint8)
+        dist.broadcast(as_bytes, group=group, group_src=0)
+
+
+def _broadcast_json(value: Any, group: dist.ProcessGroup) -> Any:
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, group=group, group_src=0)
+    data = data if group.rank() == 0 else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, group=group, group_src=0)
+    return json.loads(data.numpy().tobytes())
+
 
 log = logging.getLogger(__name__)
 
@@ -330,3 +408,58 @@ def merge_lines(
         merged.append(replace(line, loss=loss, tokens=round(tokens), samples=round(sum(row[3] for row in rows)),
                               mfu=line.mfu / num_replicas))  # fmt: skip
     return merged
+
+
+class ElasticTraining(Training):
+    """The training of a rank of a replica, from one synchronisation to the next."""
+
+    def __init__(self, parts: WorkerParts, loop: ElasticLoop, change_file: ChangeFile) -> None:
+        super().__init__(parts, loop.start(), change_file)
+        self._loop = loop
+
+    def run(self) -> LoopExit:
+        return self._loop.run(self.owner.checkpointer, self.start)
+
+    def saves_end(self) -> bool:
+        return self._loop.saves_end()
+
+    def report_saved(self) -> None:
+        self._loop.membership.report_finished()
+
+
+class ElasticRank(PlainRank):
+    """A rank of an elastic replica. `info` counts in the run, and the context in the replica."""
+
+    def __init__(self, run: RunDirectory, info: RankInfo, link: SupervisorLink, replica: Replica) -> None:
+        super().__init__(run, info, replace(link, rank_memories=()))  # other replicas are the copies
+        self._replica, self._plan = replica, run.read_plan()
+        in_replica = share_of(replica.plan(self._plan), 0)
+        self._ledger = RowLedger(in_replica, global_batch=self._plan.global_batch)
+        self._feature = ElasticFeature(replica, self._ledger)
+
+    @property
+    def first_rank(self) -> int:
+        return self._replica.first_rank
+
+    def join(self) -> None:
+        check_replica(self.run.read_recipe(), self.link)
+        join_replica(self._replica, self._replica.rank_info(self.info), self.link)
+
+    def context(self, journal: Journal, cache: Path, stop: StopRequest, change_file: ChangeFile) -> RankContext:
+        """Return what the parts of this rank are built from. The loop asks for stops and changes between rounds."""
+        recipe, plan = self._replica.recipe(self.run.read_recipe()), self._replica.plan(self._plan)
+        return RankContext(
+            run=self.run,
+            rank_info=self._replica.rank_info(self.info),
+            journal=journal,
+            cache=cache,
+            recipe=recipe,
+            plan=plan,
+            features=(*features_of(plan, recipe, without=[LOCAL_STEPS]), self._feature),
+            link=self.link,
+        )
+
+    def begin(self, parts: WorkerParts, stop: StopRequest, change_file: ChangeFile) -> ElasticTraining:
+        """Restore the newest state, or get it from a replica that trains already; return the training from there."""
+        loop = build_elastic_loop(parts, self._feature, self._ledger, self._replica, self.info.rank, stop, change_file)
+        return ElasticTraining(parts, loop, change_file)

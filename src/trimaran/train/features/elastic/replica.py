@@ -1,6 +1,11 @@
-"""This rank's place in an elastic run: its replica is a world of its own."""
+"""Process groups between elastic replicas: made for those who take part in a round, and given up if one is lost."""
 
+import logging
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -9,8 +14,19 @@ from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.data.data_kind import data_kind_of
 from trimaran.runs.gloo_listeners import closed_listeners
-from trimaran.train.process.rank_info import TIMEOUT, RankInfo
-from trimaran.train.process.supervisor_link import SupervisorLink, supervisor_store
+from trimaran.runs.replica_records import (
+    FINISHED,
+    LAST_ROUND,
+    Round,
+    RoundResult,
+    Statement,
+    lost_key,
+    result_key,
+    round_key,
+    statement_key,
+)
+from trimaran.train.process.rank_setup import TIMEOUT, RankInfo
+from trimaran.train.process.supervisor_link import TIMED_OUT, SupervisorLink, supervisor_store
 
 FIELD = "plan.comm.local_steps.elastic"
 
@@ -84,3 +100,138 @@ def join_replica(replica: Replica, rank_info: RankInfo, link: SupervisorLink) ->
         dist.init_process_group(
             traits.group_backends, store=store, rank=rank_info.rank, world_size=replica.size, timeout=TIMEOUT
         )
+
+
+WAIT = timedelta(seconds=1)  # for a key; then the rank reports that it is alive, and waits again
+
+
+class Membership:
+    """What this rank knows about the rounds. `rank` counts in the run. `report_alive` is called while it waits."""
+
+    def __init__(
+        self, store: dist.Store, replica: Replica, rank: int, *, start: int, report_alive: Callable[[], None]
+    ) -> None:
+        self._store, self.replica, self._rank, self._start = store, replica, rank, start
+        self._report_alive = report_alive
+        self._last = -1  # the last round whose result is known
+
+    def has_begun(self) -> bool:
+        """Return whether the others train already, so that this replica joins them."""
+        return self._store.check([LAST_ROUND])
+
+    def join(self, step: int) -> tuple[Round, RoundResult]:
+        """Wait for a round in which this replica gets the state of another, or continues from its own of `step`."""
+        self._say(Statement(kind="join", start=self._start, step=step))
+        self._wait(LAST_ROUND)
+        number = int(self._store.get(LAST_ROUND))
+        while True:
+            opened = Round.decode(self._wait(round_key(number)))
+            if opened.starts.get(self.replica.number) == self._start:
+                result = self.result_of(opened)
+                if result.ok and self.replica.number in result.members:
+                    return opened, result
+            number += 1
+
+    def next_round(self, step: int, *, stop: bool, leave: bool, save: bool, lines: list[list[float]]) -> Round:
+        """Say that this rank has trained until `step`, and wait for the round."""
+        self._say(Statement(kind="arrive", start=self._start, step=step, round=self._last, stop=stop,
+                            leave=leave, save=save, lines=lines))  # fmt: skip
+        return Round.decode(self._wait(round_key(self._last + 1)))
+
+    def vote(self, opened: Round, *, ok: bool) -> RoundResult:
+        """Say whether this rank has all values of the exchange, and wait until it is decided whether it counts."""
+        self._say(Statement(kind="vote", start=self._start, step=opened.step, round=opened.number, ok=ok))
+        return self.result_of(opened)
+
+    def result_of(self, opened: Round) -> RoundResult:
+        result = RoundResult.decode(self._wait(result_key(opened.number)))
+        self._last = opened.number
+        return result
+
+    def is_over(self, opened: Round) -> bool:
+        """Return whether the round is decided, so that nobody needs the exchange any more."""
+        self._report_alive()
+        return self._store.check([result_key(opened.number)])
+
+    def is_lost(self, replica: int, opened: Round) -> bool:
+        """Return whether a replica of a round is lost since."""
+        self._report_alive()
+        return self._store.check([lost_key(replica, opened.starts[replica])])
+
+    def report_finished(self) -> None:
+        """Say that the end of the run is saved."""
+        self._store.set(FINISHED, "1")
+
+    def is_finished(self, seconds: timedelta = WAIT) -> bool:
+        """Return whether the end of the run is saved; wait a moment for it."""
+        self._report_alive()
+        return self._has(FINISHED, seconds)
+
+    def _say(self, statement: Statement) -> None:
+        self._store.set(statement_key(self._rank), statement.encode().decode())
+
+    def _wait(self, key: str) -> bytes:
+        self._report_alive()
+        while not self._has(key, WAIT):
+            self._report_alive()
+        return self._store.get(key)
+
+    def _has(self, key: str, seconds: timedelta) -> bool:
+        """Return whether a key is set; wait for it this long."""
+        try:
+            self._store.wait([key], seconds)
+        except dist.DistStoreError as error:
+            if TIMED_OUT not in str(error):
+                raise
+            return False
+        return True
+
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+CHECK_SECONDS = 0.2  # between two looks whether what runs is still needed
+_abandoned: list[dist.ProcessGroup] = []  # gloo's destructor would wait for their collectives
+
+
+def make_group(store: dist.Store, members: Sequence[int], member: int, *, prefix: str) -> dist.ProcessGroup:
+    """Return a gloo group of one rank of each of `members`, which all call this with the same prefix.
+
+    It is not one of the default group's: that has the ranks of one replica only. It can be given up, unlike NCCL's.
+    """
+    size, rank = len(members), list(members).index(member)
+    inner = dist.PrefixStore(prefix, store) if size > 1 else dist.HashStore()
+    group = dist.ProcessGroup(inner, rank, size)
+    with closed_listeners():
+        backend = dist.ProcessGroupGloo(inner, rank, size, TIMEOUT)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def abandon(group: dist.ProcessGroup) -> None:
+    """Give up a group in which a collective may be running that never ends."""
+    _abandoned.append(group)
+
+
+def run_until(do: Callable[[], T], is_over: Callable[[], bool]) -> T | None:
+    """Return what `do` returns in a thread of its own; None if it fails, or if `is_over` says so before.
+
+    The thread is left behind then: a collective that waits for a lost rank cannot be interrupted.
+    """
+    results: list[T] = []
+
+    def work() -> None:
+        try:
+            with torch.no_grad():
+                results.append(do())
+        except Exception as error:
+            log.warning("the exchange with other replicas failed: %s", error)
+
+    thread = threading.Thread(target=work, name="trimaran-exchange", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(CHECK_SECONDS)
+        if thread.is_alive() and is_over():
+            break
+    return results[0] if results else None

@@ -30,23 +30,21 @@ from trimaran.train.agreement import LoopExit, StepDecision
 from trimaran.train.build import WorkerParts
 from trimaran.train.change_file import ChangeFile, CheckedChange, change_from_dict
 from trimaran.train.checkpointing.checkpointer import Checkpointer
-from trimaran.train.features.live_change.process_groups import (
-    are_in_step,
-    collective_counts,
-    destroy_groups,
-    known_groups,
-)
 from trimaran.train.features.live_change.rebuild import (
     FailedChangeError,
+    are_in_step,
     change_in_place,
     clear_gradients,
+    collective_counts,
+    destroy_groups,
     forget_compiled,
     forget_peak_memory,
     free_earlier_parts,
+    known_groups,
+    rebuild_with_room,
     release_graphs,
     release_state,
 )
-from trimaran.train.features.live_change.staged_state import rebuild_with_room
 from trimaran.train.features.table import features_of
 from trimaran.train.plain_rank import PartsOwner
 from trimaran.train.process.supervisor_link import supervisor_store

@@ -1,32 +1,39 @@
-"""Builds the parts of another plan beside those of the current one, and hands the state over to them."""
+"""Moves the old state to host memory while a change hands it over, if the device has no room for both states.
+
+Whole storages are moved, so views of them, tied parameters and flat buffers stay what they are. The old parts keep
+their tensors, which have no memory until `restore`.
+"""
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage
+from torch.distributed import distributed_c10d  # private in torch: the table of all groups
 
-from trimaran.checkpoint.hand_over import HeldState, hand_over
+from trimaran.checkpoint.hand_over import ROUND_BYTES, HeldState, hand_over
 from trimaran.checkpoint.load_state import match_shards, refuse_unused_tensors
 from trimaran.checkpoint.memory_copies import MemorySource
-from trimaran.core import Plan, UserError
+from trimaran.core import Plan, UserError, show_bytes
 from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.machine.host_limits import free_bytes
 from trimaran.parallel import build_mesh
-from trimaran.parallel.axes.stage_map import map_stages
-from trimaran.parallel.comm.json_exchange import all_gather_int64
-from trimaran.parallel.mesh import forget_meshes
+from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json
+from trimaran.parallel.mesh import forget_meshes, map_stages
 from trimaran.parallel.tensor_shards import TensorShard
 from trimaran.runs.change_phases import reach_phase
 from trimaran.runs.gloo_listeners import closed_listeners
 from trimaran.train.build import WorkerParts, build_trainer, connect_trainer, load_data
-from trimaran.train.checkpointing.inputs import CheckpointInputs
+from trimaran.train.checkpointing.tiers import CheckpointInputs
 from trimaran.train.checkpointing.training_state import MAY_BE_UNUSED, TrainingState
-from trimaran.train.process.rank_info import RankInfo
-from trimaran.train.process.torch_modes import set_expandable_segments
+from trimaran.train.process.rank_setup import RankInfo, set_expandable_segments
 from trimaran.train.rank_context import RankContext
 from trimaran.train.rank_networks import build_empty_networks, reload_base
 from trimaran.train.steppers.stepper import TorchStepper
@@ -242,3 +249,152 @@ def free_earlier_parts() -> None:
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def known_groups() -> dict[str, dist.ProcessGroup]:
+    """Return the groups that this rank is in, by name, without the default group."""
+    world: Any = distributed_c10d._world
+    return {name: group for group, name in world.pg_names.items() if group is not dist.group.WORLD}
+
+
+def destroy_groups(groups: Iterable[str]) -> None:
+    """Destroy these groups, those that were made last first. All their ranks must do so, and nobody uses them."""
+    found = known_groups()
+    for name in sorted({*groups} & found.keys(), key=_by_age, reverse=True):
+        dist.destroy_process_group(found[name])
+
+
+def collective_counts() -> dict[str, list[int]]:
+    """Return for each group of this rank how many collectives it has started there, by backend.
+
+    If these are the same on all ranks, no rank waits for another in a collective that the other never starts.
+    """
+    groups = known_groups() | {"": dist.group.WORLD}
+    return {name: [*_counts(group)] for name, group in groups.items()}
+
+
+def are_in_step(counts: Sequence[dict[str, list[int]]]) -> bool:
+    """Return whether the ranks, each with its `collective_counts`, have started the same collectives."""
+    first: dict[str, list[int]] = {}
+    return all(first.setdefault(name, numbers) == numbers for rank in counts for name, numbers in rank.items())
+
+
+def _counts(group: Any) -> Iterable[int]:
+    for kind in ("cpu", "cuda"):
+        with suppress(RuntimeError, AttributeError):  # it has no backend for this kind of device
+            yield int(group._get_backend(torch.device(kind))._get_sequence_number_for_group())
+
+
+def _by_age(name: str) -> tuple[int, str]:
+    return (int(name), "") if name.isdigit() else (0, name)
+
+
+STATE_TERMS = ("weights", "masters", "optimizer")  # of a prediction's memory
+USABLE_FRACTION = 0.95  # of free memory: what is free is not in one piece
+RAN_OUT = torch.OutOfMemoryError.__name__
+STAGE = "stage"  # the part of a pause
+
+
+class StagedState:
+    """A rank's state in host memory. `shards` are those of the state, with their values there."""
+
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
+        self._moved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
+        self.shards = [self._staged(shard) for shard in shards]
+        for storage, _ in self._moved.values():
+            storage.resize_(0)
+
+    def _staged(self, shard: TensorShard) -> TensorShard:
+        """Return the shard with its values in host memory, unless its tensor has a form of its own."""
+        tensor = shard.tensor
+        if not isinstance(tensor, Tensor) or not (storage := tensor.untyped_storage()).resizable():
+            return shard
+        if storage._cdata not in self._moved:
+            host = UntypedStorage(storage.nbytes())
+            host.copy_(storage)
+            self._moved[storage._cdata] = storage, host
+        _, host = self._moved[storage._cdata]
+        view = torch.empty(0, dtype=tensor.dtype)
+        view.set_(host, tensor.storage_offset(), tensor.size(), tensor.stride())  # pyrefly: ignore[no-matching-overload]
+        return replace(shard, tensor=view)
+
+    def restore(self) -> None:
+        """Give the tensors of the state their memory and values back."""
+        for storage, host in self._moved.values():
+            storage.resize_(host.nbytes())
+            storage.copy_(host)
+        self._moved.clear()
+
+
+def rebuild_with_room(
+    context: RankContext,
+    old: WorkerParts,
+    copies: StepCopies,
+    progress: dict[str, Any],
+    step: int,
+    agree: Agree,
+    seconds: MutableMapping[str, float],
+) -> WorkerParts:
+    """Return what `rebuild` returns. If both states do not fit on the device, the old one is in host memory meanwhile.
+
+    Where the room is predicted to be enough but is not, it is tried again that way. If building fails, `old` is as it
+    was before the error is raised. `seconds` gets the time to move the state.
+    """
+    if all(all_gather_json(has_room(context))):
+        groups, why = {*known_groups()}, ""
+        try:
+            return rebuild(context, old, copies, progress, step, agree)
+        except FailedChangeError as error:
+            why = str(error)  # the error itself holds frames, and these the parts that were built
+        if RAN_OUT not in why:
+            raise FailedChangeError(why)
+        free_earlier_parts()
+        destroy_groups(known_groups().keys() - groups)
+    began = time.monotonic()
+    copies.wait_until_copied()  # copies in memory read the state
+    shards = held_shards(old)
+    agree(lambda: refuse_without_host_room(shards, num_ranks=context.rank_info.local_world_size))
+    staged = StagedState(shards)
+    free_earlier_parts()
+    seconds[STAGE] = time.monotonic() - began
+    why = ""
+    try:
+        return rebuild(context, old, copies, progress, step, agree, staged.shards)
+    except FailedChangeError as error:
+        why = str(error)
+    free_earlier_parts()
+    staged.restore()
+    raise FailedChangeError(why)
+
+
+def has_room(context: RankContext) -> bool:
+    """Return whether this rank's device has memory for the state of the new plan beside what is there now."""
+    free, needed = free_device_bytes(context.rank_info.device), new_state_bytes(context.plan)
+    return free is None or needed is None or needed <= USABLE_FRACTION * free
+
+
+def new_state_bytes(plan: Plan) -> float | None:
+    """Return what the state of a plan and the buffers of the exchange need on the device; None if it is not known."""
+    if plan.prediction is None:
+        return None
+    state = sum(plan.prediction.memory.get(term, 0.0) for term in STATE_TERMS)
+    return state + min(state, 2 * ROUND_BYTES)
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a GPU, with what torch keeps for later; None for a CPU: its state is in host memory."""
+    if not DEVICE_TRAITS[device.type].has_own_memory:
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def refuse_without_host_room(shards: Sequence[TensorShard], *, num_ranks: int) -> None:
+    """Raise if host memory has no room for the states of the `num_ranks` ranks of this node."""
+    tensors = [shard.tensor for shard in shards if isinstance(shard.tensor, Tensor)]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
+    needed, free = num_ranks * sum(storages.values()), free_bytes()
+    if needed > USABLE_FRACTION * free:
+        raise UserError("S046", "the device has no room for the states of both plans, and host memory has "
+                        f"{show_bytes(free)} free for the old one, which needs {show_bytes(needed)}",
+                        where="plan", fix="stop the run, and resume it with the new plan")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Builds a Hugging Face model, or this rank's pipeline stages of one, without weights."""
+"""Builds networks that are not ours, without weights: Hugging Face models or stages of one, and a plug-in's family."""
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise
@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from trimaran.core import ModelSection, Plan, Recipe, UserError
+from trimaran.data.data_kind import data_kind_of
 from trimaran.models import refuse_unmatched, spec_of, split_outline, stages_of_rank
 from trimaran.models.hf_facts import refuse_seq_len
 from trimaran.models.resolve import outline_if_known
 from trimaran.nets import Network
+from trimaran.nets.plugin_network import PluginNetwork, plugin_network
 from trimaran.parallel import RankMesh
 
 if TYPE_CHECKING:
@@ -78,3 +80,17 @@ def hf_stage_ranges(recipe: Recipe, plan: Plan, num_layers: int) -> tuple[range,
                         where="plan.pipeline.stages", fix="give every stage at least one layer and all of them "
                         f"together {num_layers}, or leave them out")  # fmt: skip
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))
+
+
+def open_family_network(recipe: Recipe) -> PluginNetwork:
+    """Return the network on the meta device; raise UserError if it does not suit the recipe."""
+    with torch.device("meta"):
+        network = plugin_network(recipe.model)
+    refuse_seq_len(recipe.data.seq_len, network.max_seq_len)
+    refuse_unmatched(recipe.train.precision, [name for name, _ in network.module.named_modules() if name])
+    separates = recipe.data.isolate_documents or data_kind_of(recipe) != "text"
+    if separates and not network.built.takes_documents:
+        raise UserError("K080", f"the network family '{recipe.model.family}' does not keep the documents of a row "
+                        "apart", where="data.isolate_documents" if recipe.data.isolate_documents else "data.source",
+                        fix="train on text without isolate_documents, or let the family take documents")  # fmt: skip
+    return network

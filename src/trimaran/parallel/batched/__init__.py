@@ -1,1 +1,0 @@
-"""Computations over many tensors at once, with a few kernel launches instead of one or more for each tensor."""

@@ -1,1 +1,0 @@
-"""Weights and optimizer states on local disks."""

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map
 
 from trimaran.core import UserError
 from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.loop.loop_checks import GradientWatch, local_tensor
 from trimaran.loop.loop_context import LoopContext
 from trimaran.loop.loop_optimizers import parameters_of
 from trimaran.loop.loss_reduction import CHECK_OFF, accumulation_divisor, calling_line, check_divisor

@@ -154,8 +154,9 @@ def _record(run: "MeasuredRun", found: "PlanSteps", outline: Outline | None) -> 
             mfu=steps.mfu,
             peak_bytes=steps.peak_bytes,
         ),
-        predicted=prediction
-        and SpeedFigures(
+        predicted=None
+        if prediction is None
+        else SpeedFigures(
             step_seconds=prediction.step_seconds,
             tokens_per_second=prediction.tokens_per_second,
             mfu=prediction.mfu,

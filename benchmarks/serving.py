@@ -171,8 +171,7 @@ def network_on_gpu(spec: ModelSpec, device: torch.device) -> Network:
 
 
 def prepare(network: Any, device: torch.device, options: argparse.Namespace) -> None:
-    from trimaran.serve.serving_layers import join_projections  # noqa: PLC0415
-    from trimaran.serve.weight_quantisation import quantise  # noqa: PLC0415
+    from trimaran.serve.serving_layers import join_projections, quantise  # noqa: PLC0415
 
     if options.quantise:
         quantise(network, options.quantise, device)

@@ -29,14 +29,11 @@ from benchmarks.serving_http import measured, save_model
 from tests.serving import MODEL, TOKEN, RunningServer
 
 from trimaran.serve.engine.batching_engine import BatchingEngine, EngineStats
-from trimaran.serve.engine.engine_config import EngineConfig
 from trimaran.serve.engine.engine_loop import EngineLoop, EngineSocket
-from trimaran.serve.engine.engine_messages import MAX_MESSAGE_BYTES
-from trimaran.serve.engine.engine_request import EngineRequest, TokenOutput
-from trimaran.serve.server.engine_process import EngineProcess
+from trimaran.serve.engine.engine_request import MAX_MESSAGE_BYTES, EngineRequest, TokenOutput
+from trimaran.serve.server.engine_client import EngineProcess
 from trimaran.serve.server.run_server import Server
-from trimaran.serve.server.server_settings import ServerSettings
-from trimaran.serve.weights_location import TrainedWeights
+from trimaran.serve.settings import EngineConfig, ServerSettings, TrainedWeights
 
 VOCABULARY = 257
 

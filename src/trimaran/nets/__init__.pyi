@@ -21,8 +21,8 @@ from .decoder.attention import Attention as Attention, RMSNorm as RMSNorm, rotat
 from .decoder.attention_context import AttentionScope as AttentionScope, Context as Context, attend as attend
 from .decoder.decoder import Decoder as Decoder, DecoderLayer as DecoderLayer
 from .decoder.flex_kernel import (
-    BLOCK as BLOCK, block_mask as block_mask, flexible_attention as flexible_attention,
-    has_flex_kernel as has_flex_kernel,
+    BLOCK as BLOCK, block_mask as block_mask, flexible_attention as flexible_attention, has_flex_kernel as
+    has_flex_kernel,
 )
 from .decoder.joint_projections import join_weights as join_weights, separate_modules as separate_modules
 from .decoder.key_value_cache import KeyValueCache as KeyValueCache, MIN_CAPACITY as MIN_CAPACITY
@@ -55,9 +55,8 @@ from .kernels.paged_attention import attend_one_query as attend_one_query, store
 from .local_shards import local_part as local_part, local_slices as local_slices
 from .network import Network as Network, WeightsNeededError as WeightsNeededError, decoder_network as decoder_network
 from .nf4_linear import (
-    Nf4Linear as Nf4Linear, Nf4LoraLinear as Nf4LoraLinear, loadable_weights as loadable_weights,
-    pack_frozen_weights as pack_frozen_weights, packed_parameters as packed_parameters,
-    weight_to_fill as weight_to_fill,
+    Nf4Linear as Nf4Linear, Nf4LoraLinear as Nf4LoraLinear, loadable_weights as loadable_weights, pack_frozen_weights
+    as pack_frozen_weights, packed_parameters as packed_parameters, weight_to_fill as weight_to_fill,
 )
 from .paged_cache import (
     HostLengthsNeededError as HostLengthsNeededError, PagedCache as PagedCache, PagedExtension as PagedExtension,

@@ -16,7 +16,8 @@ from trimaran.models import model_folder
 from trimaran.models.resolve import recipe_image_rules
 from trimaran.nets import Network
 from trimaran.parallel.precision import DTYPES
-from trimaran.serve.adapted_weights import adapted_section, has_adapter, load_adapted_weights
+from trimaran.serve.adapted_network import adapted_section, has_adapter, load_adapted_weights
+from trimaran.serve.settings import TrainedWeights
 from trimaran.serve.trained_model import (
     TrainedModel,
     compute_in_bf16,
@@ -25,7 +26,6 @@ from trimaran.serve.trained_model import (
     section_of_folder,
     stored_dtype,
 )
-from trimaran.serve.weights_location import TrainedWeights
 from trimaran.train.generation.generate import (
     TOKENIZER,
     first_device,

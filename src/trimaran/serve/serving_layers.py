@@ -1,20 +1,32 @@
-"""Decoder layers that compute projections of the same input as one matmul, for inference on a GPU.
+"""Layers as they are served: joined projections, and linear layers with quantised weights."""
 
-A decode step reads every weight for a few tokens, so its time is that of reading the weights and of starting kernels:
-fewer and larger kernels are faster.
-"""
-
+import logging
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trimaran.core import UserError
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.nets.decoder.attention import Attention, RMSNorm
 from trimaran.nets.decoder.decoder import Decoder, DecoderLayer
 from trimaran.nets.decoder.joint_projections import Rotation
 from trimaran.nets.decoder.moe import FeedForward
+from trimaran.nets.local_shards import is_sharded_by_inputs, local_part
+
+Quantisation = Literal["fp8", "int8", "int4"]
+FP8 = torch.float8_e4m3fn
+# An fp8 matmul with a scale for each row needs Hopper.
+MIN_CAPABILITY = {"fp8": (9, 0), "int8": (8, 0), "int4": (8, 0)}
+GROUP = 128  # int4 weights that share a scale and a zero point; our kernel reads so many inputs at a time
+OUTPUTS = 16  # our kernels compute a multiple of so many
+# More tokens than this are one matmul of torch, for int8 and int4 with a bf16 copy of the weight.
+MAX_FEW_TOKENS = {"fp8": 64, "int8": 128, "int4": 128}
+log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -126,3 +138,149 @@ def _are_plain(modules: Iterable[nn.Module]) -> bool:
         any(getattr(each, kind) for kind in kinds) or any(isinstance(own, DTensor) for own in each.parameters())
         for each in modules
     )
+
+
+@torch.no_grad()
+def quantise(network: Network, kind: Quantisation, device: torch.device) -> None:
+    """Quantise the linear layers of the network's blocks in place. Embedding, head, norms and experts stay as they are.
+
+    The weights must be on the GPU `device`. fp8: one scale for each row of a weight and for each token, matmuls in fp8.
+    int8: one scale for each row of a weight; int4: a scale and a zero point for 128 inputs; both multiply in bf16.
+    Layers that the kernels do not support are left out. Names change: load the weights before this.
+    """
+    refuse_device(kind, device)
+    count = 0
+    for block in network.blocks:
+        if isinstance(block, DecoderLayer):
+            replace_projections(block)
+        layers = [each for each in block.modules() if type(each) is nn.Linear and is_supported(each)]
+        for each in layers:
+            quantise_linear(each, kind)
+        count += len(layers)
+    if not count:
+        raise nothing_to_quantise(kind)
+    torch.cuda.empty_cache()  # the cache of keys and values may have the memory of the old weights
+    log.info("%d linear layers have %s weights", count, kind)
+
+
+def quantise_linear(layer: nn.Linear, kind: Quantisation, row_maxima: Tensor | None = None) -> None:
+    """Turn a linear layer, or this rank's slice of one, into a `QuantisedLinear` in place.
+
+    `row_maxima` [outputs] are the largest absolute values of whole rows, if the slice has only a part of each.
+    """
+    is_partial_sum = is_sharded_by_inputs(layer)
+    weight, scales, zeros = quantised_weight(local_part(layer.weight), kind, row_maxima)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if layer.bias is not None:
+        layer.bias = nn.Parameter(local_part(layer.bias).to(torch.bfloat16), requires_grad=False)
+    layer.__class__ = QuantisedLinear
+    assert isinstance(layer, QuantisedLinear)
+    layer.kind, layer.is_partial_sum = kind, is_partial_sum
+    layer.register_buffer("scales", scales, persistent=False)
+    layer.register_buffer("zeros", zeros, persistent=False)
+
+
+class QuantisedLinear(nn.Linear):
+    """A linear layer with a quantised weight, bf16 inputs and outputs. Created by `quantise_linear`.
+
+    If it `is_partial_sum`, the bias is added to the sum over ranks and not here. On a CPU, which has no kernel, it
+    computes with the restored weight.
+    """
+
+    kind: Quantisation
+    is_partial_sum: bool
+    scales: Tensor
+    zeros: Tensor | None
+
+    @property
+    def _own_bias(self) -> Tensor | None:
+        return None if self.is_partial_sum else self.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not input.is_cuda:
+            weight, bias = restored_weight(self.weight, self.scales, self.zeros).to(input.dtype), self._own_bias
+            return F.linear(input, weight, None if bias is None else bias.to(input.dtype))
+        rows = input.flatten(0, -2).to(torch.bfloat16)
+        out = self._few_tokens(rows) if len(rows) <= MAX_FEW_TOKENS[self.kind] else self._many_tokens(rows)
+        return out.unflatten(0, input.shape[:-1])
+
+    def _few_tokens(self, rows: Tensor) -> Tensor:
+        from trimaran.nets.kernels.fp8_rows import fp8_rows  # noqa: PLC0415 - only a GPU has Triton
+        from trimaran.nets.kernels.quantised_matmul import quantised_matmul  # noqa: PLC0415
+
+        rows, row_scales = fp8_rows(rows) if self.kind == "fp8" else (rows.contiguous(), None)
+        return quantised_matmul(
+            rows, self.weight, self.scales, kind=self.kind, x_scales=row_scales, zeros=self.zeros, bias=self._own_bias
+        )
+
+    def _many_tokens(self, rows: Tensor) -> Tensor:
+        from trimaran.nets.kernels.fp8_rows import fp8_rows  # noqa: PLC0415
+        from trimaran.nets.kernels.quantised_matmul import dequantised  # noqa: PLC0415
+
+        if self.kind != "fp8":
+            return F.linear(rows, dequantised(self.weight, self.scales, self.zeros, kind=self.kind), self._own_bias)
+        rows, row_scales = fp8_rows(rows)
+        return torch._scaled_mm(
+            rows, self.weight.t(), row_scales, self.scales[None], bias=self._own_bias, out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )  # fmt: skip
+
+
+def quantised_weight(
+    weight: Tensor, kind: Quantisation, row_maxima: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return a weight [outputs, inputs] in `kind`, its scales, and its zero points; see `quantised_matmul`.
+
+    For `row_maxima` see `quantise_linear`.
+    """
+    weight = weight.float()
+    if kind == "int4":
+        return _quantised_in_groups(weight)
+    largest = torch.finfo(FP8).max if kind == "fp8" else 127.0
+    maxima = weight.abs().amax(dim=1) if row_maxima is None else row_maxima
+    scales = maxima.clamp(min=1e-12) / largest
+    scaled = weight / scales[:, None]
+    return (scaled.to(FP8) if kind == "fp8" else scaled.round().to(torch.int8)), scales, None
+
+
+def restored_weight(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """Return what a quantised weight stands for, in fp32."""
+    if zeros is None:
+        return weight.float() * scales[:, None]
+    grouped = weight.unflatten(1, (-1, GROUP // 2))
+    values = torch.cat((grouped & 15, grouped >> 4), dim=-1).float()
+    return ((values - zeros.t()[:, :, None].float()) * scales.t()[:, :, None].float()).flatten(1)
+
+
+def _quantised_in_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    groups = weight.unflatten(1, (-1, GROUP))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scales = ((high - low) / 15).clamp(min=1e-12).to(torch.bfloat16)
+    zeros = (-low / scales.float()).round().clamp(0, 15)
+    numbers = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15).to(torch.uint8)
+    first, second = numbers.chunk(2, dim=-1)
+    packed = (first | (second << 4)).flatten(1).contiguous()
+    return packed, scales.t().contiguous(), zeros.t().to(torch.uint8).contiguous()
+
+
+def refuse_device(kind: Quantisation, device: torch.device) -> None:
+    """Raise UserError unless the device has kernels for these weights."""
+    if not DEVICE_TRAITS[device.type].has_kernels:
+        raise UserError("E050", f"{kind} weights need an NVIDIA GPU, and the model is on a CPU", where="--quantise",
+                        fix="leave --quantise out, or serve on a GPU")  # fmt: skip
+    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY[kind]:
+        name = torch.cuda.get_device_name(device)
+        raise UserError("E051", f"{name} is too old for {kind} weights", where="--quantise",
+                        fix="fp8 needs Hopper or newer, int8 and int4 need Ampere or newer")  # fmt: skip
+
+
+def is_supported(layer: nn.Linear) -> bool:
+    """Return whether the kernels take a linear layer of this size."""
+    return layer.in_features % GROUP == 0 and layer.out_features % OUTPUTS == 0
+
+
+def nothing_to_quantise(kind: Quantisation) -> UserError:
+    """Return what to say of a model without a layer that can be quantised."""
+    return UserError("E052", f"no layer of this model can be quantised to {kind}", where="--quantise",
+                     fix=f"leave --quantise out: only linear layers with a multiple of {GROUP} inputs and of {OUTPUTS} "
+                     "outputs have a kernel")  # fmt: skip

@@ -3,18 +3,19 @@
 import os
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from trimaran.core import Plan, UserError
+from trimaran.core import Plan, UserError, did_you_mean
 from trimaran.core.version import VERSION
 from trimaran.data import TokenShards, cache_folder
 from trimaran.data.text.pack_text import pack_with
 from trimaran.data.text.source_files import named_path
 from trimaran.data.text.tokenizer import is_same_tokenizer
 from trimaran.runs import append_line
-from trimaran.serve.app.eval_request import EvalRequest
+from trimaran.serve.app.eval import EvalRequest
 from trimaran.serve.open_weights import open_trained
 from trimaran.serve.trained_model import TrainedModel
 from trimaran.train.evaluate_weights import EvaluatedNetwork, HeldOutLoss, held_out_loss, text_loss
@@ -68,13 +69,51 @@ def evaluate_tasks(
     request: EvalRequest, tasks: list[str], folder: Path | None, limit: int | None, progress: Progress
 ) -> dict[str, Any]:
     """Return the metrics of tasks of lm-eval. Its data must be on this machine: nothing is downloaded."""
-    from trimaran.serve.harness_tasks import run_harness_tasks
-
     progress("loading the weights", 0.0)
     trained = open_trained(request.weights, "auto", cache=cache_folder(os.environ))
     progress("running the tasks", 0.2)
     found = run_harness_tasks(trained, tasks, folder=folder, limit=limit)
     return about(request) | {"data": None} | found
+
+
+def run_harness_tasks(
+    trained: TrainedModel, tasks: list[str], *, folder: Path | None, limit: int | None
+) -> dict[str, Any]:
+    """Return `tasks`, the metrics of each task, and `samples`, how many samples all of them had.
+
+    `folder` has task files of one's own. Raises UserError if lm-eval is missing or does not know a task.
+    """
+    if find_spec("lm_eval") is None:
+        raise UserError("K071", "tasks need the package 'lm_eval', which is not installed", where="--tasks",
+                        fix="pip install 'trimaran[eval]'")  # fmt: skip
+    # pyrefly: ignore[missing-import]
+    from lm_eval import simple_evaluate
+
+    # pyrefly: ignore[missing-import]
+    from lm_eval.tasks import TaskManager
+
+    from trimaran.serve.harness_model import HarnessModel
+
+    if folder is not None and not folder.is_dir():
+        raise UserError("A046", "there is no such folder", where=f"--task-folder {folder}",
+                        fix="name a folder with task files (YAML) of lm-eval")  # fmt: skip
+    manager = TaskManager(include_path=str(folder) if folder else None)
+    for name in tasks:
+        if name not in manager.all_tasks:
+            raise UserError("A046", f"lm-eval has no task '{name}'{did_you_mean(name, manager.all_tasks)}",
+                            where="--tasks", fix="see `lm-eval ls tasks`, or name --task-folder")  # fmt: skip
+    answer: Any = simple_evaluate(
+        model=HarnessModel(trained), tasks=list(tasks), task_manager=manager, limit=limit, log_samples=False,
+        bootstrap_iters=0, verbosity="ERROR",
+    )  # fmt: skip
+    samples = sum(each.get("effective", 0) for each in answer.get("n-samples", {}).values())
+    return {"tasks": {name: _numbers(metrics) for name, metrics in answer["results"].items()}, "samples": samples}
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics by their names, without the names of filters that change nothing and without errors."""
+    found = {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in found.items() if "_stderr" not in name and name != "sample_len"}
 
 
 def about(request: EvalRequest) -> dict[str, Any]:

@@ -5,17 +5,112 @@ import os
 import sys
 import time
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from trimaran.app.recipe.options import Json, RunName, find_run
 from trimaran.checkpoint.checkpoint_list import verify_all, with_step
 from trimaran.checkpoint.manifest import DamagedError
-from trimaran.core import show_bytes
+from trimaran.core import UserError, show_bytes
+from trimaran.runs import RunDirectory
 from trimaran.runs.compile_cache import refuse_unusable
-from trimaran.serve.app.export_request import Dtype, Format, Quantise, make_request
+
+Format = Literal["hf", "dcp", "gguf", "onnx", "torch-export"]
+Dtype = Literal["fp32", "fp16", "bf16"]
+Quantise = Literal["int8", "int4", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+Form = Literal["hf", "dcp", "adapter", "merged", "gguf", "onnx", "torch-export"]
+DTYPES: dict[Format, tuple[Dtype, ...]] = {
+    "hf": ("fp32", "bf16"),
+    "dcp": (),
+    "gguf": ("fp32", "fp16", "bf16"),
+    "onnx": ("fp32",),
+    "torch-export": ("fp32",),
+}
+QUANTISED: dict[Format, tuple[Quantise, ...]] = {
+    "hf": ("int8", "int4"),
+    "dcp": (),
+    "gguf": ("int8", "int4", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"),
+    "onnx": (),
+    "torch-export": ("int8", "int4"),
+}
+WHY_NOT = {
+    "dcp": "a DCP folder has the tensors of the checkpoint as they are",
+    "onnx": "an ONNX graph is written in fp32: quantise it with the tools of its runtime",
+    "torch-export": "a graph of torch is written in fp32 or with quantised weights",
+    "hf": "a Hugging Face folder of torchao has int8 or int4 weights",
+}
+# In a GGUF file these are the types with 32 values for each scale.
+GGUF_WIDTHS: dict[str, Quantise] = {"int8": "q8_0", "int4": "q4_0"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRequest:
+    """One export of one checkpoint. `quantise` None: weights in `dtype`; `dtype` None: the default of the form."""
+
+    run: RunDirectory
+    form: Form
+    dtype: Dtype | None = None
+    quantise: Quantise | None = None
+    check: bool = True
+
+    @property
+    def precision(self) -> str:
+        """How weights are stored: a key of `infer.exports.compare_logits.BOUNDS`."""
+        if self.quantise is not None:
+            return GGUF_WIDTHS.get(self.quantise, self.quantise) if self.form == "gguf" else self.quantise
+        return self.dtype or "fp32"
+
+    def folder(self, step_name: str) -> Path:
+        """Return the default folder for the checkpoint of that name."""
+        suffix = f"-{self.precision}" if self.quantise else ""
+        return self.run.path / "exports" / f"{step_name}-{self.form}{suffix}"
+
+
+def make_request(
+    run: RunDirectory, to: Format, *, dtype: Dtype | None, quantise: Quantise | None, merge: bool, check: bool
+) -> ExportRequest:
+    """Return the request; raise UserError if an option does not belong to the format or to the run."""
+    for option, value, allowed in (("--dtype", dtype, DTYPES[to]), ("--quantise", quantise, QUANTISED[to])):
+        if value is not None and value not in allowed:
+            why = WHY_NOT.get(to, "this format cannot hold it")
+            fix = f"use {' or '.join(allowed)}, or leave {option} out" if allowed else f"leave {option} out"
+            raise UserError("A001", f"{option} {value} is not for --to {to}: {why}", where=option, fix=fix)
+    _refuse_model(run, to, quantise)
+    if dtype is not None and quantise is not None:
+        raise UserError("A001", "quantised weights have no other dtype", where="--dtype",
+                        fix="leave --dtype or --quantise out")  # fmt: skip
+    if merge and to != "hf":
+        why = WHY_NOT["dcp"] if to == "dcp" else f"--to {to} always has whole weights"
+        raise UserError("A001", f"--merge is for --to hf: {why}", where="--merge", fix="leave --merge out")
+    return ExportRequest(run=run, form=_form(run, to, merge=merge, quantise=quantise), dtype=dtype, quantise=quantise,
+                         check=check)  # fmt: skip
+
+
+def _refuse_model(run: RunDirectory, to: Format, quantise: Quantise | None) -> None:
+    """Raise UserError for models that take more than token ids, where a format has no place for that."""
+    family, where = run.read_recipe().model.kind, f"--to {to}" if to not in ("hf", "dcp") else "--quantise"
+    if not family.is_language_model and (to not in ("hf", "dcp") or quantise):
+        why = f"has the family {family.name} of a plug-in" if family.is_plugin else f"takes {family.reads}"
+        what = f"{to} exports of Trimaran" if to not in ("hf", "dcp") else "quantised exports"
+        raise UserError("K070", f"{what} are of language models: this one {why}", where=where,
+                        fix="export it with --to hf, in fp32 or bf16")  # fmt: skip
+
+
+def _form(run: RunDirectory, to: Format, *, merge: bool, quantise: Quantise | None) -> Form:
+    """Return what the folder holds."""
+    has_adapter = run.read_recipe().model.adapter is not None
+    if merge and not has_adapter:
+        raise UserError("A001", "this run has no adapter to merge: an export has its whole weights", where="--merge",
+                        fix="leave --merge out")  # fmt: skip
+    if to != "hf":
+        return to
+    if has_adapter and quantise and not merge:
+        raise UserError("A001", "an adapter is not quantised", where="--quantise",
+                        fix="merge it into whole weights: --merge")  # fmt: skip
+    return "merged" if merge else "adapter" if has_adapter else "hf"
 
 
 def export(

@@ -15,7 +15,7 @@ from trimaran.runs.compile_cache import refuse_unusable
 from trimaran.serve.app.trained_weights import TrainedWeights, find_weights
 
 if TYPE_CHECKING:
-    from trimaran.serve.app.generated_text import GeneratedText
+    from trimaran.serve.app.talk import GeneratedText
 
 MAX_TOKENS = 65536
 MAX_SEED = 2**63 - 1

@@ -1,21 +1,227 @@
 """`trimaran plan --serve`: how to serve a model on a cluster, and what it costs."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from trimaran.app.plan.plan_view import add_model, facts_table
+from trimaran.app.recipe.plan_request import read_plan_request, say_reference
 from trimaran.app.show.clean_console import open_console
-from trimaran.core import EXIT_DONE
-from trimaran.serve.app.serving_plan_view import show_serving
-from trimaran.serve.app.serving_request import (
-    ServingOptions,
-    read_serving_question,
-    refuse_training_options,
-    serving_as_dict,
+from trimaran.app.show.text_chart import GREEN, ORANGE
+from trimaran.core import EXIT_DONE, UserError, did_you_mean, show_bytes, show_count, show_seconds
+from trimaran.models import outline_for
+from trimaran.serve.planning.serving import QUANTISED, WEIGHT_FORMATS, Traffic
+from trimaran.serve.planning.serving_plans import (
+    SERVING_GOALS,
+    ServingAnswer,
+    ServingPlan,
+    ServingQuestion,
+    accuracy_of,
+    plan_serving,
 )
-from trimaran.serve.planning.serving_plans import plan_serving
+
+Choice = TypeVar("Choice", bound=str)
+SECONDS_PER_HOUR = 3600
+MAX_TOKENS = 1 << 24  # of a prompt or an answer: more than any model takes
+MAX_SHOWN_LOST = 8
+MIN_SHOWN_MILLISECONDS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingOptions:
+    """The options of `plan --serve`; None where the user gave none."""
+
+    cluster: str | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    max_running: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    weights: str | None = None
+    goal: str = "throughput"
+    price: float | None = None
+
+
+def read_serving_question(what: str | None, options: ServingOptions, settings: Sequence[str]) -> ServingQuestion:
+    """Return the question for `what`, which `trimaran plan` would also accept. An adapter counts as merged."""
+    request = read_plan_request(what, {"cluster": options.cluster}, settings)
+    question = request.question
+    section = question.recipe.model.model_copy(update={"adapter": None})
+    outline = outline_for(section, question.recipe.data) if question.recipe.model.adapter else question.outline
+    if outline is None:
+        raise UserError("P096", "nothing is known of this model", where="MODEL|RECIPE",
+                        fix="name a preset, a config.json or a model folder")  # fmt: skip
+    usual = Traffic()
+    given = {"prompt_tokens": options.prompt_tokens, "output_tokens": options.output_tokens}
+    running = options.max_running or usual.max_sequences
+    for name, value in given.items():
+        if value is not None and not 1 <= value <= MAX_TOKENS:
+            raise UserError("A013", f"{value} is not a valid number of tokens", where=f"--{name.replace('_', '-')}",
+                            fix=f"use 1 to {MAX_TOKENS:,}")  # fmt: skip
+    asked = ServingQuestion(
+        outline=outline,
+        cluster=question.cluster,
+        traffic=Traffic(
+            prompt_tokens=options.prompt_tokens or usual.prompt_tokens,
+            output_tokens=options.output_tokens or usual.output_tokens,
+            max_sequences=running,
+            # A step needs room for prompts beside the running sequences, as `trimaran serve` demands.
+            max_step_tokens=max(usual.max_step_tokens, 2 * running),
+        ),
+        goal=_choice(options.goal, SERVING_GOALS, "--goal"),
+        tp=options.tp,
+        pp=options.pp,
+        weights=None if options.weights is None else _choice(options.weights, WEIGHT_FORMATS, "--weights"),
+    )
+    say_reference(request)
+    return asked
+
+
+def refuse_training_options(given: Mapping[str, object]) -> None:
+    """Raise if an option is given that only plans for training have."""
+    if named := [name for name, value in given.items() if value]:
+        raise UserError("A013", f"{named[0]} is for plans that train, and --serve asks for one that serves",
+                        where=named[0], fix=f"leave out {' and '.join(named)}")  # fmt: skip
+
+
+def price_per_million(plan: ServingPlan, cluster_size: int, price: float) -> float:
+    """Return the price of a million generated tokens if every replica is fully loaded, for a price of a GPU hour."""
+    return cluster_size * price / SECONDS_PER_HOUR / plan.tokens_per_second * 1e6
+
+
+def serving_as_dict(answer: ServingAnswer, *, price: float | None) -> dict[str, Any]:
+    """Return what `plan --serve --json` prints."""
+    question = answer.question
+    best = answer.best
+    cost = None if price is None else price_per_million(best, question.cluster.world_size, price)
+    return {
+        "model": {"name": question.outline.name, "parameters": question.outline.num_parameters},
+        "cluster": str(question.cluster),
+        "goal": question.goal,
+        "traffic": asdict(question.traffic),
+        "best": _plan_as_dict(best),
+        "ranked": [_plan_as_dict(plan) for plan in answer.ranked],
+        "lost": [asdict(layout) | {"why": why} for layout, why in answer.lost],
+        "reasons": list(answer.reasons),
+        "hints": list(answer.hints),
+        "price_per_million_tokens": cost,
+        "accuracy": accuracy_of(best, question.cluster),
+        "next": serve_command(best),
+        "caution": caution(best) or None,
+    }
+
+
+def serve_command(plan: ServingPlan) -> str:
+    """Return the command that starts one engine of the plan."""
+    layout = plan.layout
+    degrees = [f"--{name} {degree}" for name, degree in (("tp", layout.tp), ("pp", layout.pp)) if degree > 1]
+    quantised = [f"--quantise {layout.weights}"] if layout.weights in QUANTISED else []
+    return " ".join(["trimaran serve RUN_OR_FOLDER", *degrees, *quantised])
+
+
+def caution(plan: ServingPlan) -> str:
+    """Return a warning if our own engine does not run the plan; '' if it does."""
+    if plan.layout.weights in QUANTISED and plan.layout.devices > 1:
+        return "trimaran's own engine quantises weights on one device only: --engine vllm also does it over several"
+    return ""
+
+
+def _plan_as_dict(plan: ServingPlan) -> dict[str, Any]:
+    memory = plan.memory
+    return {
+        **asdict(plan.layout),
+        "replicas": plan.replicas,
+        "memory": {**memory.terms, "cache": memory.num_pages * memory.page_bytes, "limit": memory.limit},
+        "cache_bytes_per_token": memory.page_bytes // memory.page_size,
+        "num_pages": memory.num_pages,
+        "cache_tokens": memory.cache_tokens,
+        "max_context": plan.max_context,
+        "max_running": plan.most.running,
+        "tokens_per_second": plan.tokens_per_second,
+        "loads": [asdict(each) for each in plan.loads],
+    }
+
+
+def _choice(text: str, choices: Sequence[Choice], where: str) -> Choice:
+    for each in choices:
+        if each == text:
+            return each
+    raise UserError("A013", f"there is no '{text}'{did_you_mean(text, choices)}", where=where,
+                    fix=f"use one of {', '.join(choices)}")  # fmt: skip
+
+
+def show_serving(answer: ServingAnswer, console: Console, *, price: float | None) -> None:
+    """Print the answer."""
+    question, best = answer.question, answer.best
+    traffic, facts = question.traffic, facts_table()
+    add_model(facts, question.outline)
+    facts.add_row("cluster", str(question.cluster))
+    facts.add_row("requests", f"prompts of {traffic.prompt_tokens:,} tokens, answers of {traffic.output_tokens:,}")
+    facts.add_row("plan", Text(_plan_text(best), style=f"bold {GREEN}"))
+    _add_memory(facts, best)
+    speed = f"{show_count(best.tokens_per_second)} tokens/s of all replicas, each with {best.most.running} requests"
+    facts.add_row("speed", speed)
+    if price is not None:
+        cost = price_per_million(best, question.cluster.world_size, price)
+        facts.add_row("price", f"{cost:,.2f} for a million generated tokens at that load")
+    facts.add_row("error", accuracy_of(best, question.cluster))
+    console.print(facts)
+    console.print(
+        Text("\none replica by load: time to the first token, between tokens, and in steps with a prompt", style="dim")
+    )
+    console.print(_load_table(best))
+    _show_lines(console, "why", answer.reasons)
+    lost = [f"{layout}: {why}" for layout, why in answer.lost]
+    _show_lines(console, "why others lost", lost[:MAX_SHOWN_LOST])
+    _show_lines(console, "what would change the answer", answer.hints)
+    if warning := caution(best):
+        console.print(Text.assemble(("\nwarning  ", ORANGE), warning), soft_wrap=True)
+    console.print(Text(f"\nnext  {serve_command(best)}"), soft_wrap=True)
+
+
+def _plan_text(plan: ServingPlan) -> str:
+    replicas = f"{plan.replicas} replicas of " if plan.replicas > 1 else ""
+    return f"{replicas}tp {plan.layout.tp} x pp {plan.layout.pp}, {plan.layout.weights} weights"
+
+
+def _add_memory(facts: Table, plan: ServingPlan) -> None:
+    memory = plan.memory
+    terms = ", ".join(f"{name} {show_bytes(size)}" for name, size in memory.terms.items())
+    cache = show_bytes(memory.num_pages * memory.page_bytes)
+    facts.add_row("memory", f"{terms}, cache {cache}: {show_bytes(memory.limit)} of a device")
+    per_token = show_bytes(memory.page_bytes / memory.page_size)
+    facts.add_row("cache", f"{memory.cache_tokens:,} tokens of {per_token} a device, in {memory.num_pages:,} pages")
+    facts.add_row("longest", f"{plan.max_context:,} tokens in one sequence")
+
+
+def _load_table(plan: ServingPlan) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    columns = ("requests", "running", "first", "between", "with prompt", "tokens/s", "answers/s")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for load in plan.loads:
+        seconds = (load.first_token, load.between_tokens, load.slow_between_tokens)
+        table.add_row(str(load.concurrent), str(load.running), *(_show_latency(each) for each in seconds),
+                      show_count(load.tokens_per_second), f"{load.requests_per_second:,.2f}")  # fmt: skip
+    return table
+
+
+def _show_latency(seconds: float) -> str:
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.1f} ms" if milliseconds < MIN_SHOWN_MILLISECONDS else show_seconds(seconds)
+
+
+def _show_lines(console: Console, title: str, lines: tuple[str, ...] | list[str]) -> None:
+    if lines:
+        console.print(Text(f"\n{title}", style="dim"))
+    for line in lines:
+        console.print(Text(f"- {line}"), soft_wrap=True)
 
 
 def plan_serving_command(

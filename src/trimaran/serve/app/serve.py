@@ -1,9 +1,12 @@
 """`trimaran serve`: an OpenAI-compatible server for a trained model."""
 
 import json
+import logging
 import os
 import secrets
 import shlex
+import socket
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,10 +18,9 @@ from trimaran.checkpoint.step_dirs import newest_step
 from trimaran.core import UserError
 from trimaran.core.regular_files import expand_user
 from trimaran.runs.compile_cache import refuse_unusable
+from trimaran.runs.process_control import raise_soft_limits
 from trimaran.serve.app.trained_weights import ADAPTER_CONFIG, find_weights
-from trimaran.serve.engine.engine_config import EngineConfig, EngineSizes
-from trimaran.serve.server.server_settings import ServerSettings
-from trimaran.serve.weights_location import TrainedWeights
+from trimaran.serve.settings import EngineConfig, EngineSizes, ServerSettings, TrainedWeights
 
 PACKAGES = ("uvicorn", "starlette", "prometheus_client")
 Step = Annotated[int | None, typer.Option(min=0, metavar="N", help="Use the checkpoint of this step.")]
@@ -98,14 +100,12 @@ def serve(
         if find_spec(package) is None:
             raise UserError("U015", f"serving needs the {package} package", where="trimaran serve",
                             fix="pip install 'trimaran[serve]'")  # fmt: skip
-    from trimaran.serve.app.serve_session import serve_model
 
     return serve_model(config, settings, port, has_token=token is not None, as_json=as_json)
 
 
 def _serve_with_vllm(config: EngineConfig, settings: ServerSettings, port: int, *, dry_run: bool, as_json: bool) -> int:
-    from trimaran.serve.app.vllm_command import VllmRequest
-    from trimaran.serve.app.vllm_session import find_folder, plan_vllm, serve_with_vllm
+    from trimaran.serve.app.vllm import VllmRequest, find_folder, plan_vllm, serve_with_vllm
 
     folder, export = find_folder(config.weights)
     request = VllmRequest(
@@ -174,3 +174,52 @@ def _newest_step(weights: TrainedWeights) -> int:
     """Return the step after which checkpoints are new."""
     assert weights.run is not None, "only a run is followed"
     return weights.step if weights.step is not None else newest_step(weights.run.checkpoints) or -1
+
+
+def serve_model(config: EngineConfig, settings: ServerSettings, port: int, *, has_token: bool, as_json: bool) -> int:
+    """Serve until a signal and return the exit code. A token that the user chose is not printed. Imports torch."""
+    from trimaran.data.text.prepare_text import cache_folder
+    from trimaran.serve.server.run_server import serve as serve_until_signal
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    raise_soft_limits()  # a connection is a file
+    listening = listen(settings.host, port)
+    url = f"http://{_shown_host(settings.host)}:{listening.getsockname()[1]}"
+
+    def on_start(weights: str) -> None:
+        facts = {"url": url, "model": settings.name, "adapters": [*config.adapters], "weights": weights}
+        if as_json:
+            typer.echo(json.dumps(facts | {"token": settings.token}))
+            return
+        names = ", ".join([settings.name, *config.adapters])
+        typer.echo(f"{names} ({weights}) answers at {url}/v1")
+        if not has_token:
+            typer.echo(f"token: {settings.token}")
+
+    with listening:
+        return serve_until_signal(replace(config, cache=str(cache_folder(os.environ))), settings, listening, on_start)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; port 0 is any free one. Raises UserError if the address cannot be used."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UserError("W001", f"{host} is not an address of this machine: {error.strerror}", where="--host",
+                        fix="use 127.0.0.1 for this machine, 0.0.0.0 for every network") from None  # fmt: skip
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        raise UserError("W001", f"port {port} cannot be used: {error.strerror}", where="--port",
+                        fix="name another port, or 0 for a free one") from None  # fmt: skip
+    return listening
+
+
+def _shown_host(host: str) -> str:
+    """Return the host of the address to use on this machine."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host

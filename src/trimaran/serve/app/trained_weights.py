@@ -12,7 +12,7 @@ from trimaran.core import UserError
 from trimaran.core.regular_files import expand_user
 from trimaran.runs import RunDirectory
 from trimaran.runs.run_directory import MARKER
-from trimaran.serve.weights_location import TrainedWeights
+from trimaran.serve.settings import TrainedWeights
 
 if TYPE_CHECKING:
     from trimaran.app.runs.run_state import RunState

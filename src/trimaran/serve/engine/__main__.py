@@ -15,9 +15,9 @@ if __name__ == "__main__":
 from trimaran.core import UserError
 from trimaran.core.errors import EXIT_USER, file_error
 from trimaran.runs.process_control import die_with_parent, set_process_name
-from trimaran.serve.engine.engine_config import EngineConfig
 from trimaran.serve.engine.engine_loop import EngineLoop, EngineSocket
 from trimaran.serve.engine.open_engine import OpenEngine, open_engine
+from trimaran.serve.settings import EngineConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     config = EngineConfig.parse(options.config)
     if options.rank:
-        from trimaran.serve.engine.ranked_engine import serve_other_rank  # noqa: PLC0415 - other ranks only
+        from trimaran.serve.engine.serving_rank import serve_other_rank  # noqa: PLC0415 - other ranks only
 
         try:
             return serve_other_rank(config, options.rank, options.address)
@@ -65,7 +65,7 @@ def _serve(config: EngineConfig, address: str, link: EngineSocket) -> int:
 
 def _open(config: EngineConfig, address: str) -> OpenEngine:
     if config.num_ranks > 1:
-        from trimaran.serve.engine.ranked_engine import open_ranked_engine  # noqa: PLC0415 - several ranks only
+        from trimaran.serve.engine.serving_rank import open_ranked_engine  # noqa: PLC0415 - several ranks only
 
         return open_ranked_engine(config, address)
     return open_engine(config)

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from trimaran.nets import Network
 from trimaran.nets.paged_cache import PagedCache, PagedExtension
-from trimaran.serve.engine.chosen_tokens import PendingTokens, chosen_or_given
 from trimaran.serve.engine.engine_batch import LAST, NOTHING, EngineBatch
 from trimaran.serve.engine.model_runner import ModelRunner, RunnerTraits, StepLogits
-from trimaran.serve.engine.token_choice import TokenChooser, likeliest_tokens, moved
+from trimaran.serve.engine.token_choice import PendingTokens, TokenChooser, chosen_or_given, likeliest_tokens, moved
 from trimaran.serve.serving_layers import join_projections
 
 MAX_SEQUENCES = 256

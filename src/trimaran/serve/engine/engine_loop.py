@@ -10,9 +10,14 @@ from typing import Any
 
 from trimaran.core import UserError
 from trimaran.serve.engine.batching_engine import BatchingEngine
-from trimaran.serve.engine.engine_messages import EngineLimits, dump_message, output_to_json, request_from_json
-from trimaran.serve.engine.engine_request import TokenOutput
-from trimaran.serve.weights_location import TrainedWeights
+from trimaran.serve.engine.engine_request import (
+    EngineLimits,
+    TokenOutput,
+    dump_message,
+    output_to_json,
+    request_from_json,
+)
+from trimaran.serve.settings import TrainedWeights
 
 LOG = logging.getLogger(__name__)
 STATS_SECONDS = 0.25

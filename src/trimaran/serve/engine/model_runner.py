@@ -1,21 +1,28 @@
-"""Runs a step's batch through a network, over a paged key-value cache."""
+"""Runs the batches of steps through a network: over pages, or one sequence after another."""
 
+import logging
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trimaran.core import UserError
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.nets.adapters.adapter_bank import AdapterBank
+from trimaran.nets.decoder.key_value_cache import KeyValueCache
 from trimaran.nets.paged_cache import PagedCache, PagedExtension
-from trimaran.serve.engine.chosen_tokens import ChosenTokens, PendingTokens
-from trimaran.serve.engine.engine_batch import EMBEDDING, LAST, EngineBatch
-from trimaran.serve.engine.token_choice import TokenChooser, choose_on_device, moved
+from trimaran.serve.engine.engine_batch import ALL, EMBEDDING, LAST, EngineBatch
+from trimaran.serve.engine.token_choice import ChosenTokens, PendingTokens, TokenChooser, choose_on_device, moved
+
+PAGE_SIZE = 16  # tokens
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,3 +204,154 @@ def _moved_together(arrays: list[np.ndarray], device: torch.device) -> list[Tens
     flat = moved(np.concatenate([each.reshape(-1) for each in arrays]), device)
     parts = flat.split([each.size for each in arrays])
     return [part.view(each.shape) for part, each in zip(parts, arrays, strict=True)]
+
+
+class _CachedSequence:
+    """The tokens of one sequence. Those from `num_cached` on are not in its cache yet."""
+
+    __slots__ = ("cache", "num_cached", "tokens")
+
+    def __init__(self, cache: KeyValueCache | None) -> None:
+        self.cache, self.num_cached = cache, 0
+        self.tokens: list[int] = []
+
+
+class SequenceRunner:
+    """A runner for networks with recurrent layers or an attention of their own. Nothing is batched.
+
+    Pages only limit how many tokens are in the caches: the caches themselves are those of the network. Without a usable
+    one the whole sequence is computed for each token.
+    """
+
+    def __init__(
+        self, network: Network, device: torch.device, dtype: torch.dtype, *, num_pages: int, page_size: int
+    ) -> None:
+        self.network, self.device, self.dtype = network, device, dtype
+        self.num_pages, self.page_size = num_pages, page_size
+        self.vocabulary, self.max_length = network.vocabulary, network.max_seq_len
+        self.traits = RunnerTraits(reuses_prefixes=False, embeds=False)
+        network.module.eval()
+        self._has_cache = network.has_cache(device)
+        self._long_after = min(network.long_after, _longrope_limit(network.module))
+        self._sequences: dict[int, _CachedSequence] = {}
+
+    def run(self, batch: EngineBatch) -> StepLogits:
+        for number in batch.finished.tolist():
+            self._sequences.pop(number, None)
+        rows: list[Tensor] = []
+        with torch.inference_mode(), torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            for index, (number, want) in enumerate(zip(batch.sequences.tolist(), batch.wants.tolist(), strict=True)):
+                new = batch.tokens[batch.query_starts[index] : batch.query_starts[index + 1]].tolist()
+                if number not in self._sequences:
+                    self._sequences[number] = _CachedSequence(self.network.new_cache() if self._has_cache else None)
+                sequence = self._sequences[number]
+                sequence.tokens += new
+                if want == LAST:
+                    rows.append(self._last_logits(sequence))
+                elif want == ALL:
+                    rows.append(self._all_logits(sequence)[-len(new) :])
+        empty = torch.empty(0, self.vocabulary, device=self.device)
+        return StepLogits(torch.cat([empty, *(each.float() for each in rows)]))
+
+    def _last_logits(self, sequence: _CachedSequence) -> Tensor:
+        """Return the logits [1, vocabulary] after the last token."""
+        if sequence.cache is None:
+            return self._all_logits(sequence)[-1:]
+        if sequence.num_cached <= self._long_after < len(sequence.tokens):  # its keys were rotated by other angles
+            sequence.cache, sequence.num_cached = self.network.new_cache(), 0
+        new = torch.tensor(sequence.tokens[sequence.num_cached :], device=self.device)
+        sequence.num_cached = len(sequence.tokens)
+        return self.network.extend(sequence.cache, {"tokens": new[None]})[0]
+
+    def _all_logits(self, sequence: _CachedSequence) -> Tensor:
+        """Return the logits [length, vocabulary] after every token, without the cache."""
+        tokens = torch.tensor(sequence.tokens, device=self.device)
+        return self.network.forward({"tokens": tokens[None]})[0][0]
+
+
+def _longrope_limit(module: Any) -> int:
+    """Return the length after which all positions of a sequence get other rotary frequencies; no length if none."""
+    config = getattr(module, "config", None)
+    parameters = {} if config is None else getattr(config.get_text_config(), "rope_parameters", None) or {}
+    is_long = parameters.get("rope_type") == "longrope"
+    return parameters["original_max_position_embeddings"] if is_long else sys.maxsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSettings:
+    """The key-value cache: at most `max_bytes` of memory, and no more than `max_tokens` if that is not None."""
+
+    max_bytes: int
+    max_tokens: int | None = None
+    page_size: int = PAGE_SIZE
+
+
+def open_runner(
+    network: Network,
+    device: torch.device,
+    dtype: torch.dtype,
+    cache: CacheSettings,
+    *,
+    bank: AdapterBank | None = None,
+) -> Runner:
+    """Return the runner of a network with weights. The log says if its sequences are not batched, and why."""
+    network.module.eval()
+    traits = traits_of(network)
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        difference = network.paged_difference(device)
+    if difference:
+        return _one_by_one(network, device, dtype, cache, difference, bank)
+    page_bytes = bytes_of_page(network, device, dtype, cache.page_size)
+    num_pages = cache.max_bytes // page_bytes
+    if cache.max_tokens is not None:
+        num_pages = min(num_pages, -(-cache.max_tokens // cache.page_size))
+    if num_pages < 1:
+        raise UserError("E010", f"a key-value cache of {cache.max_bytes} bytes has no room for a page of {page_bytes}",
+                        where="the cache", fix="give the cache more memory")  # fmt: skip
+    traits = replace(traits, overlaps=DEVICE_TRAITS[device.type].runs_async)  # a CPU would wait for itself
+    return ModelRunner(network, device, dtype, PagedCache(num_pages, cache.page_size), traits, bank)
+
+
+def traits_of(network: Network) -> RunnerTraits:
+    """Return what the engine must know of a network that attends to pages."""
+    # The head must get the kept tokens only: transformers' models do it if they have this argument.
+    parameters = signature(network.module.forward).parameters
+    keeps = "tokens" in parameters or "logits_to_keep" in parameters
+    traits = RunnerTraits(embeds=keeps and output_head(network) is not None)
+    images = None if network.spec is None else network.spec.images()
+    if images is None:
+        return traits
+    return replace(traits, has_grid=images.positions == "grid", image_token=images.image_token)
+
+
+def bytes_of_page(network: Network, device: torch.device, dtype: torch.dtype, page_size: int) -> int:
+    """Return the bytes of one page in all layers, found out by computing one token."""
+    one = np.ones(1, dtype=np.int64)
+    zeros = np.zeros(1, dtype=np.int64)
+    traits, cache = traits_of(network), PagedCache(1, page_size)
+    batch = EngineBatch(
+        tokens=zeros, positions=zeros, query_starts=np.array([0, 1]), context_lengths=one, page_tables=zeros[None],
+        slots=zeros, wants=one * LAST, adapters=zeros, sequences=zeros, finished=zeros[:0],
+        grid=np.zeros((3, 1), dtype=np.int64) if traits.has_grid else None,
+    )  # fmt: skip
+    ModelRunner(network, device, dtype, cache, traits).run(batch)
+    return cache.page_bytes
+
+
+def _one_by_one(
+    network: Network,
+    device: torch.device,
+    dtype: torch.dtype,
+    cache: CacheSettings,
+    difference: str,
+    bank: AdapterBank | None,
+) -> SequenceRunner:
+    name = type(network.module).__name__
+    log.warning("%s %s: its sequences are computed one after another, not together", name, difference)
+    if bank is not None:
+        raise UserError("E009", f"several adapters need attention over pages, and {name} {difference}",
+                        where="adapters", fix="serve one adapter alone, merged into its base")  # fmt: skip
+    num_tokens = cache.max_tokens if cache.max_tokens is not None else 1 << 20
+    return SequenceRunner(
+        network, device, dtype, num_pages=-(-num_tokens // cache.page_size), page_size=cache.page_size
+    )

@@ -8,28 +8,51 @@ from pathlib import Path
 import psutil
 import torch
 
-from trimaran.core import ModelSection, UserError
+from trimaran.core import AdapterSection, ModelSection, UserError
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.nets.adapters.adapter_bank import AdapterBank
-from trimaran.serve.adapted_network import refuse_other_base, saved_base
-from trimaran.serve.adapted_weights import has_adapter
-from trimaran.serve.engine.adapter_loading import load_peft_folder
+from trimaran.nets.adapters.attach import attach_adapter
+from trimaran.serve.adapted_network import (
+    FillAdapter,
+    described_adapter,
+    fill_from_peft,
+    has_adapter,
+    refuse_other_base,
+    saved_base,
+)
 from trimaran.serve.engine.batching_engine import BatchingEngine
 from trimaran.serve.engine.decode_graphs import GraphRunner
-from trimaran.serve.engine.engine_config import EngineConfig
 from trimaran.serve.engine.json_constraint import constraint_maker
-from trimaran.serve.engine.model_runner import ModelRunner, Runner, output_head
-from trimaran.serve.engine.open_runner import CacheSettings, open_runner
+from trimaran.serve.engine.model_runner import CacheSettings, ModelRunner, Runner, open_runner, output_head
 from trimaran.serve.engine.scheduler import EngineSettings
 from trimaran.serve.open_weights import load_checkpoint, open_network, open_texts, section_of
-from trimaran.serve.weight_quantisation import quantise
-from trimaran.serve.weights_location import TrainedWeights
+from trimaran.serve.serving_layers import quantise
+from trimaran.serve.settings import EngineConfig, TrainedWeights
 from trimaran.train.generation.generate import first_device
 
 LOG = logging.getLogger(__name__)
 GPU_FRACTION = 0.9  # of the memory that is free when the weights are loaded
 CPU_FRACTION, MAX_CPU_BYTES = 0.25, 8 << 30
+
+
+def load_peft_folder(network: Network, bank: AdapterBank, name: str, folder: Path) -> None:
+    """Add the adapter in a PEFT folder to the bank, under this name. One of the same name is replaced.
+
+    After a replacement the engine must forget its prefixes: see `BatchingEngine.flush_prefixes`.
+    """
+    load_adapter(network, bank, name, described_adapter(network, folder), fill_from_peft(folder))
+
+
+def load_adapter(network: Network, bank: AdapterBank, name: str, section: AdapterSection, fill: FillAdapter) -> None:
+    """Add an adapter to the bank; `fill` gives it its values. A failure leaves network and bank as they were."""
+    try:
+        attach_adapter(network, section.model_copy(update={"base": "auto"}))
+        fill(network, section)
+        network.module.eval()
+        bank.take(name)
+    finally:
+        bank.discard()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,171 @@
-"""Which tokens of which sequences the next step computes."""
+"""Which tokens of which sequences the next step computes, and in which pages their keys and values are."""
 
+from array import array
 from bisect import insort
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import count
 from operator import attrgetter
 from typing import NamedTuple
 
 from trimaran.core import UserError
-from trimaran.serve.engine.block_pool import BlockPool
-from trimaran.serve.engine.engine_sequence import EngineSequence
+from trimaran.serve.engine.engine_request import EngineRequest
+from trimaran.train.generation.next_token import PlacedImage
+
+DIGEST_BYTES = 16
+
+
+def page_digest(before: bytes, tokens: Sequence[int], other: bytes = b"") -> bytes:
+    """Return the digest of a full page: of all tokens up to its end, and of what else its keys and values depend on.
+
+    `before` is the digest of the page before it. Two prefixes have the same digest only if they are the same: it is a
+    cryptographic one, because the prompts come from strangers.
+    """
+    digest = blake2b(before, digest_size=DIGEST_BYTES)
+    digest.update(array("q", tokens).tobytes())
+    digest.update(other)
+    return digest.digest()
+
+
+class BlockPool:
+    """The pages of a cache, by number. A page that no sequence uses, but has a known prefix, is kept until needed.
+
+    `take` prefers pages without such a prefix, and then takes the one that was used least recently.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._users = [0] * num_pages
+        self._empty = list(range(num_pages - 1, -1, -1))
+        self._kept: OrderedDict[int, None] = OrderedDict()  # pages without users, the least recently used first
+        self._digests: dict[int, bytes] = {}
+        self._by_digest: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """How many pages no sequence uses."""
+        return len(self._empty) + len(self._kept)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_free
+
+    def take(self) -> int:
+        """Return a page for one sequence. There must be a free one."""
+        if self._empty:
+            page = self._empty.pop()
+        else:
+            page, _ = self._kept.popitem(last=False)
+            self._forget(page)
+        self._users[page] = 1
+        return page
+
+    def share(self, digest: bytes) -> int | None:
+        """Return the page with this digest, with one more user; None if there is none."""
+        page = self._by_digest.get(digest)
+        if page is not None:
+            if not self._users[page]:
+                del self._kept[page]
+            self._users[page] += 1
+        return page
+
+    def register(self, page: int, digest: bytes) -> None:
+        """Let other sequences share this page, which is full. If another one has the same digest, that one stays."""
+        if digest not in self._by_digest and page not in self._digests:
+            self._by_digest[digest], self._digests[page] = page, digest
+
+    def release(self, pages: Sequence[int]) -> None:
+        """End one use of each of these pages of a sequence. The last ones are taken again first: prefixes branch."""
+        for page in reversed(pages):
+            assert self._users[page] > 0, "a page is released once for each use"
+            self._users[page] -= 1
+            if self._users[page]:
+                continue
+            if page in self._digests:
+                self._kept[page] = None
+            else:
+                self._empty.append(page)
+
+    def forget_prefixes(self) -> None:
+        """Share no page that exists now, because keys and values with the same tokens will be others."""
+        self._empty += self._kept
+        self._kept.clear()
+        self._digests.clear()
+        self._by_digest.clear()
+
+    def _forget(self, page: int) -> None:
+        del self._by_digest[self._digests.pop(page)]
+
+
+class EngineSequence:
+    """The growing sequence of one request.
+
+    `order` is its place in the order of arrival; `number` is another one each time that it gets pages after it had
+    none. The keys and values of the first `num_computed` tokens are in `pages`. Tokens that the device has not told yet
+    are negative: -1 - s stands for the one that sequence s of the step in flight chooses.
+    """
+
+    __slots__ = ("_salt", "digests", "num_computed", "num_prompt", "number", "order", "pages", "request", "tokens")
+
+    def __init__(self, request: EngineRequest, order: int) -> None:
+        self.request, self.order, self.number = request, order, -1
+        self.tokens = [*request.prompt, *request.generated]
+        self.num_prompt, self.num_computed = len(request.prompt), 0
+        self.pages: list[int] = []
+        self.digests: list[bytes] = []
+        self._salt = (request.adapter or "").encode()
+
+    @property
+    def num_left(self) -> int:
+        """How many tokens are not computed yet; 1 while it generates."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_known(self) -> int:
+        """How many tokens the host knows; the last ones may still be in flight."""
+        known = len(self.tokens)
+        while known > self.num_prompt and self.tokens[known - 1] < 0:
+            known -= 1
+        return known
+
+    def put(self, index: int, token: int) -> None:
+        """Write the token at an index: the next one, or one that was in flight."""
+        if index == len(self.tokens):
+            self.tokens.append(token)
+        else:
+            self.tokens[index] = token
+
+    @property
+    def may_reuse(self) -> bool:
+        """Whether it needs nothing of its prompt but keys and values."""
+        return not self.request.embed and not self.request.prompt_logprobs
+
+    def whole_images(self, stop: int) -> int:
+        """Return the last index up to `stop` that is inside no image."""
+        for image in self.request.images:
+            if image.first < stop < image.stop:
+                return image.first
+        return stop
+
+    def digest(self, page: int, page_size: int) -> bytes:
+        """Return the digest of a full page; those of all pages before it are computed first."""
+        while len(self.digests) <= page:
+            start = len(self.digests) * page_size
+            before = self.digests[-1] if self.digests else self._salt
+            images = b"".join(
+                image_digest(each) for each in self.request.images if start <= each.first < start + page_size
+            )
+            self.digests.append(page_digest(before, self.tokens[start : start + page_size], images))
+        return self.digests[page]
+
+
+def image_digest(image: PlacedImage) -> bytes:
+    """Return the digest of an image's pixels and shape."""
+    digest = blake2b(image.patches.tobytes(), digest_size=16)
+    digest.update(image.grids.tobytes())
+    return digest.digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,27 +1,40 @@
-"""One rank of a serving engine. Rank 0 has the engine and sends each step's batch; the others compute what it sends.
+"""One rank of an engine: rank 0 has the engine and sends the batch of each step, the others compute it."""
 
-Start rank 0 with `open_ranked_runner`, and every other rank with `serve_rank`, each in a process of its own.
-"""
-
+import json
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trimaran.core import Mesh, ModelSection, UserError
 from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.models.spec import rows_per_rank
 from trimaran.nets import Network
-from trimaran.nets.paged_cache import PagedCache
+from trimaran.nets.paged_cache import PagedCache, PagedExtension
 from trimaran.parallel import RankMesh, build_mesh
+from trimaran.parallel.precision import DTYPES
 from trimaran.runs.gloo_listeners import closed_listeners
 from trimaran.serve.engine.engine_batch import EngineBatch
-from trimaran.serve.engine.model_runner import ModelRunner, RunnerTraits, StepLogits
-from trimaran.serve.engine.open_runner import traits_of
+from trimaran.serve.engine.model_runner import ModelRunner, RunnerTraits, StepLogits, bytes_of_page, traits_of
+from trimaran.serve.engine.open_engine import (
+    OpenEngine,
+    adapter_folders,
+    cache_settings,
+    new_engine,
+    refuse_other_bases,
+    section_and_folder,
+)
 from trimaran.serve.engine.peer_watch import PeerWatch, watch_peers
 from trimaran.serve.engine.sharded_weights import (
     OpenPart,
@@ -32,14 +45,160 @@ from trimaran.serve.engine.sharded_weights import (
     open_part,
     refuse_unservable,
 )
-from trimaran.serve.engine.staged_network import StagedNetwork, StageLinks
-from trimaran.serve.engine.step_channel import MessageKind, StepChannel, command_numbers, read_command
+from trimaran.serve.open_weights import usual_dtype
+from trimaran.serve.serving_layers import refuse_device
+from trimaran.serve.settings import EngineConfig
 
+# Numbers in the first broadcast, enough for a decode step of dozens of sequences. A longer message needs a second one.
+FIRST_NUMBERS = 8192
+HEAD = 2  # kind and length
+NO_NUMBERS = torch.empty(0, dtype=torch.int64)
 log = logging.getLogger(__name__)
-
 START_SECONDS = 300.0  # until all ranks have started and connected
 STEP_TIMEOUT = timedelta(minutes=10)  # of a collective; a rank that dies ends it at once, see `peer_watch`
 IDLE_SECONDS = 60.0  # after so long without a step rank 0 sends nothing, so that waiting does not time out
+
+
+class MessageKind(IntEnum):
+    """What a message is: the batch of a step, nothing (so that idle ranks do not time out), a command, the end."""
+
+    STEP = 1
+    NOTHING = 2
+    COMMAND = 3
+    STOP = 4
+
+
+class StepChannel:
+    """Sends on rank 0 and receives on all others, through the CPU backend of the default process group."""
+
+    def __init__(self) -> None:
+        self._first = torch.zeros(FIRST_NUMBERS, dtype=torch.int64)
+
+    def send(self, kind: MessageKind, numbers: Tensor = NO_NUMBERS) -> None:
+        """Send i64 numbers to every other rank."""
+        room = FIRST_NUMBERS - HEAD
+        self._first[0], self._first[1] = int(kind), len(numbers)
+        here = numbers[:room]
+        self._first[HEAD : HEAD + len(here)] = here
+        dist.broadcast(self._first, 0)
+        if len(numbers) > room:
+            dist.broadcast(numbers[room:].contiguous(), 0)
+
+    def receive(self) -> tuple[MessageKind, Tensor]:
+        """Wait for the next message, and return it. The numbers are the receiver's own."""
+        dist.broadcast(self._first, 0)
+        kind, length = self._first[:HEAD].tolist()
+        room = FIRST_NUMBERS - HEAD
+        numbers = torch.empty(length, dtype=torch.int64)
+        numbers[:room] = self._first[HEAD : HEAD + min(length, room)]
+        if length > room:
+            dist.broadcast(rest := torch.empty(length - room, dtype=torch.int64), 0)
+            numbers[room:] = rest
+        return MessageKind(kind), numbers
+
+
+def command_numbers(command: dict[str, Any]) -> Tensor:
+    """Return a command as numbers: the bytes of its JSON text, one each."""
+    text = json.dumps(command).encode()
+    return torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int64))
+
+
+def read_command(numbers: Tensor) -> dict[str, Any]:
+    """Return what `command_numbers` has written."""
+    return json.loads(numbers.numpy().astype(np.uint8).tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class StageLinks:
+    """Where a rank is in the pipeline, and how it exchanges streams and logits. `dtype` is that of the stream."""
+
+    ranks: RankMesh
+    hidden: int
+    vocabulary: int
+    dtype: torch.dtype
+
+    @property
+    def is_first(self) -> bool:
+        return self.ranks.rank("pp") == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.ranks.rank("pp") == self.ranks.degrees.pp - 1
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this is rank 0, which wants the logits."""
+        return self.is_first and self.ranks.rank("tp") == 0
+
+    def receive_stream(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """Return the stream [1, num_tokens, hidden] of the stage before; nothing in the first stage."""
+        if self.is_first:
+            return ()
+        stream = torch.empty(1, num_tokens, self.hidden, dtype=self.dtype, device=self.ranks.device)
+        dist.recv(stream, group=self.ranks.group("pp"), group_src=self.ranks.rank("pp") - 1)
+        return (stream,)
+
+    def pass_on(self, out: Tensor, num_logits: int) -> Tensor:
+        """Give a stage's output to those who need it: a stream to the next stage, logits to rank 0.
+
+        Returns the logits [1, num_logits, vocabulary] on rank 0, and none of them elsewhere.
+        """
+        pipe, pp_rank, first_tp = self.ranks.group("pp"), self.ranks.rank("pp"), self.ranks.rank("tp") == 0
+        if not self.is_last:
+            assert out.dtype == self.dtype, "the next stage expects this dtype"
+            dist.send(out.contiguous(), group=pipe, group_dst=pp_rank + 1)
+        logits = self._gathered(out) if self.is_last else None
+        if self.ranks.degrees.pp > 1 and num_logits and first_tp:
+            if logits is not None:
+                dist.send(logits.contiguous(), group=pipe, group_dst=0)
+            elif self.is_first:
+                logits = torch.empty(1, num_logits, self.vocabulary, dtype=self.dtype, device=self.ranks.device)
+                dist.recv(logits, group=pipe, group_src=self.ranks.degrees.pp - 1)
+        if logits is None or not self.is_source:
+            return torch.empty(1, 0, self.vocabulary, device=self.ranks.device)
+        return logits
+
+    def _gathered(self, out: Tensor) -> Tensor | None:
+        """Return the logits of all columns on the first tensor-parallel rank of the last stage, None on the others."""
+        if not isinstance(out, DTensor):
+            return out
+        local, size, width = out.to_local(), self.ranks.degrees.tp, out.shape[-1]
+        if not local.shape[1]:
+            return local.new_empty(*local.shape[:-1], width)
+        # The last ranks may have fewer columns: all send as many as the first.
+        padded = F.pad(local, (0, rows_per_rank(width, size) - local.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in range(size)] if self.ranks.rank("tp") == 0 else None
+        dist.gather(padded, parts, group=self.ranks.group("tp"), group_dst=0)
+        return None if parts is None else torch.cat(parts, dim=-1)[..., :width]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedNetwork(Network):
+    """A stage of a network, or a slice of all its layers, with its links. Every rank must compute each step."""
+
+    part: Network
+    links: StageLinks
+
+    def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:
+        num_tokens = inputs["tokens"].shape[1]
+        out = self.part.extend_pages(extension, inputs, *self.links.receive_stream(num_tokens))
+        return self.links.pass_on(out, num_tokens if extension.kept is None else len(extension.kept))
+
+    @property
+    def head(self) -> nn.Module | None:
+        return self.part.head
+
+    @property
+    def vocabulary(self) -> int:
+        return self.part.vocabulary
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.part.max_seq_len
+
+    @property
+    def long_after(self) -> int:
+        return self.part.long_after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,3 +397,44 @@ def join_ranks(place: RankPlace) -> tuple[RankMesh, PeerWatch]:
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=STEP_TIMEOUT)
         mesh = build_mesh(place.mesh, device_type=place.device.type)
     return mesh, watch
+
+
+def open_ranked_engine(config: EngineConfig, address: str) -> OpenEngine:
+    """Return the engine of rank 0. The other ranks must have been started, too."""
+    runner = open_ranked_runner(*_place_and_model(config, 0, address))
+    return OpenEngine(
+        new_engine(runner, config), lambda weights: runner.load(weights.path, weights.step), close=runner.close
+    )
+
+
+def serve_other_rank(config: EngineConfig, rank: int, address: str) -> int:
+    """Compute this rank's part of the steps until rank 0 stops. Returns the exit code."""
+    return serve_rank(*_place_and_model(config, rank, address))
+
+
+def _place_and_model(config: EngineConfig, rank: int, address: str) -> tuple[RankPlace, ServedModel]:
+    """Return where a rank is, and what it loads, as `infer/ranks` takes them."""
+    num_ranks, num_gpus = config.tp * config.pp, torch.cuda.device_count()
+    if 0 < num_gpus < num_ranks:
+        raise UserError("U014", f"{num_ranks} ranks need as many GPUs, and this machine has {num_gpus}",
+                        where="--tp, --pp", fix=f"split the model over at most {num_gpus}")  # fmt: skip
+    section, folder = section_and_folder(config.weights)
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    name = config.dtype
+    if name == "auto":
+        name = usual_dtype(config.weights, section) if DEVICE_TRAITS[device.type].prefers_16_bits else "fp32"
+    dtype = DTYPES[name]
+
+    def num_pages(network: Network, on: torch.device) -> int:
+        settings = cache_settings(network, on, config)
+        pages = settings.max_bytes // bytes_of_page(network, on, dtype, settings.page_size)
+        return min(pages, -(-(settings.max_tokens or pages) // settings.page_size))
+
+    if config.quantise is not None:
+        refuse_device(config.quantise, device)
+    settings = PartSettings(dtype=dtype, quantise=config.quantise, adapters=adapter_folders(config),
+                            check_adapters=lambda: refuse_other_bases(config))  # fmt: skip
+    place = RankPlace(rank=rank, tp=config.tp, pp=config.pp, address=address, device=device)
+    model = ServedModel(section=section, folder=folder, step=config.weights.step, settings=settings,
+                        page_size=config.sizes.page_size, num_pages=num_pages)  # fmt: skip
+    return place, model

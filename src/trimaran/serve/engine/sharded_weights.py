@@ -1,6 +1,7 @@
-"""Builds a rank's part of a network to serve with, and reads its slices of the weights: never the whole model."""
+"""Builds a rank's part of a network to serve, and reads its slices of weights and adapters: never the whole model."""
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -14,26 +15,148 @@ from trimaran.checkpoint.convert.convert import MODEL_PREFIX
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.load_state import fill_shards
 from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
-from trimaran.core import Mesh, ModelSection, Plan, UserError
+from trimaran.core import AdapterSection, Mesh, ModelSection, Plan, UserError
 from trimaran.models import language_of, spec_of, vision_of, weight_files
 from trimaran.models.spec import every_rank_has_rows
 from trimaran.models.stages import stage_ranges
 from trimaran.nets import Network, network_of, open_network
-from trimaran.nets.adapters.adapter_bank import AdapterBank
+from trimaran.nets.adapters.adapter_bank import AdapterBank, refuse_shared_parts
+from trimaran.nets.adapters.attach import AdapterLayout, adapter_layout
+from trimaran.nets.adapters.lora_linear import LoraLinear, add_adapter
+from trimaran.nets.adapters.peft_read import load_peft_adapter
 from trimaran.nets.decoder.moe import ExpertWeights
 from trimaran.nets.local_shards import is_sharded_by_inputs, local_part, local_slices
 from trimaran.nets.vlm.serving_tp_plan import serving_tensor_plan
 from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.ep import apply_ep
 from trimaran.parallel.axes.sharded_layers import ShardedLinear
-from trimaran.parallel.axes.tp import shard_modules
+from trimaran.parallel.axes.tp import shard_adapter, shard_modules, take_adapter
 from trimaran.parallel.tensor_shards import TORCH_DTYPES, TensorShard
-from trimaran.serve.engine.sharded_adapters import DescribedAdapter, describe_adapters, load_adapters
-from trimaran.serve.engine.sharded_quantisation import quantise_part, refuse_inexact_slices
+from trimaran.serve.adapted_network import described_adapter
+from trimaran.serve.engine.model_runner import output_head
+from trimaran.serve.serving_layers import (
+    GROUP,
+    OUTPUTS,
+    Quantisation,
+    is_supported,
+    nothing_to_quantise,
+    quantise_linear,
+)
 from trimaran.serve.trained_model import compute_in_bf16
-from trimaran.serve.weight_quantisation import Quantisation
 
+log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DescribedAdapter:
+    """An adapter of a PEFT folder, and what it changes in the whole network."""
+
+    name: str
+    folder: Path
+    section: AdapterSection
+    layout: AdapterLayout
+    whole: Network | None  # of a pipeline stage
+
+
+def describe_adapters(whole: Network, folders: Mapping[str, Path], *, is_staged: bool) -> list[DescribedAdapter]:
+    """Return what the adapters change in a whole network, before it is sharded. Raises UserError if one does not fit.
+
+    `is_staged`: ranks have stages of it.
+    """
+    found = []
+    for name, folder in folders.items():
+        section = described_adapter(whole, folder)
+        layout = adapter_layout(whole, section)
+        language, head = [*whole.towers.values()][-1], output_head(whole)
+        outside = [path for path in sorted(layout.targets)
+                   if not path.startswith(language) and whole.module.get_submodule(path) is not head]  # fmt: skip
+        refuse_shared_parts(name, sorted(layout.trained), outside)
+        found.append(DescribedAdapter(name, folder, section, layout, whole if is_staged else None))
+    return found
+
+
+def load_adapters(
+    network: Network, described: Sequence[DescribedAdapter], agreed: Callable[[Callable[[], bool]], bool]
+) -> AdapterBank:
+    """Return the adapters, loaded beside this rank's part, whose weights are still DTensors. Every rank must call it.
+
+    `agreed` raises on every rank if one raises.
+    """
+    bank = AdapterBank(network, output_head(network))
+    for each in described:
+        agreed(lambda adapter=each: _attach_and_fill(network, adapter))
+        bank.take(each.name)
+    network.module.requires_grad_(False)
+    return bank
+
+
+def _attach_and_fill(network: Network, adapter: DescribedAdapter) -> bool:
+    for path, layer in list(network.module.named_modules()):
+        if path in adapter.layout.targets and isinstance(layer, nn.Linear):  # else it is in another stage
+            _attach_sharded(layer, adapter.section)
+    load_peft_adapter(network, adapter.folder, adapter.section, adapter.whole)
+    network.module.requires_grad_(False)
+    return True
+
+
+def _attach_sharded(layer: nn.Linear, section: AdapterSection) -> None:
+    """Add unfilled parameters of an adapter to a linear layer, sharded to fit its weight."""
+    kind = type(layer)
+    add_adapter(layer, section)
+    assert isinstance(layer, LoraLinear)
+    layer.base_class = kind
+    if isinstance(layer.weight, DTensor):
+        shard_adapter(layer, layer.weight.device_mesh, take_adapter(layer))
+
+
+def refuse_inexact_slices(network: Network, kind: Quantisation) -> int:
+    """Return how many layers of this rank's part would be quantised. Raises UserError if a slice cannot be.
+
+    A layer that one process would quantise must not stay as it is: ranks would answer otherwise.
+    """
+    count = 0
+    for name, layer in _layers(network):
+        outputs, inputs = local_part(layer.weight).shape
+        if inputs % GROUP or outputs % OUTPUTS:
+            raise UserError("U020", f"a rank's slice of {name} has {inputs} inputs and {outputs} outputs, and {kind} "
+                            f"weights need multiples of {GROUP} and {OUTPUTS}", where="--tp, --quantise",
+                            fix="use a lower --tp, or --pp instead, or leave --quantise out")  # fmt: skip
+        count += 1
+    return count
+
+
+@torch.no_grad()
+def quantise_part(network: Network, kind: Quantisation, ranks: RankMesh) -> None:
+    """Quantise this rank's slices in place, while its weights are still DTensors. Every rank must call it.
+
+    int4 groups of inputs lie inside a slice. A scale of fp8 and int8 is that of a whole row: if ranks have parts of
+    it, they agree on its largest value.
+    """
+    layers = list(_layers(network))
+    count = torch.tensor([len(layers)])
+    dist.all_reduce(count)
+    if not int(count):
+        raise nothing_to_quantise(kind)
+    for _, layer in layers:
+        maxima: Tensor | None = None
+        if kind != "int4" and is_sharded_by_inputs(layer):
+            maxima = local_part(layer.weight).float().abs().amax(dim=1)
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=ranks.group("tp"))
+        quantise_linear(layer, kind, maxima)
+    if ranks.device_traits.has_own_memory:
+        torch.cuda.empty_cache()  # the cache of keys and values may have the memory of the old weights
+    log.info("%d linear layers of this rank have %s weights", len(layers), kind)
+
+
+def _layers(network: Network) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear layers of the blocks that one process would quantise."""
+    blocks = {part for block in network.blocks for part in block.modules()}
+    for name, part in network.module.named_modules():
+        if part in blocks and type(part) in (nn.Linear, ShardedLinear):
+            assert isinstance(part, nn.Linear)
+            if is_supported(part):
+                yield name, part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,13 @@
-"""Compares an export with the network that it was made of: the logits of the same tokens."""
+"""Compares the logits of an export with those of the checkpoint; which packages an export needs."""
 
-from collections.abc import Callable
+import contextlib
+import importlib
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +31,38 @@ BOUNDS = {
     "q4_0": 0.3,
     "int4": 0.3,
 }
-
 Logits = Callable[[Tensor], Tensor]
+
+
+def require_package(name: str, *, where: str) -> Any:
+    """Return the module `name`; raise UserError with the command that installs it if it is missing."""
+    try:
+        with quiet_packages():
+            return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError("K071", f"this needs the package '{name.partition('.')[0]}', which cannot be imported: {error}",
+                        where=where, fix="pip install 'trimaran[export]'") from None  # fmt: skip
+
+
+def cannot_hold(what: str, *, where: str, fix: str) -> UserError:
+    """Return the error for a model or an option that a format has no place for."""
+    return UserError("K070", what, where=where, fix=fix)
+
+
+@contextlib.contextmanager
+def quiet_packages() -> Iterator[None]:
+    """Keep warnings of other packages about their own code off the terminal, and whatever they print off stdout.
+
+    Standard output is for the answer of a command, which may be JSON.
+    """
+    previous = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(previous)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trimaran.serve.exports.compare_logits import Logits
-from trimaran.serve.exports.export_packages import cannot_hold, quiet_packages, require_package
+from trimaran.serve.exports.compare_logits import Logits, cannot_hold, quiet_packages, require_package
 
 Width = Literal["int8", "int4"]
 GROUP = 32  # int4 values that share a scale

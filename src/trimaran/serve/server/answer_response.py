@@ -12,8 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trimaran.core import UserError
-from trimaran.serve.server.answer_bodies import AnswerFormat
-from trimaran.serve.server.answer_choice import AnswerChoice, ChoiceDelta
+from trimaran.serve.server.answers import AnswerChoice, AnswerFormat, ChoiceDelta
 from trimaran.serve.server.api_error import dump_json, error_body, error_response, json_response
 from trimaran.serve.server.engine_client import EngineClient
 from trimaran.serve.server.request_queue import Ticket

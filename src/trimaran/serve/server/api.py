@@ -16,14 +16,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from trimaran.core import UserError, did_you_mean
-from trimaran.serve.engine.engine_messages import EngineLimits
-from trimaran.serve.engine.engine_request import EngineRequest
+from trimaran.serve.engine.engine_request import EngineLimits, EngineRequest
 from trimaran.serve.open_weights import ModelTexts
-from trimaran.serve.server.answer_bodies import AnswerHead, ChatFormat, CompletionFormat, usage_of
-from trimaran.serve.server.answer_choice import AnswerChoice
 from trimaran.serve.server.answer_response import AnswerResponse, PendingAnswer
+from trimaran.serve.server.answers import AnswerChoice, AnswerHead, ChatFormat, CompletionFormat, usage_of
 from trimaran.serve.server.api_error import error_response, json_response, starting, stopping
-from trimaran.serve.server.call_fields import (
+from trimaran.serve.server.calls import (
     MAX_SEED,
     Call,
     CallFields,
@@ -31,13 +29,15 @@ from trimaran.serve.server.call_fields import (
     CompletionCall,
     EmbeddingCall,
     GenerationFields,
+    PreparedPrompt,
+    PromptReader,
+    longest_prompt,
     may_have_many_values,
     parse_call,
     refuse_many_values,
+    schema_of,
 )
 from trimaran.serve.server.engine_client import EngineClient
-from trimaran.serve.server.guided_json import schema_of
-from trimaran.serve.server.prompt_reader import PreparedPrompt, PromptReader, longest_prompt
 from trimaran.serve.server.serving_metrics import ServingMetrics
 from trimaran.train.generation.sampling import Sampling
 

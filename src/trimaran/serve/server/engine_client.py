@@ -1,24 +1,103 @@
-"""Keeps an engine running: starts it, sends it requests, receives its outputs, and restarts it when it dies."""
+"""Keeps an engine running: starts its processes, sends requests, receives outputs, and restarts it when it dies."""
 
 import asyncio
 import contextlib
 import json
 import logging
+import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trimaran.core import UserError
-from trimaran.serve.engine.engine_messages import EngineLimits, error_from_json, output_from_json, request_to_json
-from trimaran.serve.engine.engine_request import EngineRequest
+from trimaran.serve.engine.engine_request import (
+    MAX_MESSAGE_BYTES,
+    EngineLimits,
+    EngineRequest,
+    dump_message,
+    error_from_json,
+    output_from_json,
+    request_to_json,
+)
 from trimaran.serve.server.api_error import engine_gone, stopping
-from trimaran.serve.server.engine_process import EngineProcess
 from trimaran.serve.server.request_queue import RequestQueue, Ticket
-from trimaran.serve.server.server_settings import RestartPolicy
 from trimaran.serve.server.serving_metrics import ServingMetrics
-from trimaran.serve.weights_location import TrainedWeights
+from trimaran.serve.settings import RestartPolicy, TrainedWeights
 
 LOG = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
+STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """The running ranks of an engine, and the connection to rank 0."""
+
+    ranks: Sequence[asyncio.subprocess.Process]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message. Does nothing if the engine has exited, which the reader notices."""
+        with contextlib.suppress(OSError, RuntimeError):
+            self.writer.write(dump_message(message))
+
+    async def wait_any(self) -> None:
+        """Return when a rank has ended. The engine is not usable any more then."""
+        waits = [asyncio.ensure_future(rank.wait()) for rank in self.ranks]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waits:
+                each.cancel()
+
+    async def end(self, *, seconds: float = 0.0) -> list[int]:
+        """End all ranks and return their exit codes. They have `seconds` to end by themselves."""
+        with contextlib.suppress(OSError, RuntimeError):
+            self.writer.close()
+        if seconds:
+            waits = [asyncio.ensure_future(rank.wait()) for rank in self.ranks]
+            await asyncio.wait(waits, timeout=seconds)
+        for rank in self.ranks:
+            if rank.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    rank.kill()
+        return [await rank.wait() for rank in self.ranks]
+
+
+async def start_engine(config: Mapping[str, Any], *, num_ranks: int) -> EngineProcess:
+    """Start the ranks of an engine. They are in their own session: Ctrl-C on the terminal does not reach them."""
+    ours, theirs = socket.socketpair()
+    address = f"{LOOPBACK}:{_free_port()}"
+    ranks: list[asyncio.subprocess.Process] = []
+    try:
+        for rank in range(num_ranks):
+            command = [sys.executable, "-m", "trimaran.serve.engine", json.dumps(config)]
+            command += [f"--rank={rank}", f"--world={num_ranks}", f"--address={address}"]
+            passed = [theirs.fileno()] if rank == 0 else []
+            command += [f"--fd={theirs.fileno()}"] if rank == 0 else []
+            ranks.append(await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, pass_fds=passed, start_new_session=True))  # fmt: skip
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_MESSAGE_BYTES)
+    except BaseException:
+        ours.close()
+        for each in ranks:
+            each.kill()
+        raise
+    finally:
+        theirs.close()
+    return EngineProcess(ranks, reader, writer)
+
+
+def _free_port() -> int:
+    """Return a port that is free now, for the rendezvous of the ranks."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((LOOPBACK, 0))
+        return probe.getsockname()[1]
+
+
 StartEngine = Callable[[TrainedWeights], Awaitable[EngineProcess]]
 
 

@@ -1,4 +1,4 @@
-"""Runs a server until it is asked to stop: the HTTP side, the engine, and the checkpoints of a run that it follows."""
+"""Runs a server until it is asked to stop: HTTP, the engine, and the checkpoints of a run that it follows."""
 
 import asyncio
 import contextlib
@@ -6,28 +6,28 @@ import gc
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
+from trimaran.checkpoint.manifest import DamagedError
+from trimaran.checkpoint.step_dirs import complete_steps, looks_complete, step_path
+from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import UserError
-from trimaran.serve.engine.engine_config import EngineConfig
+from trimaran.runs import RunDirectory
 from trimaran.serve.open_weights import open_texts
 from trimaran.serve.server.access import LOCAL_NAMES, AccessMiddleware, Application
 from trimaran.serve.server.api import ApiModel, OpenAiApi
 from trimaran.serve.server.api_error import error_response
+from trimaran.serve.server.calls import PromptReader
 from trimaran.serve.server.connection_guard import MAX_CONNECTIONS, ConnectionGuard, guarded_http, limits_of_process
-from trimaran.serve.server.engine_client import EngineClient
-from trimaran.serve.server.engine_process import EngineProcess, start_engine
-from trimaran.serve.server.follow_run import follow_run, newest_weights
-from trimaran.serve.server.prompt_reader import PromptReader
+from trimaran.serve.server.engine_client import EngineClient, EngineProcess, start_engine
 from trimaran.serve.server.request_queue import RequestQueue
-from trimaran.serve.server.server_settings import ServerSettings
 from trimaran.serve.server.serving_metrics import ServingMetrics
-from trimaran.serve.weights_location import TrainedWeights
+from trimaran.serve.settings import EngineConfig, ServerSettings, TrainedWeights
 
 LOG = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -35,6 +35,47 @@ CLOSE_SECONDS = 5.0
 # Longer than clients usually keep an idle connection: a request that crosses a close on its way is lost.
 KEEP_ALIVE_SECONDS = 75
 EXIT_ENGINE_GONE = 1
+
+
+def newest_weights(run: RunDirectory, *, besides: Collection[int | None] = ()) -> TrainedWeights | None:
+    """Return the newest complete checkpoint of a run, other than those of the steps `besides`; None if it has none."""
+    step = max((each for each in complete_steps(run.checkpoints) if each not in besides), default=None)
+    if step is None or not looks_complete(path := step_path(run.checkpoints, step)):
+        return None
+    return TrainedWeights(path=path, run=run, step=step)
+
+
+def damage_of(weights: TrainedWeights) -> str:
+    """Return what is wrong with the weights of a checkpoint, by their checksums; empty if nothing is.
+
+    The files of the optimizer are not read.
+    """
+    try:
+        refuse_damaged_weights(weights.path, num_threads=1)
+    except DamagedError as error:
+        return "; ".join(f"{each.file} {each.what}" for each in error.damages[:3])
+    except (UserError, OSError) as error:
+        return str(error)
+    return ""
+
+
+async def follow_run(run: RunDirectory, client: EngineClient, *, after: int, seconds: float = 1.0) -> None:
+    """Load every checkpoint newer than step `after`, until this task is cancelled. One that fails is not tried again.
+
+    If several came while one was loaded, only the newest of them is loaded.
+    """
+    while True:
+        await asyncio.sleep(seconds)
+        found = await asyncio.to_thread(newest_weights, run)
+        if found is None or found.step is None or found.step <= max(after, client.weights.step or 0):
+            continue
+        after = found.step
+        if damage := await asyncio.to_thread(damage_of, found):
+            LOG.warning("the checkpoint of step %d is damaged and is not loaded: %s", after, damage)
+        elif await client.load(found):
+            LOG.info("the weights of step %d answer from now on", after)
+        else:
+            LOG.warning("the weights of step %d could not be loaded", after)
 
 
 class DrainingServer(uvicorn.Server):

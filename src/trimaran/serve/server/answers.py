@@ -1,16 +1,145 @@
-"""Answers as OpenAI's JSON objects: whole ones, and the parts of a stream."""
+"""Answers of a call: their text and tokens as they come, and how they look as JSON objects of OpenAI."""
 
 import itertools
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from trimaran.data.text.tokenizer import Tokenizer
-from trimaran.serve.server.answer_choice import AnswerChoice, ChoiceDelta, TokenRecord
+from trimaran.serve.engine.engine_request import TokenOutput, TopTokens
+from trimaran.serve.server.calls import PreparedPrompt
+from trimaran.serve.text_stream import MAX_BEFORE, TextStream
 
+AnswerFinish = Literal["stop", "length"]
 UNDECODABLE, TOKEN_ID = "\ufffd", "token_id:"
+
+
+class AnswerText:
+    """Decodes tokens as they come. Text that may be the beginning of a stop sequence waits.
+
+    A stop sequence may begin in one token and end in another. It is not part of the text, nor is what follows it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+        self._stream, self._stops = TextStream(tokenizer, prompt[-MAX_BEFORE:]), tuple(stops)
+        self._waiting = ""
+        self.num_tokens, self.is_stopped = 0, False
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Return the text that can be shown after these tokens; empty if it has to wait.
+
+        `num_tokens` are those taken, up to the one that completes a stop sequence. With stop sequences, tokens are
+        decoded one by one to find it.
+        """
+        if not self._stops:
+            self.num_tokens += len(tokens)
+            return self._stream.add(*tokens) if tokens else ""
+        shown = ""
+        for token in tokens:
+            self.num_tokens += 1
+            shown += self._next_part(self._stream.add(token), is_last=False)
+            if self.is_stopped:
+                break
+        return shown
+
+    def finish(self) -> str:
+        """Return the text that waited. Nothing follows."""
+        return "" if self.is_stopped else self._next_part(self._stream.finish(), is_last=True)
+
+    def _next_part(self, text: str, *, is_last: bool) -> str:
+        self._waiting += text
+        found = [place for stop in self._stops if (place := self._waiting.find(stop)) >= 0]
+        if found:
+            self.is_stopped = True
+            shown, self._waiting = self._waiting[: min(found)], ""
+            return shown
+        keep = 0 if is_last else max((_overlap(self._waiting, stop) for stop in self._stops), default=0)
+        shown, self._waiting = self._waiting[: len(self._waiting) - keep], self._waiting[len(self._waiting) - keep :]
+        return shown
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many characters at the end of `text` are the beginning of `stop`."""
+    return next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """A token of an answer or of an echoed prompt, with its log-probability and the likeliest tokens."""
+
+    token: int
+    logprob: float | None
+    top: TopTokens
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """What outputs add to an answer."""
+
+    text: str = ""
+    tokens: list[TokenRecord] = field(default_factory=list)
+    finish: AnswerFinish | None = None
+
+
+class AnswerChoice:
+    """An answer in progress. `echo` is the text of the prompt that it begins with."""
+
+    def __init__(
+        self, prompt: PreparedPrompt, tokenizer: Tokenizer, stops: Sequence[str], *, echo: str = "", records: bool
+    ) -> None:
+        self._prompt, self._text = prompt, AnswerText(tokenizer, prompt.ids, stops)
+        self._echo, self._records = echo, records
+        self._parts: list[str] = []
+        self._tokens: list[TokenRecord] = []
+        self._finish: AnswerFinish | None = None
+        self.has_stops = bool(stops)
+        self.embedding: tuple[float, ...] | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finish is not None
+
+    @property
+    def whole(self) -> ChoiceDelta:
+        """All that was added."""
+        return ChoiceDelta("".join(self._parts), self._tokens, self._finish)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._text.num_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._prompt.ids)
+
+    def add(self, outputs: Sequence[TokenOutput]) -> ChoiceDelta:
+        """Return what these outputs add. A stop sequence ends the answer although the engine would go on."""
+        first, last = outputs[0], outputs[-1]
+        delta = ChoiceDelta(text=self._echo)
+        if self._echo and first.prompt_logprobs:
+            tops: Sequence[TopTokens] = first.prompt_top or [()] * len(self._prompt.ids)
+            delta.tokens += [TokenRecord(*each) for each in zip(self._prompt.ids, first.prompt_logprobs, tops,
+                                                                strict=True)]  # fmt: skip
+        self._echo, self.embedding = "", last.embedding
+        shown = [each for each in outputs if each.token is not None and each.finish != "stop"]
+        num_before = self._text.num_tokens
+        delta.text += self._text.add([each.token for each in shown if each.token is not None])
+        if self._records:
+            taken = shown[: self._text.num_tokens - num_before]
+            delta.tokens += [
+                TokenRecord(each.token, each.logprob, each.top) for each in taken if each.token is not None
+            ]
+        if self._text.is_stopped:
+            delta.finish = "stop"
+        elif last.finish is not None:
+            delta.text += self._text.finish()
+            delta.finish = "stop" if last.finish == "stop" or self._text.is_stopped else "length"
+        self._parts.append(delta.text)
+        self._tokens += delta.tokens
+        self._finish = delta.finish
+        return delta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

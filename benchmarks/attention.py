@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from trimaran.nets.decoder.varlen_attention import Segments, attention, segment_attention
+from trimaran.nets.varlen_attention import Segments, attention, segment_attention
 
 GPU = torch.device("cuda")
 SPREAD = 1.2  # standard deviation of the logarithm of a document's length

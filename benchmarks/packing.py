@@ -36,7 +36,7 @@ from trimaran.models import outline_if_known
 from trimaran.models.model_presets import PRESETS, VLM_PRESETS
 from trimaran.models.outline import row_cost
 from trimaran.models.vlm_spec import ProjectorSpec, VisionSpec, VlmSpec
-from trimaran.nets.initialise import initialise
+from trimaran.nets.initial_weights import initialise
 from trimaran.nets.vlm.vlm_network import vlm_network
 from trimaran.train.loss.cross_entropy import summed_loss
 

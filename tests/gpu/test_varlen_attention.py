@@ -22,7 +22,7 @@ from trimaran.nets import (
     initialise,
     segment_attention,
 )
-from trimaran.nets.decoder.varlen_attention import attention
+from trimaran.nets.varlen_attention import attention
 from trimaran.parallel import apply_recompute
 
 pytestmark = pytest.mark.gpu

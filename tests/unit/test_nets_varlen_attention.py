@@ -13,9 +13,17 @@ from torch._dynamo.utils import counters
 from trimaran.core import Plan
 from trimaran.data import StepBatch
 from trimaran.models import PRESETS
-from trimaran.nets import Decoder, Segments, decoder_network, document_mask, initialise, run_lengths, segment_attention
-from trimaran.nets.decoder import varlen_attention
-from trimaran.nets.decoder.varlen_attention import attention
+from trimaran.nets import (
+    Decoder,
+    Segments,
+    decoder_network,
+    document_mask,
+    initialise,
+    run_lengths,
+    segment_attention,
+    varlen_attention,
+)
+from trimaran.nets.varlen_attention import attention
 from trimaran.parallel import apply_recompute
 
 HERE = torch.device("cpu")

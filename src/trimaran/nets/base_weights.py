@@ -12,10 +12,9 @@ from torch import Tensor
 from trimaran.core import ModelSection
 from trimaran.models import model_folder, weight_files
 from trimaran.nets.decoder.moe import MoeLayer
-from trimaran.nets.family import network_of, open_network
 from trimaran.nets.hf_weights import correction_biases, open_weights
-from trimaran.nets.initialise import initialise
-from trimaran.nets.network import Network
+from trimaran.nets.initial_weights import initialise
+from trimaran.nets.network import Network, network_of, open_network
 
 CONFIG_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
@@ -54,7 +53,7 @@ def open_base_weights(section: ModelSection, seed: int, stack: ExitStack) -> Bas
 
 
 def _open_hf(section: ModelSection, seed: int, files: dict[str, Any], dtype: str) -> BaseWeights:
-    from trimaran.nets.hf.hf_read import WeightSource, find_weight_sources  # noqa: PLC0415  transformers takes seconds
+    from trimaran.nets.hf.hf_build import WeightSource, find_weight_sources  # noqa: PLC0415  transformers takes seconds
 
     assert section.path is not None, "a section without a path has no spec to plan with"
     network, fill = open_network(section, seed=seed)

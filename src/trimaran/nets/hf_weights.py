@@ -1,7 +1,7 @@
 """Reads and writes a Decoder's weights as Hugging Face safetensors. No pickle is read: it can run any program."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,65 @@ from trimaran.models import ModelSpec, weight_files
 from trimaran.models.families.disk_parts import HEAD, DiskPart, PartsOf
 from trimaran.models.from_hf import disk_layout, is_extra_layer
 from trimaran.nets.decoder.decoder import Decoder, PredictionLayer
-from trimaran.nets.disk_regions import joined_tensors, parameter_shape, read_region
-from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
+from trimaran.nets.local_shards import ReadTensor, full_tensor, is_on_meta, local_part, local_slices
 from trimaran.nets.nf4_linear import loadable_weights, weight_to_fill
-from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 log = logging.getLogger(__name__)
-
 BASE_PREFIX = "model."  # of the names of all tensors but the head
 EMBEDDING = "embed_tokens.weight"
 ROWS_COMPARED = 4096  # at a time, of an embedding and a head
+
+
+def read_region(source: Any, part: DiskPart, here: tuple[slice, ...]) -> Tensor:
+    """Return the values `here` of the parameter, or of its expert, that `part` holds. Nothing else is read.
+
+    `source` is what safetensors' `get_slice` returns, or a tensor.
+    """
+    here = (*here[:-2], here[-1], here[-2]) if part.transposed else here
+    wanted = iter(here)
+    index: list[slice | int] = []
+    steps: list[slice] = []
+    for size, region in zip(part.shape, _full_region(part), strict=True):
+        if isinstance(region, int):
+            index.append(region)
+            continue
+        (start, stop, step), inner = region.indices(size), next(wanted)
+        del stop
+        index.append(slice(start + inner.start * step, max(start + (inner.stop - 1) * step + 1, start)))
+        steps.append(slice(None, None, step))
+    values = source[tuple(index)]
+    if any(each.step != 1 for each in steps):  # safetensors reads ranges only
+        values = values[tuple(steps)]
+    return values.transpose(-2, -1) if part.transposed else values
+
+
+def parameter_shape(part: DiskPart) -> tuple[int, ...]:
+    """Return the shape of the parameter, or of its expert, that `part` holds."""
+    pairs = zip(part.shape, _full_region(part), strict=True)
+    shape = tuple(len(range(*each.indices(size))) for size, each in pairs if isinstance(each, slice))
+    return (*shape[:-2], shape[-1], shape[-2]) if part.transposed else shape
+
+
+def joined_tensors(items: Iterable[tuple[DiskPart, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors on disk by name, each as soon as all of its parts have come."""
+    started: dict[str, tuple[Tensor, int]] = {}
+    for part, value in items:
+        if not part.region and not part.transposed:
+            yield part.name, value
+            continue
+        whole, missing = started.get(part.name) or (torch.empty(part.shape, dtype=value.dtype), 0)
+        missing = missing or whole.numel()
+        whole[part.region].copy_(value.transpose(-2, -1) if part.transposed else value)
+        if missing == value.numel():
+            started.pop(part.name, None)
+            yield part.name, whole
+        else:
+            started[part.name] = whole, missing - value.numel()
+    assert not started, f"some parts of {list(started)} did not come"
+
+
+def _full_region(part: DiskPart) -> tuple[slice | int, ...]:
+    return (*part.region, *[slice(None)] * (len(part.shape) - len(part.region)))
 
 
 def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:

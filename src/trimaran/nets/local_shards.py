@@ -1,5 +1,6 @@
-"""The part of a parameter that this rank holds, and the full parameter from its parts."""
+"""The part of a parameter that this rank holds, the full parameter from its parts, and the dtype of a module."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -7,10 +8,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trimaran.nets.shard_types import is_dtensor
-
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+_kept_casts: dict[int, Tensor] | None = None  # of parameters, by id; None outside `kept_shard_casts`
+ReadTensor = Callable[[Tensor], Tensor]  # returns what a parameter or a buffer stands for: unsharded, on the CPU
+DTYPE_ATTRIBUTE = "_own_dtype"
+
+
+def is_dtensor(value: Any) -> "TypeIs[DTensor]":
+    """Return whether `value` is a DTensor."""
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def is_fsdp_module(module: Any) -> "TypeIs[FSDPModule]":
+    """Return whether `module` is a unit of FSDP2."""
+    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -50,7 +65,7 @@ def local_for_compute(parameter: Tensor, *, gradient_is_partial: bool = True) ->
         return parameter
     if not torch.compiler.is_compiling() and not (parameter.requires_grad and torch.is_grad_enabled()):
         return parameter.to_local()
-    from trimaran.nets.dtensor_shards import shard_with_gradient  # noqa: PLC0415  see `shard_types`
+    from trimaran.nets.dtensor_shards import shard_with_gradient  # noqa: PLC0415  see `is_dtensor`
 
     return shard_with_gradient(parameter, gradient_is_partial=gradient_is_partial)
 
@@ -100,9 +115,6 @@ def multiplied_weight(linear: nn.Linear, inputs: Tensor) -> Tensor:
     return linear.forward(torch.eye(linear.in_features, dtype=inputs.dtype, device=inputs.device)).t()
 
 
-_kept_casts: dict[int, Tensor] | None = None  # of parameters, by id; None outside `kept_shard_casts`
-
-
 @contextmanager
 def kept_shard_casts() -> Iterator[None]:
     """Keep the casts of matmul weights until the block ends. Weights must not change, nor be resharded, inside."""
@@ -130,14 +142,14 @@ def is_sharded_by_inputs(linear: nn.Linear) -> bool:
     weight = getattr(linear, "weight", None)  # a 4-bit layer has none
     if not is_dtensor(weight):
         return False
-    from trimaran.nets.dtensor_shards import has_column_shards  # noqa: PLC0415  see `shard_types`
+    from trimaran.nets.dtensor_shards import has_column_shards  # noqa: PLC0415  see `is_dtensor`
 
     return has_column_shards(weight)
 
 
 def replicated_forward(forward: Callable[..., Tensor], input: "DTensor") -> Tensor:
     """Return the output of a layer that every rank holds in full, as a DTensor with the placements of its input."""
-    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415  see `shard_types`
+    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415  see `is_dtensor`
 
     out = forward(input.to_local(), gradient_is_partial=input.placements != (Replicate(),))
     return DTensor.from_local(out, input.device_mesh, input.placements, run_check=False)
@@ -147,7 +159,7 @@ def local_slices(parameter: Tensor) -> tuple[slice, ...]:
     """Return the slice of each dimension of the full tensor that this rank holds."""
     if not is_dtensor(parameter):
         return tuple(slice(0, size) for size in parameter.shape)
-    from trimaran.nets.dtensor_shards import shard_slices  # noqa: PLC0415  see `shard_types`
+    from trimaran.nets.dtensor_shards import shard_slices  # noqa: PLC0415  see `is_dtensor`
 
     return shard_slices(parameter)
 
@@ -156,6 +168,16 @@ def gathered(value: Tensor) -> Tensor:
     """Return the unsharded value on every rank, on its device. A collective for sharded values."""
     if not is_dtensor(value):
         return value
-    from trimaran.nets.dtensor_shards import unsharded  # noqa: PLC0415  see `shard_types`
+    from trimaran.nets.dtensor_shards import unsharded  # noqa: PLC0415  see `is_dtensor`
 
     return unsharded(value)
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """Return the unsharded value on the CPU. A collective for sharded parameters."""
+    return gathered(parameter.detach()).cpu().contiguous()
+
+
+def own_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype that the recipe gave this module; None if it has the plan's."""
+    return getattr(module, DTYPE_ATTRIBUTE, None)

@@ -1,25 +1,45 @@
-"""The interface between the trainer and a network, ours or Hugging Face's."""
+"""The interface between the trainer and a network, ours or Hugging Face's, and how the network of a spec is built."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from trimaran.models import ModelSpec, Spec, decoder_of, language_of
+from trimaran.core import ModelSection, UserError, did_you_mean
+from trimaran.models import ModelSpec, PerceptionSpec, Spec, VlmSpec, decoder_of, language_of, spec_of
 from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.decoder.decoder import Decoder
 from trimaran.nets.decoder.key_value_cache import KeyValueCache
 from trimaran.nets.decoder.tp_plan import tensor_plan
-from trimaran.nets.decoder.varlen_attention import run_lengths
+from trimaran.nets.local_shards import ReadTensor, full_tensor, to_empty
 from trimaran.nets.paged_cache import PagedExtension
-from trimaran.nets.whole_tensors import ReadTensor, full_tensor
+from trimaran.nets.varlen_attention import run_lengths
 
 if TYPE_CHECKING:
     from trimaran.nets.vlm.vlm_names import DiskTensor
+
+
+def tower_of(name: str, towers: Mapping[str, str]) -> str:
+    """Return the tower of a parameter or module: the one with the longest matching prefix, else the last tower.
+
+    `towers` maps each tower to its prefix, like `Network.towers`. Names without a tower belong to the root module;
+    they count to the last tower, which computes the loss.
+    """
+    matching = [tower for tower, prefix in towers.items() if f"{name}.".startswith(prefix)]
+    return max(matching, key=lambda tower: len(towers[tower]), default=[*towers][-1])
+
+
+def refuse_unknown_tower(name: str, towers: Iterable[str], *, code: str, where: str) -> None:
+    """Raise unless the tower exists."""
+    known = list(towers)
+    if name not in known:
+        raise UserError(code, f"the network has no tower '{name}'{did_you_mean(name, known)}", where=where,
+                        fix=f"its towers are {', '.join(known)}")  # fmt: skip
 
 
 class WeightsNeededError(Exception):
@@ -231,3 +251,42 @@ def decoder_network(spec: ModelSpec, layers: range | None = None) -> Network:
     """Return our decoder, or the stage with these layers, on the default device, uninitialised."""
     module = Decoder(spec, layers)
     return Network(module, module.blocks, spec)
+
+
+def open_network(section: ModelSection, *, seed: int = 0) -> tuple[Network, Callable[[torch.device], None]]:
+    """Return the whole network of a section without weights, and a function that gives it memory on a device.
+
+    The weights of a Hugging Face model are then as on disk, or random ones from `seed`; those of others are undefined.
+    """
+    if section.kind.is_hf:
+        from trimaran.nets.hf.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
+        from trimaran.nets.hf.hf_vlm import network_of_hf  # noqa: PLC0415
+
+        assert section.path is not None, "a section without a path has no spec to plan with"
+        module, fill = open_hf_model(Path(section.path), trust_remote_code=section.trust_remote_code, seed=seed)
+        return network_of_hf(module, spec_of(section)), partial(fill, module)
+    with torch.device("meta"):
+        if section.kind.is_plugin:
+            from trimaran.nets.plugin_network import plugin_network  # noqa: PLC0415
+
+            network = plugin_network(section)
+        else:
+            spec = spec_of(section)
+            assert spec is not None, "our own networks always have a spec"
+            network = network_of(spec)
+    return network, partial(to_empty, network.module)
+
+
+def network_of(spec: Spec, blocks: range | None = None) -> Network:
+    """Return the network of this shape, or the stage with these blocks, on the default device, uninitialised."""
+    match spec:
+        case ModelSpec():
+            return decoder_network(spec, blocks)
+        case VlmSpec():
+            from trimaran.nets.vlm.vlm_network import vlm_network  # noqa: PLC0415
+
+            return vlm_network(spec, blocks)
+        case PerceptionSpec():
+            from trimaran.nets.perception import perception_network  # noqa: PLC0415
+
+            return perception_network(spec, blocks)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trimaran.nets.attention_options import AttentionOptions, cached_mask, masked_attention
-from trimaran.nets.decoder.varlen_attention import attention
+from trimaran.nets.varlen_attention import AttentionOptions, attention, cached_mask, masked_attention
 
 MAX_KERNEL_HEAD_DIM = 256
 

@@ -14,9 +14,8 @@ from trimaran.core import ModelSection, UserError
 from trimaran.models.plugin_family import FamilyModule, build_family
 from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.hf_weights import damaged, open_weights
-from trimaran.nets.local_shards import is_on_meta, local_part, local_slices
+from trimaran.nets.local_shards import ReadTensor, full_tensor, is_on_meta, local_part, local_slices
 from trimaran.nets.network import Network
-from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 MODEL_TYPE = "trimaran_plugin"
 

@@ -14,8 +14,7 @@ from trimaran.core import Plan, UserError
 from trimaran.core.engine_rules import FP8_BLOCK, MIN_FP8_FEATURES, RECIPE_MULTIPLES, no_fp8_layers, refused_recipe
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
-from trimaran.nets.local_shards import local_bias, local_for_compute, replicated_forward
-from trimaran.nets.shard_types import is_dtensor
+from trimaran.nets.local_shards import is_dtensor, local_bias, local_for_compute, replicated_forward
 from trimaran.parallel.fp8_blocks import BlockMatmul, cast_weight
 from trimaran.parallel.mesh import RankMesh, tower_of_blocks
 from trimaran.parallel.precision import own_dtype

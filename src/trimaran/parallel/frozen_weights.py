@@ -6,7 +6,7 @@ from torch import nn
 from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.decoder.moe import MoeLayer
-from trimaran.nets.module_dtype import own_dtype
+from trimaran.nets.local_shards import own_dtype
 from trimaran.nets.vlm.vision import Stem
 from trimaran.parallel.precision import DTYPES
 

@@ -16,8 +16,8 @@ from trimaran.core.plan import Recompute, Sharding
 from trimaran.core.traits import DEVICE_TRAITS, DeviceTraits
 from trimaran.models.stages import stages_of_rank
 from trimaran.nets import Network
-from trimaran.nets.tower_names import refuse_unknown_tower, tower_of
-from trimaran.nets.vlm.image_assignment import ImageAssignment
+from trimaran.nets.network import refuse_unknown_tower, tower_of
+from trimaran.nets.vlm.patch_layout import ImageAssignment
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def build_mesh(mesh: Mesh, *, device_type: str) -> RankMesh:
 
 def forget_meshes() -> None:
     """Clear torch's caches of what it knows about DTensors: two meshes of the same ranks are equal, as cache keys."""
-    from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415  see `nets.shard_types`; private in torch
+    from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415  see `nets.local_shards.is_dtensor`; private in torch
 
     debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()

@@ -59,9 +59,9 @@ from .open_weights import ModelTexts as ModelTexts, open_trained as open_trained
 from .planning.serving import (
     Layout as Layout, Traffic as Traffic, captures_steps as captures_steps, serving_memory as serving_memory,
 )
-from .planning.serving_load import load_table as load_table, loads_to_show as loads_to_show, max_running as max_running
 from .planning.serving_plans import (
-    ServingQuestion as ServingQuestion, plan_serving as plan_serving, tensor_degrees as tensor_degrees,
+    ServingQuestion as ServingQuestion, load_table as load_table, loads_to_show as loads_to_show, max_running as
+    max_running, plan_serving as plan_serving, tensor_degrees as tensor_degrees,
 )
 from .planning.serving_time import StepWork as StepWork, serving_step as serving_step
 from .server.access import AccessMiddleware as AccessMiddleware

@@ -18,10 +18,17 @@ from trimaran.models import model_folder, read_json, spec_of, weight_files
 from trimaran.models.weight_files import BASE_DIGEST, base_difference, changed_base, compute_base_digest
 from trimaran.nets import Network, initialise
 from trimaran.nets.adapters.attach import attach_adapter
-from trimaran.nets.adapters.lora_linear import adapter_parameters
-from trimaran.nets.adapters.merge import merge_in_place
-from trimaran.nets.adapters.peft_format import DOWN, PEFT_CONFIG, PEFT_WEIGHTS, PREFIX, SUFFIXES, WEIGHT
-from trimaran.nets.adapters.peft_read import MAX_CONFIG_BYTES, load_peft_adapter
+from trimaran.nets.adapters.lora_linear import adapter_parameters, merge_in_place
+from trimaran.nets.adapters.peft_format import (
+    DOWN,
+    MAX_CONFIG_BYTES,
+    PEFT_CONFIG,
+    PEFT_WEIGHTS,
+    PREFIX,
+    SUFFIXES,
+    WEIGHT,
+    load_peft_adapter,
+)
 from trimaran.nets.hf_weights import damaged
 from trimaran.serve.settings import TrainedWeights
 from trimaran.serve.trained_model import section_of_folder

@@ -90,7 +90,7 @@ class JoinedAttention(Attention):
         return self.joined_heads
 
     def _heads(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        from trimaran.nets.kernels.rotary_projection import rotate_in_place  # noqa: PLC0415 - only a GPU has Triton
+        from trimaran.nets.kernels.layer_parts import rotate_in_place  # noqa: PLC0415 - only a GPU has Triton
 
         heads, kv_heads = self.joined_heads
         packed = self.joined(x)
@@ -112,7 +112,7 @@ class JoinedFeedForward(FeedForward):
         return ()
 
     def forward(self, x: Tensor) -> Tensor:
-        from trimaran.nets.kernels.swiglu import gated_forward  # noqa: PLC0415 - only a GPU has Triton
+        from trimaran.nets.kernels.layer_parts import gated_forward  # noqa: PLC0415 - only a GPU has Triton
 
         packed = self.joined(x)
         return self.down_proj(gated_forward(packed.flatten(0, -2)).unflatten(0, packed.shape[:-1]))
@@ -205,8 +205,7 @@ class QuantisedLinear(nn.Linear):
         return out.unflatten(0, input.shape[:-1])
 
     def _few_tokens(self, rows: Tensor) -> Tensor:
-        from trimaran.nets.kernels.fp8_rows import fp8_rows  # noqa: PLC0415 - only a GPU has Triton
-        from trimaran.nets.kernels.quantised_matmul import quantised_matmul  # noqa: PLC0415
+        from trimaran.nets.kernels.quantised_matmul import fp8_rows, quantised_matmul  # noqa: PLC0415 - only a GPU has Triton
 
         rows, row_scales = fp8_rows(rows) if self.kind == "fp8" else (rows.contiguous(), None)
         return quantised_matmul(
@@ -214,8 +213,7 @@ class QuantisedLinear(nn.Linear):
         )
 
     def _many_tokens(self, rows: Tensor) -> Tensor:
-        from trimaran.nets.kernels.fp8_rows import fp8_rows  # noqa: PLC0415
-        from trimaran.nets.kernels.quantised_matmul import dequantised  # noqa: PLC0415
+        from trimaran.nets.kernels.quantised_matmul import dequantised, fp8_rows  # noqa: PLC0415
 
         if self.kind != "fp8":
             return F.linear(rows, dequantised(self.weight, self.scales, self.zeros, kind=self.kind), self._own_bias)

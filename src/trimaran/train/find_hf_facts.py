@@ -12,11 +12,10 @@ from typing import Any
 from trimaran.core import ModelSection, UserError
 from trimaran.models.hf_facts import HfFacts
 from trimaran.nets.decoder.attention_context import Context
-from trimaran.nets.decoder.stacked_experts import count_experts
 from trimaran.nets.hf.hf import HfNetwork
 from trimaran.nets.hf.hf_attention import longest_packed_row, mixes_documents, mixing_reason
+from trimaran.nets.hf.hf_sharding import count_experts, hf_tp_sizes
 from trimaran.nets.hf.hf_stages import pipeline_layers
-from trimaran.nets.hf.hf_tp_plan import hf_tp_sizes
 from trimaran.nets.network import WeightsNeededError
 from trimaran.parallel.fp8_linear import fp8_layers
 from trimaran.train.foreign_networks import open_hf_network

@@ -15,7 +15,7 @@ from trimaran.checkpoint.load_state import fill_shards
 from trimaran.core import ModelSection, UserError
 from trimaran.models import model_folder
 from trimaran.nets import open_network
-from trimaran.nets.whole_tensors import ReadTensor, full_tensor
+from trimaran.nets.local_shards import ReadTensor, full_tensor
 from trimaran.parallel.tensor_shards import TORCH_DTYPES, CheckpointSource, TensorShard
 
 MODEL_PREFIX = "model/"

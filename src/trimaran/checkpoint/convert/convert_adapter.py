@@ -25,7 +25,7 @@ from trimaran.nets.adapters.attach import AdapterLayout, adapter_layout, attach_
 from trimaran.nets.adapters.lora_linear import adapter_parameters, adapter_scaling, merge_adapter
 from trimaran.nets.adapters.peft_format import peft_tensors
 from trimaran.nets.base_weights import BaseWeights, open_base_weights
-from trimaran.nets.whole_tensors import ReadTensor, full_tensor
+from trimaran.nets.local_shards import ReadTensor, full_tensor
 from trimaran.parallel.tensor_shards import CheckpointSource
 
 

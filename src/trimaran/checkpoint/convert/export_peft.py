@@ -18,7 +18,8 @@ from trimaran.models import model_folder, spec_of
 from trimaran.models.weight_files import BASE_DIGEST, base_reference
 from trimaran.nets import Network, network_of
 from trimaran.nets.adapters.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, hf_modules, peft_config, peft_tensors
-from trimaran.nets.whole_tensors import ReadTensor, full_tensor
+from trimaran.nets.local_shards import ReadTensor, full_tensor
+from trimaran.parallel.axes.stage_map import StageMap
 from trimaran.parallel.mesh import StageMap
 
 

@@ -10,8 +10,7 @@ from trimaran.models.adapter_rules import ALL_LINEAR, last_parts, listed, refuse
 from trimaran.models.module_names import is_named
 from trimaran.nets.adapters.lora_linear import LoraLinear, add_adapter
 from trimaran.nets.decoder.moe import MoeLayer
-from trimaran.nets.network import Network
-from trimaran.nets.tower_names import refuse_unknown_tower, tower_of
+from trimaran.nets.network import Network, refuse_unknown_tower, tower_of
 from trimaran.nets.vlm.vision import Stem
 
 

@@ -12,8 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.core import AdapterSection
-from trimaran.nets.local_shards import gathered, local_bias, local_for_compute, local_slices, replicated_forward
-from trimaran.nets.shard_types import is_dtensor
+from trimaran.nets.local_shards import (
+    gathered,
+    is_dtensor,
+    local_bias,
+    local_for_compute,
+    local_slices,
+    replicated_forward,
+)
 
 DOWN, UP, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
 ADAPTER_PARAMETERS = (DOWN, UP, MAGNITUDE)
@@ -87,7 +93,7 @@ class LoraLinear(nn.Linear):
         squares = _squared_row_norms(_local(weight), _local(self.lora_A), _local(self.lora_B), self.scaling)
         if not is_dtensor(self.lora_magnitude):
             return squares.sqrt()
-        from torch.distributed.tensor import DTensor, Partial, Shard  # noqa: PLC0415  see `shard_types`
+        from torch.distributed.tensor import DTensor, Partial, Shard  # noqa: PLC0415  see `is_dtensor`
 
         assert is_dtensor(self.lora_A)
         parts = (Partial(),) if self.lora_A.placements == (Shard(1),) else self.lora_magnitude.placements
@@ -154,3 +160,15 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _full(tensor: Tensor) -> Tensor:
     return gathered(tensor).detach().float()
+
+
+@torch.no_grad()
+def merge_in_place(module: nn.Module) -> None:
+    """Turn every `LoraLinear` of an unsharded module into an `nn.Linear`, whose weight keeps its dtype."""
+    for layer in list(module.modules()):
+        if isinstance(layer, LoraLinear):
+            weight = merged_weight(layer)
+            layer.weight.copy_(weight)
+            for name in ADAPTER_PARAMETERS:
+                delattr(layer, name)
+            layer.__class__ = nn.Linear  # pyrefly: ignore[bad-argument-type]

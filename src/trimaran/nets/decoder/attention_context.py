@@ -1,23 +1,30 @@
-"""Which positions of a sequence a rank holds, and how its queries attend to the keys."""
+"""Which positions of a sequence a rank holds, how its queries attend to the keys, and where documents begin and end."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from trimaran.nets.attention_options import PLAIN, AttentionOptions, causal_window, masked_attention
-from trimaran.nets.decoder.flex_kernel import flexible_attention, has_flex_kernel
+from trimaran.models.layer_variations import TemperatureSpec
 from trimaran.nets.decoder.key_value_cache import CachedLayer
-from trimaran.nets.decoder.varlen_attention import (
+from trimaran.nets.paged_cache import PagedLayer
+from trimaran.nets.varlen_attention import (
+    PLAIN,
+    AttentionOptions,
     Segments,
     attention,
+    causal_window,
     document_mask,
+    flexible_attention,
+    has_flex_kernel,
+    masked_attention,
     segment_attention,
     windowed_attention,
 )
-from trimaran.nets.paged_cache import PagedLayer
 
 AttentionScope = Tensor | Segments | CachedLayer | PagedLayer | None
+
+
 """What each query attends to: a mask, causal segments, cached or paged positions, or None for causal attention."""
 
 
@@ -110,3 +117,25 @@ def last_indices(documents: Tensor) -> Tensor:
     ends = torch.full_like(indices, documents.shape[1] - 1)
     ends[:, :-1] = torch.where(documents[:, 1:] != documents[:, :-1], indices[:, :-1], ends[:, :-1])
     return ends.flip(1).cummin(dim=1).values.flip(1)
+
+
+def split_documents(
+    positions: Tensor, documents: Tensor | None, lengths: Sequence[int] | None, chunk: int
+) -> tuple[Tensor, Sequence[int] | None]:
+    """Return the documents [B, T] of rows in which each chunk is a document of its own, and their lengths, if known.
+
+    `positions` [B, T] count inside each document; without `documents` a row is one.
+    """
+    rows, length = positions.shape
+    if documents is None:
+        documents, lengths = torch.zeros_like(positions), [length] * rows
+    parts = documents * (-(-length // chunk)) + positions // chunk
+    if lengths is None:
+        return parts, None
+    return parts, [min(chunk, each - start) for each in lengths for start in range(0, each, chunk)]
+
+
+def query_factors(positions: Tensor, temperature: TemperatureSpec) -> Tensor:
+    """Return what queries at `positions` [B, T] are multiplied by, [B, 1, T, 1]: more for late ones."""
+    steps = torch.floor((positions.float() + 1.0) / temperature.interval)
+    return (torch.log1p(steps) * temperature.scale + 1.0)[:, None, :, None]

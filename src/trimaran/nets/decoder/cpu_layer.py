@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.nets.decoder import cpu_kernels
-from trimaran.nets.decoder.joint_operators import joined
-from trimaran.nets.decoder.joint_projections import Rotation
+from trimaran.nets.decoder.joint_projections import Rotation, joined
 
 
 def normed_heads(

@@ -10,22 +10,55 @@ from trimaran.models import LayerSpec, ModelSpec, NormSpec, Rope
 from trimaran.models.layer_variations import TemperatureSpec, norm_names
 from trimaran.nets.decoder import cpu_kernels
 from trimaran.nets.decoder.attention import Attention, Norm, RMSNorm, Rotation, norm_of, rotation_at
-from trimaran.nets.decoder.attention_chunks import query_factors, split_documents
 from trimaran.nets.decoder.attention_context import (
     AttentionScope,
     Context,
     document_lengths,
     document_positions,
+    last_indices,
+    query_factors,
+    split_documents,
 )
 from trimaran.nets.decoder.cpu_layer import attended_feed_forward, normed_heads
 from trimaran.nets.decoder.joint_projections import norm_and_residual
 from trimaran.nets.decoder.key_value_cache import CacheExtension
 from trimaran.nets.decoder.latent_attention import LatentAttention
-from trimaran.nets.decoder.later_tokens import IGNORED, labels_ahead, tokens_ahead
 from trimaran.nets.decoder.moe import FeedForward, MoeLayer, as_autocast
-from trimaran.nets.decoder.varlen_attention import Segments, has_flash
-from trimaran.nets.module_dtype import own_dtype
+from trimaran.nets.local_shards import own_dtype
 from trimaran.nets.paged_cache import PagedExtension
+from trimaran.nets.varlen_attention import Segments, has_flash
+
+IGNORED = -100
+# The norms before and after the feed-forward, by the placement of norms.
+FEED_FORWARD_NORMS = {
+    "before": ("post_attention_layernorm", ""),
+    "after": ("", "post_feedforward_layernorm"),
+    "both": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+
+
+def tokens_ahead(tokens: Tensor, documents: Tensor | None, places: int) -> Tensor:
+    """Return the token `places` after each of `tokens` [B, T]; where its document has ended, the document's last one.
+
+    Those are never trained, because they have no label. `documents` are numbers as in `Decoder.forward`.
+    """
+    indices, last = _indices(tokens, documents)
+    return tokens.gather(1, torch.minimum(indices + places, last))
+
+
+def labels_ahead(labels: Tensor, documents: Tensor | None, places: int) -> Tensor:
+    """Return the label `places` after each of `labels` [B, T], `IGNORED` where the document of that place has ended."""
+    indices, last = _indices(labels, documents)
+    found = labels.gather(1, torch.minimum(indices + places, last))
+    return found.masked_fill(indices + places > last, IGNORED)
+
+
+def _indices(tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the index of each token in its row, and that of the last token of its document."""
+    indices = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    if documents is None:
+        return indices, torch.full_like(indices, tokens.shape[1] - 1)
+    return indices, last_indices(documents)
 
 
 class DecoderLayer(nn.Module):
@@ -151,14 +184,6 @@ class PredictionLayer(DecoderLayer):
         joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(x)), dim=-1))
         stream, balance = super().forward(joined.to(embedded.dtype), rotation, scope)
         return self.shared_head["norm"](stream), balance
-
-
-# The norms before and after the feed-forward, by the placement of norms.
-FEED_FORWARD_NORMS = {
-    "before": ("post_attention_layernorm", ""),
-    "after": ("", "post_feedforward_layernorm"),
-    "both": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-}
 
 
 class Decoder(nn.Module):

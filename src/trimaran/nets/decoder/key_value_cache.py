@@ -7,8 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from trimaran.nets.attention_options import PLAIN, AttentionOptions, cached_mask, masked_attention
-from trimaran.nets.decoder.varlen_attention import attention
+from trimaran.nets.varlen_attention import PLAIN, AttentionOptions, attention, cached_mask, masked_attention
 
 MIN_CAPACITY = 64
 

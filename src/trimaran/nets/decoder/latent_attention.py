@@ -2,20 +2,158 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.models import LayerSpec, ModelSpec, Rope
 from trimaran.models.layer_variations import LatentSpec
-from trimaran.nets.attention_options import AttentionOptions
 from trimaran.nets.decoder.attention import RMSNorm, rotate
 from trimaran.nets.decoder.attention_context import AttentionScope, Context
 from trimaran.nets.decoder.joint_projections import Rotation
 from trimaran.nets.decoder.key_value_cache import CachedLayer
-from trimaran.nets.decoder.latent_heads import LatentHeads, attend_cached, attend_pages, expanded_heads
 from trimaran.nets.local_shards import multiplied_weight
-from trimaran.nets.paged_cache import PagedLayer
+from trimaran.nets.paged_cache import (
+    HostLengthsNeededError,
+    PagedExtension,
+    PagedLayer,
+    attend_causally,
+    attend_decodes,
+    pages_of_decodes,
+    pages_of_one,
+)
+from trimaran.nets.varlen_attention import AttentionOptions
+
+MAX_KERNEL_RANK, MAX_KERNEL_ROPE = 512, 64  # wider tiles do not fit into registers and shared memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentHeads:
+    """The heads of this rank. `weight` [heads * (nope_dim + value_dim), kv_rank] is that of `kv_b_proj`.
+
+    What is cached of a token are kv_rank + rope_dim features: its normalised latent vector, and the rotated features
+    that the keys of all heads share. There are two ways to attend to them. `expand` makes keys and values. Or queries
+    are multiplied by the weight instead of the latent vectors (they absorb it), and attend to what is cached as if it
+    were the key, and its first kv_rank features the value, of a single head; `project` then makes the output.
+    """
+
+    latent: LatentSpec
+    weight: Tensor
+
+    def expand(self, cached: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B, heads, T, width] of cached tokens [B, 1, T, kv_rank + rope_dim]."""
+        narrow, shared = cached.split([self.latent.kv_rank, self.latent.rope_dim], dim=-1)
+        return expanded_heads(F.linear(narrow[:, 0], self.weight), shared, self.latent)
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Return queries [heads, N, head_dim] as queries of what is cached, [heads, N, kv_rank + rope_dim]."""
+        plain, turned = query.split([self.latent.nope_dim, self.latent.rope_dim], dim=-1)
+        absorbed = torch.bmm(plain, self._by_head[:, : self.latent.nope_dim])
+        return torch.cat((absorbed, turned.to(absorbed.dtype)), dim=-1)
+
+    def project(self, out: Tensor) -> Tensor:
+        """Return the output [heads, N, value_dim], given what queries that have absorbed the weight attended to."""
+        return torch.bmm(out, self._by_head[:, self.latent.nope_dim :].transpose(1, 2))
+
+    @property
+    def _by_head(self) -> Tensor:
+        return self.weight.unflatten(0, (-1, self.latent.nope_dim + self.latent.value_dim))
+
+
+def expanded_heads(wide: Tensor, shared: Tensor, latent: LatentSpec) -> tuple[Tensor, Tensor]:
+    """Return keys and values [B, heads, T, width], given the output of `kv_b_proj`, [B, T, heads * ...].
+
+    `shared` [B, 1, T, rope_dim] are the rotated features of all keys.
+    """
+    heads = wide.unflatten(-1, (-1, latent.nope_dim + latent.value_dim)).transpose(1, 2)
+    key, value = heads.split([latent.nope_dim, latent.value_dim], dim=-1)
+    shared = shared.to(value.dtype).expand(-1, key.shape[1], -1, -1)
+    return torch.cat((key, shared), dim=-1), value
+
+
+def attend_cached(
+    query: Tensor, new: Tensor, layer: CachedLayer, heads: LatentHeads, options: AttentionOptions
+) -> Tensor:
+    """Store the new tokens [rows, 1, T, kv_rank + rope_dim], and return the output [rows, heads, T, value_dim].
+
+    A single query of each row absorbs the weight; more do not: see `attend_pages`.
+    """
+    (cached,) = layer.stored(new)
+    if query.shape[2] > 1:
+        return layer.attend_to(query, *heads.expand(cached), options)
+    absorbed = heads.absorb(query[:, :, 0].transpose(0, 1)).transpose(0, 1)[:, :, None]
+    out = layer.attend_to(absorbed, cached, cached[..., : heads.latent.kv_rank], options)
+    return heads.project(out[:, :, 0].transpose(0, 1)).transpose(0, 1)[:, :, None]
+
+
+def attend_pages(
+    query: Tensor, new: Tensor, layer: PagedLayer, heads: Sequence[LatentHeads], options: AttentionOptions
+) -> Tensor:
+    """Store the new tokens [1, 1, N, kv_rank + rope_dim], and return the output [1, heads, N, value_dim].
+
+    `heads` are those of each sequence, which differ if sequences have adapters. The queries of sequences with one new
+    token absorb the weight. A part of a prompt has so many queries that plain ones, which are narrower, take less time,
+    although keys and values are made again from all that is cached of its sequence. In a step of a CUDA graph all
+    queries absorb it: only the device knows the lengths, and no sequence has an adapter.
+    """
+    extension, latent = layer.extension, heads[0].latent
+    is_graph = not extension.key_lengths
+    if is_graph and not has_latent_kernel(new, latent):
+        raise HostLengthsNeededError
+    (pages,) = layer.stored(new)
+    start, parts = query.shape[2] if is_graph else extension.num_decodes, []
+    if start:
+        absorbed = _of_sequences(LatentHeads.absorb, heads[:start], query[0, :, :start])
+        out = _attend_narrow(absorbed, pages, extension, latent, options)
+        parts.append(_of_sequences(LatentHeads.project, heads[:start], out)[None])
+    for number in range(extension.num_decodes, len(extension.query_lengths)):
+        stop = start + extension.query_lengths[number]
+        is_new = extension.key_lengths[number] == stop - start
+        cached = new[:, :, start:stop] if is_new else pages_of_one(number, pages, extension)
+        parts.append(attend_causally(query[:, :, start:stop], *heads[number].expand(cached), options))
+        start = stop
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def has_latent_kernel(cached: Tensor, latent: LatentSpec) -> bool:
+    """Return whether our kernel attends to pages of tensors like what is cached, [..., kv_rank + rope_dim].
+
+    It needs more shared memory than GPUs before Ampere have, and widths that are powers of two: on an H200 it read
+    misaligned addresses with 24 + 12 features in bf16.
+    """
+    if not cached.is_cuda or torch.version.hip or torch.cuda.get_device_capability(cached.device) < (8, 0):
+        return False
+    fits = latent.kv_rank <= MAX_KERNEL_RANK and latent.rope_dim <= MAX_KERNEL_ROPE
+    return fits and latent.kv_rank.bit_count() == latent.rope_dim.bit_count() == 1
+
+
+def _attend_narrow(
+    query: Tensor, pages: Tensor, extension: PagedExtension, latent: LatentSpec, options: AttentionOptions
+) -> Tensor:
+    """Return what absorbed queries [heads, S, kv_rank + rope_dim] attend to, [heads, S, kv_rank].
+
+    They are those of the sequences with one new token, or, in a step of a CUDA graph, of all tokens.
+    """
+    if has_latent_kernel(pages, latent):
+        from trimaran.nets.kernels.latent_pages import attend_latent_pages  # noqa: PLC0415 - only a GPU has Triton
+
+        return attend_latent_pages(query, pages, extension, options, rank=latent.kv_rank)
+    cached = pages_of_decodes(pages, extension)
+    return attend_decodes(query[None], cached, cached[..., : latent.kv_rank], extension, options)[0]
+
+
+def _of_sequences(change: Callable[[LatentHeads, Tensor], Tensor], heads: Sequence[LatentHeads], x: Tensor) -> Tensor:
+    """Return `x` [heads, S, width] after `change`, which gets the heads of each sequence."""
+    groups: dict[int, list[int]] = {}
+    for number, each in enumerate(heads):
+        groups.setdefault(id(each), []).append(number)
+    if len(groups) == 1:
+        return change(heads[0], x)
+    parts = torch.cat([change(heads[rows[0]], x[:, rows]) for rows in groups.values()], dim=1)
+    order = torch.tensor([number for rows in groups.values() for number in rows], device=x.device)
+    return parts[:, order.argsort()]
 
 
 class LatentAttention(nn.Module):

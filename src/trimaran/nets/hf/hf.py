@@ -17,7 +17,6 @@ from trimaran.models.vlm_config import FOREIGN
 from trimaran.nets.absent_modules import STREAM_ARGUMENT
 from trimaran.nets.decoder.attention_context import Context, document_positions
 from trimaran.nets.decoder.key_value_cache import CacheExtension, KeyValueCache
-from trimaran.nets.decoder.varlen_attention import run_lengths
 from trimaran.nets.hf.hf_attention import (
     MIXING_ATTRIBUTE,
     OPTION_ATTRIBUTE,
@@ -34,17 +33,23 @@ from trimaran.nets.hf.hf_attention import (
     takes_scope,
     uses_eager_attention,
 )
-from trimaran.nets.hf.hf_cache import HfCache, cache_difference
 from trimaran.nets.hf.hf_kinds import refuse_later_tokens
-from trimaran.nets.hf.hf_masks import choose_document_masks, layer_masks, needs_layer_masks
-from trimaran.nets.hf.hf_paged import paged_difference
-from trimaran.nets.hf.hf_probe import probe
+from trimaran.nets.hf.hf_probe import (
+    HfCache,
+    cache_difference,
+    choose_document_masks,
+    layer_masks,
+    needs_layer_masks,
+    paged_difference,
+    probe,
+)
+from trimaran.nets.hf.hf_sharding import hf_tensor_plan
 from trimaran.nets.hf.hf_stages import HfStage
-from trimaran.nets.hf.hf_tp_plan import hf_tensor_plan
+from trimaran.nets.local_shards import ReadTensor, full_tensor
 from trimaran.nets.network import Network
 from trimaran.nets.paged_cache import PagedExtension
+from trimaran.nets.varlen_attention import run_lengths
 from trimaran.nets.vlm.vlm_names import DiskTensor
-from trimaran.nets.whole_tensors import ReadTensor, full_tensor
 
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.core import UserError
-from trimaran.nets.attention_options import AttentionOptions
 from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.decoder.key_value_cache import CacheExtension
-from trimaran.nets.decoder.varlen_attention import Segments, attention, segment_attention
 from trimaran.nets.paged_cache import PagedExtension
+from trimaran.nets.varlen_attention import AttentionOptions, Segments, attention, segment_attention
 
 try:
     from transformers import AttentionInterface

@@ -1,25 +1,49 @@
-"""Finds out what a Hugging Face model does with its head and its attention, by a call on the meta device."""
+"""Finds out what a Hugging Face model does, by calls with a few tokens: its head, attention, masks, cache and pages."""
 
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trimaran.nets.hf.hf_attention import SCOPE_ARGUMENT, attention_difference, is_noncausal, unsupported_option
+from trimaran.nets.decoder.attention_context import document_positions
+from trimaran.nets.decoder.key_value_cache import KeyValueCache
+from trimaran.nets.hf.hf_attention import (
+    ISOLATING_LAYERS,
+    SCOPE_ARGUMENT,
+    attention_difference,
+    is_noncausal,
+    takes_scope,
+    unsupported_option,
+    use_paged_attention,
+)
+from trimaran.nets.network import Network
+from trimaran.nets.paged_cache import PagedCache, PagedExtension, PagedLayer
+from trimaran.nets.varlen_attention import AttentionOptions
+
+PROBE_ATTENTION = "trimaran_probe"
+OWN_MASK = "masks of its own"
+TOKENS_SHAPE = (2, 8)
+log = logging.getLogger(__name__)
+LAYER_MASKS_ATTRIBUTE = "trimaran_layer_masks"  # the attribute of a model that needs the masks of `layer_masks`
+NUM_TOKENS = 8
+PROBE_TOKENS = 6
+CACHE_TOLERANCE = 1e-3  # of the largest logit: a cache that is wrong is wrong by far more
+PAGE_SIZE = 4
+# Of the largest logit, in fp32 and in half precision: attention that is wrong is wrong by far more.
+TOLERANCE, HALF_TOLERANCE = 1e-3, 0.06
+PAGED_ATTRIBUTE = "trimaran_pages"  # the attribute of a model that was found to attend to pages
+
 
 try:
     from transformers import AttentionInterface
 except ImportError:
     AttentionInterface = None
-
-NAME = "trimaran_probe"
-OWN_MASK = "masks of its own"
-TOKENS_SHAPE = (2, 8)
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +122,8 @@ def _call(meta_model: Any, record: _CallRecord) -> tuple[Any, Tensor]:
         last.forward = head
     arguments: dict[str, Any] = {SCOPE_ARGUMENT: scope}
     if getattr(meta_model, "_supports_attention_backend", False):
-        AttentionInterface.register(NAME, attend)
-        meta_model.set_attn_implementation(NAME)
+        AttentionInterface.register(PROBE_ATTENTION, attend)
+        meta_model.set_attn_implementation(PROBE_ATTENTION)
     else:  # with a mask given the model does not build one, which would read values
         arguments = {"attention_mask": torch.ones(batch, 1, length, length, dtype=torch.bool, device="meta")}
     tokens = torch.zeros(TOKENS_SHAPE, dtype=torch.long, device="meta")
@@ -117,3 +141,276 @@ def _meta_copy(module: nn.Module) -> Any:
         return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
     return deepcopy(module, {id(each): on_meta(each) for each in (*module.parameters(), *module.buffers())})
+
+
+try:
+    from transformers.masking_utils import create_masks_for_generate
+except ImportError:
+    create_masks_for_generate = None
+
+
+def choose_document_masks(module: Any) -> bool:
+    """Return whether masks keep documents apart in a model with attention windows. True, too, if no call shows it.
+
+    A model whose own masks do not isolate documents gets those of `layer_masks` from now on.
+    """
+    documents = torch.arange(NUM_TOKENS)[None] // (NUM_TOKENS // 2)
+    positions = document_positions(documents)
+    if _isolate(_given_masks(module, {"position_ids": positions})):
+        return True
+    if create_masks_for_generate is None:
+        return False
+    if not _isolate(
+        _given_masks(module, {"position_ids": positions, "attention_mask": layer_masks(module, positions)})
+    ):
+        return False
+    setattr(module, LAYER_MASKS_ATTRIBUTE, True)
+    return True
+
+
+def needs_layer_masks(module: nn.Module) -> bool:
+    """Return whether documents are kept apart by the masks of `layer_masks`."""
+    return getattr(module, LAYER_MASKS_ATTRIBUTE, False)
+
+
+def layer_masks(module: Any, positions: Tensor) -> Any:
+    """Return masks by kind of layer that keep documents apart; `positions` [B, T] restart with each document."""
+    assert create_masks_for_generate is not None, "a model of transformers before 5 does not need layer masks"
+    device = positions.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+    shape_only = torch.empty(*positions.shape, 0, dtype=dtype, device=positions.device)
+    return create_masks_for_generate(
+        config=module.config.get_text_config(),
+        inputs_embeds=shape_only,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=positions,
+    )
+
+
+def _isolate(masks: list[Tensor | None]) -> bool:
+    """Return whether no mask lets a token of the second document attend to the first."""
+    return all(
+        mask is not None and not _attended(mask)[..., NUM_TOKENS // 2 :, : NUM_TOKENS // 2].any() for mask in masks
+    )
+
+
+def _attended(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask == 0
+
+
+def _given_masks(module: Any, arguments: Mapping[str, Any]) -> list[Tensor | None]:
+    """Return the mask that each layer gets in a call; an empty list if the model does not run without its layers."""
+    copy = deepcopy(module, {id(each): _on_meta(each) for each in module.parameters()})
+    masks: list[Tensor | None] = []
+
+    def record(stream: Tensor, *args: Any, **options: Any) -> Tensor:
+        given = [each for each in (*args, *options.values()) if isinstance(each, Tensor)]
+        masks.append(next((each for each in given if each.ndim == 4 and each.shape[-2:] == (NUM_TOKENS,) * 2), None))
+        return stream
+
+    lists = [each for each in copy.modules() if isinstance(each, nn.ModuleList)]
+    for layer in max(lists, key=lambda each: sum(parameter.numel() for parameter in each.parameters()), default=()):
+        layer.forward = record
+    embedding = copy.get_input_embeddings()
+    embedding.forward = lambda tokens: torch.zeros(*tokens.shape, embedding.embedding_dim)
+    with torch.no_grad(), suppress(Exception):  # what follows the layers has no values; the masks are known by then
+        copy(input_ids=torch.zeros(1, NUM_TOKENS, dtype=torch.long), use_cache=False, **arguments)
+    return masks
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+
+
+try:
+    from transformers import DynamicCache
+except ImportError:
+    DynamicCache = None
+
+
+class HfCache(KeyValueCache):
+    """transformers' cache for the rows of a batch, which all have the same length.
+
+    It holds what the layers of the model need: all positions, those of a window, or the state of a recurrent layer.
+    """
+
+    def __init__(self, module: Any, rows: int) -> None:
+        super().__init__(rows)
+        self._module = module
+        self._cache = self._new()
+
+    def truncate(self, length: int) -> None:
+        """Forget the positions from `length` on; all of them if the cache cannot go back."""
+        if length < self.lengths[0]:
+            self._cache, length = self._new(), 0
+        super().truncate(length)
+
+    def arguments(self, tokens: Tensor) -> dict[str, Any]:
+        """Return the arguments with which the model appends `tokens` [rows, T] to this cache."""
+        start = self.lengths[0]
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+        self.lengths = [start + tokens.shape[1]] * len(self.lengths)
+        return {"position_ids": positions, "past_key_values": self._cache, "use_cache": True}
+
+    def _new(self) -> Any:
+        assert DynamicCache is not None, "there is no model without transformers"
+        return DynamicCache(config=self._module.config)
+
+
+@torch.no_grad()
+def cache_difference(module: Any, device: torch.device) -> str:
+    """Return why the model's own cache cannot be used; empty if a few tokens give the same logits with and without it.
+
+    Architectures differ in what they take and keep, and a cache that is ignored gives wrong tokens without an error.
+    """
+    vocabulary = module.get_input_embeddings().num_embeddings
+    tokens = (torch.arange(1, PROBE_TOKENS + 1, device=device) % vocabulary)[None]
+    try:
+        whole = module(input_ids=tokens, use_cache=False).logits[:, -1]
+        cache, last = HfCache(module, 1), whole
+        for part in tokens.split([PROBE_TOKENS - 2, 1, 1], dim=1):
+            last = module(input_ids=part, **cache.arguments(part)).logits[:, -1]
+    except Exception as error:  # any error of the model's own code
+        log.info("%s runs without a cache: %s: %s", type(module).__name__, type(error).__name__, error)
+        return f"{type(error).__name__}: {error}"
+    difference = (whole - last).abs().max() / whole.abs().max().clamp(min=torch.finfo(whole.dtype).tiny)
+    if difference < CACHE_TOLERANCE:
+        return ""
+    log.info("%s runs without a cache: its logits would differ by %.1e", type(module).__name__, difference)
+    return f"its logits differ by {difference:.1e}"
+
+
+@torch.no_grad()
+def paged_difference(network: Network, device: torch.device) -> str:
+    """Return why a Hugging Face model cannot attend to pages; empty if it can, and from now on it does.
+
+    Its logits of two sequences in one row must be those that its own attention computes for each of them. A model that
+    cannot do it stays as it was.
+    """
+    module: Any = network.module
+    if getattr(module, PAGED_ATTRIBUTE, False):
+        return ""
+    if reason := _difference_of_parts(module):
+        return reason
+    before = module.config._attn_implementation
+    tokens = _probe_tokens(network.vocabulary, device)
+    try:
+        whole = [module(input_ids=each[None], use_cache=False).logits[0, -1].float() for each in tokens]
+        reason = "" if takes_scope(module) or use_paged_attention(module) else "has its own attention implementation"
+        if not reason:
+            reason = _difference_of_logits(network, tokens, torch.stack(whole))
+    except Exception as error:  # any error of the model's own code
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    if not reason:
+        setattr(module, PAGED_ATTRIBUTE, True)
+    elif not takes_scope(module):
+        module.set_attn_implementation(before)
+    return reason
+
+
+def _difference_of_parts(module: Any) -> str:
+    """Return why sequences in one row would not be computed as they are alone, from the model's parts and config."""
+    kinds = getattr(module.config.get_text_config(), "layer_types", None) or ()
+    own_code = "has its own attention implementation"
+    reasons = {
+        "takes no position_ids": "position_ids" not in signature(module.forward).parameters,
+        "also mixes tokens with a convolution": any(isinstance(part, nn.Conv1d) for part in module.modules()),
+        "has layers without attention scores": not ISOLATING_LAYERS.issuperset(kinds),
+        "attends in chunks": "chunked_attention" in kinds or bool(_option(module, "attention_chunk_size")),
+        "has rotary frequencies that depend on the longest sequence": any(_rope_kinds(module)),
+        own_code: not getattr(module, "_supports_attention_backend", False),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def _rope_kinds(module: nn.Module) -> Iterator[bool]:
+    """Yield whether each rotary embedding computes its frequencies from the positions of the whole batch."""
+    for part in module.modules():
+        found = getattr(part, "rope_type", "")
+        for kind in found.values() if isinstance(found, Mapping) else [found]:
+            yield isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+
+
+def _option(module: Any, name: str) -> Any:
+    return getattr(module.config.get_text_config(), name, None)
+
+
+def _probe_tokens(vocabulary: int, device: torch.device) -> list[Tensor]:
+    numbers = torch.arange(1, 2 * PROBE_TOKENS, device=device)
+    return [numbers[:PROBE_TOKENS] % vocabulary, numbers[PROBE_TOKENS:] * 3 % vocabulary]
+
+
+def _difference_of_logits(network: Network, tokens: list[Tensor], whole: Tensor) -> str:
+    """Return how the logits over pages differ from those of the model's own attention; empty if they do not.
+
+    All but two tokens of each sequence come first, and then one after the other.
+    """
+    cache, last, windows = PagedCache(4, PAGE_SIZE), whole, {}
+    lengths = [len(each) for each in tokens]
+    for start, stop in ((0, -2), (-2, -1), (-1, None)):
+        parts = [each[start:stop] for each in tokens]
+        keys = [length + (stop or 0) for length in lengths]
+        extension = _extension(cache, [len(each) for each in parts], keys, tokens[0].device)
+        inputs = {"tokens": torch.cat(parts)[None]}
+        if getattr(network.spec, "sections", ()):  # time, row and column
+            inputs["positions"] = extension.positions.expand(3, -1, -1)
+        last = network.extend_pages(extension, inputs)[0].float()
+        windows = extension.windows
+    difference = (whole - last).abs().max() / whole.abs().max().clamp(min=torch.finfo(whole.dtype).tiny)
+    if not difference < _tolerance(network.module, tokens[0].device):
+        return f"computes other logits over pages, by {difference:.1e}"
+    if windows != _windows_of(network.module.config, windows):
+        return "does not tell its attention about its windows"
+    return ""
+
+
+def _tolerance(module: nn.Module, device: torch.device) -> float:
+    """Return how much logits may differ by rounding alone."""
+    is_half = torch.is_autocast_enabled(device.type) or any(each.dtype != torch.float32 for each in module.parameters())
+    return HALF_TOLERANCE if is_half else TOLERANCE
+
+
+def _windows_of(config: Any, found: Mapping[int, int | None]) -> dict[int, int | None]:
+    """Return the window of each layer by the config, None for all keys. The few tokens of the probe are inside it."""
+    config = config.get_text_config()
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    if not kinds:
+        uses_window = getattr(config, "use_sliding_window", True)
+        return dict.fromkeys(found, window if uses_window else None)
+    return {layer: window if kinds[layer] == "sliding_attention" else None for layer in found}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _ProbeExtension(PagedExtension):
+    """Records the window that each layer attends with."""
+
+    windows: dict[int, int | None] = field(default_factory=dict)
+
+    def layer(self, number: int) -> PagedLayer:
+        return _ProbeLayer(self, number)
+
+
+class _ProbeLayer(PagedLayer):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        assert isinstance(self.extension, _ProbeExtension)
+        self.extension.windows[self.number] = options.window
+        return PagedLayer.attend(self, query, key, value, options)
+
+
+def _extension(cache: PagedCache, new: list[int], keys: list[int], device: torch.device) -> _ProbeExtension:
+    """Return the extension of two sequences with two pages each."""
+    positions = [torch.arange(length - count, length, device=device) for count, length in zip(new, keys, strict=True)]
+    ends = torch.tensor([0, *new], device=device).cumsum(0)
+    return _ProbeExtension(
+        cache=cache,
+        positions=torch.cat(positions)[None],
+        slots=torch.cat([each + number * 2 * PAGE_SIZE for number, each in enumerate(positions)]),
+        page_tables=torch.arange(4, device=device).view(2, 2),
+        context_lengths=torch.tensor(keys, device=device),
+        query_starts=ends,
+        kept=ends[1:] - 1,
+        query_lengths=new,
+        key_lengths=keys,
+        num_decodes=sum(count == 1 for count in new),
+    )

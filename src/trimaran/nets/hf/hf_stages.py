@@ -3,8 +3,12 @@
 In place of a layer of another stage is one that returns its input, so that the model's own loop counts the layers as
 before. The model runs from its tokens on in every stage: so it computes masks, positions and rotary tables as always.
 What it computes for the stream before the first layer of the stage is replaced by the stream that enters the stage.
+
+The layers are found by a call on the meta device, with autograd: the graph shows which weights each layer reads, and
+that nothing but one stream passes from layer to layer.
 """
 
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,14 +16,201 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trimaran.nets.absent_modules import STREAM_ARGUMENT, AbsentLayer, AbsentModule, StageStream
-from trimaran.nets.hf.hf_layers import TOKENS_SHAPE, LayerList, find_layers, meta_copy, no_pipeline, trial_arguments
-from trimaran.nets.layer_trace import read_parameters
+from trimaran.core import UserError
+from trimaran.nets.absent_modules import (
+    STREAM_ARGUMENT,
+    AbsentLayer,
+    AbsentModule,
+    LayerTrace,
+    StageStream,
+    read_parameters,
+    record_layer,
+    tensors_in,
+)
+from trimaran.nets.hf.hf_attention import uses_eager_attention
 
 if TYPE_CHECKING:
     from trimaran.nets.hf.hf import HfNetwork
 
+NAME = "trimaran_layers"
+TOKENS_SHAPE = (2, 8)
+STREAM_NDIM = 3
+SKIPPED_LAYERS = ("layerdrop", "decoder_layerdrop")  # settings that skip layers at random in training
 PLAIN = (bool, int, float, str, type(None))
+
+
+try:
+    from transformers import AttentionInterface
+except ImportError:
+    AttentionInterface = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerList:
+    """The list `name` of layers in a model, and what the model reads around it.
+
+    `before` and `after` are the modules whose own parameters are read before and after the layers. A tied embedding is
+    in both; `tied` is the name of the module whose embedding it is, or empty. `num_outputs` is for each layer how many
+    values it returns in a tuple, the first of which is the stream; 0 if it returns the stream itself.
+    """
+
+    name: str
+    width: int
+    before: frozenset[str]
+    after: frozenset[str]
+    tied: str
+    num_outputs: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.num_outputs)
+
+
+def find_layers(module: Any) -> LayerList:
+    """Return the layers of a transformers model. Raises UserError if it cannot be cut between them.
+
+    `module` is not changed.
+    """
+    name, stack = _largest_list(module)
+    if any(getattr(module.config.get_text_config(), each, 0) for each in SKIPPED_LAYERS):
+        raise no_pipeline(module, f"skips layers of {name} at random in training")
+    meta, trace = _traced(module, name)
+    if [call.layer for call in trace.calls] != list(range(len(stack))):
+        called = ", ".join(str(call.layer) for call in trace.calls[:8])
+        raise no_pipeline(module, f"calls the layers of {name} in another order than they are listed in ({called} ...)")
+    return _checked(module, name, meta, trace)
+
+
+def _checked(module: nn.Module, name: str, meta: nn.Module, trace: LayerTrace) -> LayerList:
+    """Return the layers, after checking in the graph that each reads the stream of the one before and own weights."""
+    owners = {id(each): parameter for parameter, each in meta.named_parameters()}
+    node = None
+    for call in trace.calls:
+        where = f"{name}.{call.layer}"
+        if node is not None and call.entering_node is not node:
+            raise no_pipeline(module, f"changes the stream between {name}.{call.layer - 1} and {where}")
+        assert call.leaving is not None
+        if call.entering.ndim != STREAM_NDIM or call.leaving.shape != call.entering.shape:
+            raise no_pipeline(module, f"has streams of another shape after {where}")
+        if other := next((key for key, each in tensors_in(call.inputs) if each.requires_grad), ""):
+            raise no_pipeline(module, f"passes {other}, which depends on weights, to {where} besides the stream")
+        read = read_parameters(call.leaving.grad_fn, call.entering_node, owners)
+        if foreign := sorted(each for each in read if not each.startswith(f"{where}.")):
+            raise no_pipeline(module, f"reads {foreign[0]} in {where}: layers share weights or values")
+        node = call.leaving.grad_fn
+    return _around(module, name, meta, trace, owners)
+
+
+def _around(module: nn.Module, name: str, meta: Any, trace: LayerTrace, owners: Mapping[int, str]) -> LayerList:
+    first, last = trace.calls[0], trace.calls[-1]
+    assert trace.logits is not None
+    assert last.leaving is not None
+    before = read_parameters(first.entering_node, None, owners)
+    after = read_parameters(trace.logits.grad_fn, last.leaving.grad_fn, owners)
+    if inside := sorted(each for each in before | after if each.startswith(f"{name}.")):
+        raise no_pipeline(module, f"reads {inside[0]} outside of its layer: it uses more than the last layer's result")
+    embedding = {id(part): each for each, part in meta.named_modules()}[id(meta.get_input_embeddings())]
+    both = before & after
+    if both - {f"{embedding}.weight"}:
+        raise no_pipeline(module, f"reads {min(both)} before and after its layers")
+    layers = {each for each, _ in meta.get_submodule(name).named_modules(prefix=name)}
+    unused = {each for each in owners.values() if _owner(each) not in layers} - after - before
+    for parameter in sorted(before | after | unused):
+        if any(True for _ in meta.get_submodule(_owner(parameter)).children()):
+            raise no_pipeline(module, f"holds {parameter} in a module with parts of its own")
+    return LayerList(
+        name=name,
+        width=first.entering.shape[-1],
+        before=frozenset(_owner(each) for each in before | unused),
+        after=frozenset(_owner(each) for each in after - both) | _head(meta, both),
+        tied=embedding if both else "",
+        num_outputs=tuple(call.num_outputs for call in trace.calls),
+    )
+
+
+def _head(meta: Any, tied: set[str]) -> frozenset[str]:
+    """Return the name of a head that is tied to the embedding: its weight has the embedding's name."""
+    head = meta.get_output_embeddings()
+    names = {id(part): name for name, part in meta.named_modules()}
+    return frozenset({names[id(head)]} if tied and head is not None else set())
+
+
+def _largest_list(module: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Return the list of layers with the most parameters, and its name."""
+    lists = [(name, each) for name, each in module.named_modules() if isinstance(each, nn.ModuleList)]
+    if not lists:
+        raise no_pipeline(module, "has no list of layers")
+    return max(lists, key=lambda pair: sum(each.numel() for each in pair[1].parameters()))
+
+
+def _traced(module: nn.Module, name: str) -> tuple[Any, LayerTrace]:
+    """Return a copy of the model on the meta device, and what a call of it does.
+
+    Arguments and dtypes are tried, as models differ in what they accept: some experts run in bf16 only, some rotary
+    tables in fp32 only.
+    """
+    reason = ""
+    for dtype in (torch.float32, torch.bfloat16):
+        meta = meta_copy(module, dtype).train()
+        for arguments in trial_arguments(meta):
+            trace = LayerTrace()
+            layers = enumerate(meta.get_submodule(name).children())
+            handles = [hook for number, layer in layers for hook in record_layer(layer, number, trace)]
+            try:
+                trace.logits = meta(use_cache=False, **arguments).logits
+            except Exception as error:  # any error of the model's own code
+                reason = reason or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                continue
+            finally:
+                for handle in handles:
+                    handle.remove()
+            return meta, trace
+    raise no_pipeline(module, f"does not run on the meta device ({reason})")
+
+
+def trial_arguments(meta: Any) -> Iterator[dict[str, Any]]:
+    """Yield the arguments to try on the meta device: a mask that is given is not built, which would read values."""
+    batch, length = TOKENS_SHAPE
+    tokens = torch.zeros(TOKENS_SHAPE, dtype=torch.long, device="meta")
+    if getattr(meta, "_supports_attention_backend", False):
+        assert AttentionInterface is not None, "there is no model without transformers"
+        AttentionInterface.register(NAME, _attend_to_all)
+        meta.set_attn_implementation(NAME)
+        yield {"input_ids": tokens, "position_ids": tokens}
+    dtype = next(meta.parameters()).dtype if uses_eager_attention(meta) else torch.bool
+    mask = torch.ones(batch, 1, length, length, dtype=dtype, device="meta")
+    yield {"input_ids": tokens, "position_ids": tokens, "attention_mask": mask}
+    yield {"input_ids": tokens, "position_ids": tokens}
+    yield {"input_ids": tokens, "attention_mask": mask}
+    yield {"input_ids": tokens}
+
+
+def _attend_to_all(
+    part: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Return a result that depends on all of its inputs, of the shape that attention returns."""
+    out = value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+    return out + query.sum() + key.sum() + value.sum(), None
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def meta_copy(module: nn.Module, dtype: torch.dtype) -> Any:
+    """Return a copy on the meta device, in `dtype`, whose parameters all need gradients."""
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        empty = torch.empty_like(tensor, device="meta", dtype=kind)
+        return nn.Parameter(empty, empty.is_floating_point()) if isinstance(tensor, nn.Parameter) else empty
+
+    return deepcopy(module, {id(each): on_meta(each) for each in (*module.parameters(), *module.buffers())})
+
+
+def no_pipeline(module: nn.Module, reason: str) -> UserError:
+    return UserError("M069", f"{type(module).__name__} {reason}", where="plan.mesh.pp",
+                     fix="set pp to 1 and shard the parameters instead: plan.mesh.dp_shard")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

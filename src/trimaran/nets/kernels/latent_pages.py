@@ -13,7 +13,6 @@ import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
-from trimaran.nets.attention_options import AttentionOptions
 from trimaran.nets.kernels.paged_attention import (
     LOG2_E,
     MIN_ROWS,
@@ -24,6 +23,7 @@ from trimaran.nets.kernels.paged_attention import (
     num_splits,
 )
 from trimaran.nets.paged_cache import PagedExtension
+from trimaran.nets.varlen_attention import AttentionOptions
 
 LARGE_SHARED_BYTES = 200 * 1024  # that a program may use: of an H100 and its successors 227 KiB, of an A100 163 KiB
 

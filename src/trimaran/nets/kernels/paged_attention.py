@@ -10,8 +10,8 @@ import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
-from trimaran.nets.attention_options import AttentionOptions
 from trimaran.nets.paged_cache import PagedExtension
+from trimaran.nets.varlen_attention import AttentionOptions
 
 MIN_ROWS = 16  # of a matmul on tensor cores
 MAX_SPLITS = 64

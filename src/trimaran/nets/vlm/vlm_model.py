@@ -14,10 +14,8 @@ from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.decoder.decoder import Decoder
 from trimaran.nets.decoder.key_value_cache import CacheExtension
 from trimaran.nets.paged_cache import PagedExtension
-from trimaran.nets.vlm.image_assignment import ImageAssignment, ImagePatches
-from trimaran.nets.vlm.patch_layout import PatchLayout, black_image, layout_patches
-from trimaran.nets.vlm.projector import InsertImageTokens, Projector, image_token_index
-from trimaran.nets.vlm.vision import VisionTower
+from trimaran.nets.vlm.patch_layout import ImageAssignment, ImagePatches, PatchLayout, black_image, layout_patches
+from trimaran.nets.vlm.vision import InsertImageTokens, Projector, VisionTower, image_token_index
 
 
 class Vlm(nn.Module):

@@ -1,25 +1,155 @@
-"""The `Network` of our vision-language model."""
+"""The `Network` of our vision-language model, and its weights as safetensors, in Hugging Face's format or our own."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from trimaran.models.vlm_config import disk_form, vlm_to_disk
+from trimaran.core import UserError
+from trimaran.models import read_json
+from trimaran.models.vlm_config import Form, disk_form, form_of_config, vlm_to_disk
 from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets.decoder.key_value_cache import KeyValueCache
 from trimaran.nets.decoder.tp_plan import vlm_tensor_plan
-from trimaran.nets.decoder.varlen_attention import run_lengths
+from trimaran.nets.hf_weights import damaged, first_few, open_weights
+from trimaran.nets.local_shards import ReadTensor, full_tensor, is_on_meta, local_part, local_slices
 from trimaran.nets.network import Network
+from trimaran.nets.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.paged_cache import PagedExtension
+from trimaran.nets.varlen_attention import run_lengths
 from trimaran.nets.vlm.vlm_model import Vlm
-from trimaran.nets.vlm.vlm_names import DiskTensor, in_memory
-from trimaran.nets.vlm.vlm_weights import load_vlm_weights, vlm_reader, vlm_tensors
-from trimaran.nets.whole_tensors import ReadTensor, full_tensor
+from trimaran.nets.vlm.vlm_names import DiskTensor, canonical, in_memory, may_be_ignored, on_disk
 
+EMBEDDING, HEAD = "language.embed_tokens.weight", "language.lm_head.weight"
+MAX_CONFIG_BYTES = 10_000_000
+Sources = Mapping[str, tuple[Any, str]]  # by a tensor's canonical name: its open file, and its name in that file
 IMAGE_INPUTS = ("positions", "patches", "grids", "features")
+
+
+def load_vlm_weights(module: Vlm, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
+    """Fill a Vlm in place from the safetensors in `folder`, in the parameters' own dtypes.
+
+    Each rank reads only the rows it holds, and a stage only its blocks. Names and shapes are checked before the first
+    value is written; on the meta device nothing else is done. An adapter is not filled. `report_progress` is called
+    after each tensor.
+    """
+    form = _form_in(folder)
+    with ExitStack() as stack, torch.no_grad():
+        sources = {canonical(name, form): (file, name) for name, file in open_weights(folder, stack).items()}
+        parameters = loadable_weights(module)
+        _refuse_mismatch(parameters, sources, module.spec, form, folder)
+        _refuse_untied_head(sources, module.spec, form, folder)
+        if is_on_meta(module):
+            return
+        try:
+            for name, parameter in parameters.items():
+                with weight_to_fill(module, name, parameter) as target:
+                    _copy(target, on_disk(name, module.spec, form), sources)
+                report_progress()
+        except SafetensorError as error:
+            raise damaged(folder, error) from None
+
+
+def vlm_reader(module: Vlm, files: Mapping[str, Any]) -> Callable[[str], Tensor]:
+    """Return the function that reads a parameter of a Vlm from these open files."""
+    form = disk_form(module.spec)
+    sources = {canonical(name, form): (file, name) for name, file in files.items()}
+
+    def read(name: str) -> Tensor:
+        stored = on_disk(name, module.spec, form)
+        file, name_in_file = sources[stored.name]
+        value = file.get_tensor(name_in_file)
+        value = stored.taken_from(value) if stored.parts > 1 or stored.transposed else value
+        return value.reshape(module.get_parameter(name).shape)
+
+    return read
+
+
+def vlm_tensors(module: Vlm, read: ReadTensor = full_tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight of a Vlm unsharded, on the CPU, under its name on disk; a tied head is omitted.
+
+    So is the last stage's copy of a tied embedding. Each item is a collective for sharded weights: every rank must take
+    every item.
+    """
+    form, spec = disk_form(module.spec), module.spec
+    embeds = module.language is not None and module.language.is_first
+    waiting: dict[str, list[Tensor]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if spec.tied and (name == HEAD or (name == EMBEDDING and not embeds)):
+            continue
+        stored, value = on_disk(name, spec, form), read(parameter)
+        parts = waiting.setdefault(stored.name, [])
+        parts.append(value)
+        if len(parts) == stored.parts:  # the parts of one tensor come in order: queries, keys, values
+            tensor = stored.joined(waiting.pop(stored.name))
+            yield stored.name, tensor.view(stored.shape) if stored.shape else tensor
+
+
+def _form_in(folder: Path) -> Form:
+    """Return the format of the weights, as given by config.json."""
+    return form_of_config(read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES))
+
+
+def _refuse_mismatch(
+    parameters: Mapping[str, Tensor], sources: Sources, spec: VlmSpec, form: Form, folder: Path
+) -> None:
+    missing, misshapen = [], []
+    for name, parameter in parameters.items():
+        stored = on_disk(name, spec, form)
+        wanted = stored.disk_shape(parameter.shape)
+        if stored.name not in sources:
+            missing.append(stored.name)
+        elif (found := _shape(sources, stored.name)) != wanted and not _is_not_transposed(found, stored, parameter):
+            misshapen.append(f"{stored.name} {found} (the model has {wanted})")
+    with torch.device("meta"):
+        expected = {on_disk(name, spec, form).name for name, _ in Vlm(spec).named_parameters()}
+    unexpected = [each for each in sources if each not in expected and not may_be_ignored(each, form)]
+    lists = {"missing": missing, "wrong shape": misshapen, "unexpected": unexpected}
+    if problems := [f"{what}: {first_few(names)}" for what, names in lists.items() if names]:
+        raise UserError("M021", f"the weights do not match the model; {'; '.join(problems)}", where=str(folder),
+                        fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip
+
+
+def _refuse_untied_head(sources: Sources, spec: VlmSpec, form: Form, folder: Path) -> None:
+    """Raise if the head is tied by config.json, and has values of its own on disk."""
+    head, embedding = (sources.get(on_disk(name, spec, form).name) for name in (HEAD, EMBEDDING))
+    if spec.tied and head is not None and embedding is not None:
+        first, other = (file.get_slice(name)[:1] for file, name in (head, embedding))
+        if not torch.equal(first, other):
+            raise UserError("M075", "config.json ties the head to the embedding, but the weights of both differ",
+                            where=str(folder), fix="set tie_word_embeddings to false in config.json")  # fmt: skip
+
+
+def _shape(sources: Sources, name: str) -> list[int]:
+    file, name_in_file = sources[name]
+    return file.get_slice(name_in_file).get_shape()
+
+
+def _copy(parameter: Tensor, stored: DiskTensor, sources: Sources) -> None:
+    local, here = local_part(parameter), local_slices(parameter)
+    if not local.numel():
+        return
+    file, name_in_file = sources[stored.name]
+    if stored.shape is not None:  # a small one, read completely
+        local.copy_(file.get_tensor(name_in_file).view(parameter.shape)[here])
+        return
+    on_file, done, dim = file.get_slice(name_in_file), 0, stored.dim
+    if _is_not_transposed(on_file.get_shape(), stored, parameter):
+        stored = replace(stored, transposed=False)
+    for rows in stored.row_slices(parameter.shape[dim], here[dim]):
+        count = rows.stop - rows.start
+        local.narrow(dim, done, count).copy_(stored.read(on_file, rows, (*here[:dim], *here[dim + 1 :])))
+        done += count
+
+
+def _is_not_transposed(found: list[int], stored: DiskTensor, parameter: Tensor) -> bool:
+    """Return whether a tensor with the shape `found` has its last two dimensions as the parameter: some folders do."""
+    return found == replace(stored, transposed=False).disk_shape(parameter.shape)
 
 
 @dataclass(frozen=True, slots=True)

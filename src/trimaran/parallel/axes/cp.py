@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trimaran.core import Plan
 from trimaran.nets import Context, Network
-from trimaran.nets.attention_options import PLAIN, AttentionOptions, causal_window, masked_attention
 from trimaran.nets.decoder.attention_context import AttentionScope, attend
-from trimaran.nets.decoder.varlen_attention import run_lengths
+from trimaran.nets.varlen_attention import PLAIN, AttentionOptions, causal_window, masked_attention, run_lengths
 from trimaran.parallel.axes.block_attention import Scores
 from trimaran.parallel.axes.ring_attention import ring_attention
 from trimaran.parallel.comm.axis_waits import axis_span

@@ -15,7 +15,7 @@ from trimaran.models.hf_facts import refuse_ep_degree
 from trimaran.nets import Network
 from trimaran.nets.decoder.moe import ExpertWeights, MoeLayer, as_autocast
 from trimaran.nets.decoder.scattered_rows import gather_rows, scatter_rows, sorted_places
-from trimaran.nets.decoder.stacked_experts import count_experts, spread, spreadable_experts, stacked_experts
+from trimaran.nets.hf.hf_sharding import count_experts, spread, spreadable_experts, stacked_experts
 from trimaran.parallel.axes.sharded_layers import compute_some_experts
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
 from trimaran.parallel.comm.tensor_collectives import await_rows, exchange_rows, start_exchange

@@ -20,9 +20,9 @@ from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.nets.decoder.decoder import DecoderLayer, PredictionLayer
 from trimaran.nets.decoder.moe import ExpertWeights
-from trimaran.nets.decoder.stacked_experts import is_spread
+from trimaran.nets.hf.hf_sharding import is_spread
+from trimaran.nets.network import tower_of
 from trimaran.nets.nf4_linear import packed_parameters
-from trimaran.nets.tower_names import tower_of
 from trimaran.parallel.axes.image_split import image_split_towers
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
 from trimaran.parallel.disk_store import put_on_disk

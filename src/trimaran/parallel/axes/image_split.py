@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trimaran.core import Plan
 from trimaran.nets import Network
-from trimaran.nets.vlm.image_assignment import ImageAssignment, ImagePatches
+from trimaran.nets.vlm.patch_layout import ImageAssignment, ImagePatches
 from trimaran.parallel.comm.axis_waits import axis_span
 from trimaran.parallel.mesh import RankMesh, image_split_towers, takes_images
 

@@ -17,8 +17,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from trimaran.models.spec import rows_per_rank
 from trimaran.nets.adapters.lora_linear import LoraLinear
-from trimaran.nets.local_shards import local_bias, local_for_compute, local_matmul_weight, with_local_parameters
-from trimaran.nets.shard_types import is_dtensor
+from trimaran.nets.local_shards import (
+    is_dtensor,
+    local_bias,
+    local_for_compute,
+    local_matmul_weight,
+    with_local_parameters,
+)
 from trimaran.parallel.comm.tensor_collectives import gather_columns, reduce_gradient, reduce_sum, take_columns
 from trimaran.parallel.fp8_linear import Fp8Linear
 

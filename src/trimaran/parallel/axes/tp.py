@@ -22,7 +22,7 @@ from trimaran.nets.absent_modules import AbsentModule
 from trimaran.nets.adapters.lora_linear import DOWN, MAGNITUDE, UP, LoraLinear, is_adapter_parameter
 from trimaran.nets.decoder.attention import WideRMSNorm
 from trimaran.nets.local_shards import local_for_compute
-from trimaran.nets.tower_names import tower_of
+from trimaran.nets.network import tower_of
 from trimaran.parallel.axes.sharded_layers import (
     ForeignColumns,
     ForeignExperts,
@@ -31,6 +31,7 @@ from trimaran.parallel.axes.sharded_layers import (
     compute_with_shards,
     computes_with_shards,
 )
+from trimaran.parallel.axes.sharded_modules import compute_with_shards, computes_with_shards
 from trimaran.parallel.comm.tensor_collectives import (
     gather_sequence,
     reduce_gradient,

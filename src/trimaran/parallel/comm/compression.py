@@ -19,7 +19,7 @@ from trimaran.core import Plan, UserError
 from trimaran.core.plan import data_axis
 from trimaran.core.replica_sync import Compression, LayerKind
 from trimaran.nets import Network
-from trimaran.nets.shard_types import is_fsdp_module
+from trimaran.nets.local_shards import is_fsdp_module
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
 from trimaran.parallel.comm.gradient_exchange import (
     EXCHANGES,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trimaran.nets.shard_types import is_dtensor
+from trimaran.nets.local_shards import is_dtensor
 from trimaran.parallel.tensor_regions import TensorIndex
 
 BLOCK = 256

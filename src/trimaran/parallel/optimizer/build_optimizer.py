@@ -12,9 +12,8 @@ from torch.optim import AdamW, Optimizer
 
 from trimaran.core import Plan, TrainSection, UserError
 from trimaran.core.recipe import TowerOptimizer
-from trimaran.nets.local_shards import local_part
-from trimaran.nets.shard_types import is_dtensor
-from trimaran.nets.tower_names import refuse_unknown_tower, tower_of
+from trimaran.nets.local_shards import is_dtensor, local_part
+from trimaran.nets.network import refuse_unknown_tower, tower_of
 from trimaran.parallel.optimizer.split_weights import NO_SPLIT_WEIGHTS, SplitWeights
 
 

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from trimaran.core import UserError
-from trimaran.nets.local_shards import local_part, local_slices
-from trimaran.nets.shard_types import is_dtensor
+from trimaran.nets.local_shards import is_dtensor, local_part, local_slices
 from trimaran.parallel.optimizer.block_quantization import (
     SCALE_SUFFIX,
     BlockLayout,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trimaran.core import Plan
 from trimaran.nets import Network
-from trimaran.nets.whole_tensors import full_tensor
+from trimaran.nets.local_shards import full_tensor
 from trimaran.parallel.joint_layers import matmul_weights
 from trimaran.parallel.tensor_shards import goes_to_disk
 

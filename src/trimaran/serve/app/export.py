@@ -58,7 +58,7 @@ class ExportRequest:
 
     @property
     def precision(self) -> str:
-        """How weights are stored: a key of `infer.exports.compare_logits.BOUNDS`."""
+        """How weights are stored: a key of `serve.exports.compare_logits.BOUNDS`."""
         if self.quantise is not None:
             return GGUF_WIDTHS.get(self.quantise, self.quantise) if self.form == "gguf" else self.quantise
         return self.dtype or "fp32"

@@ -413,7 +413,7 @@ def serve_other_rank(config: EngineConfig, rank: int, address: str) -> int:
 
 
 def _place_and_model(config: EngineConfig, rank: int, address: str) -> tuple[RankPlace, ServedModel]:
-    """Return where a rank is, and what it loads, as `infer/ranks` takes them."""
+    """Return where a rank is, and what it loads."""
     num_ranks, num_gpus = config.tp * config.pp, torch.cuda.device_count()
     if 0 < num_gpus < num_ranks:
         raise UserError("U014", f"{num_ranks} ranks need as many GPUs, and this machine has {num_gpus}",

@@ -23,7 +23,7 @@ from trimaran.nets import Network, network_of, open_network
 from trimaran.nets.adapters.adapter_bank import AdapterBank, refuse_shared_parts
 from trimaran.nets.adapters.attach import AdapterLayout, adapter_layout
 from trimaran.nets.adapters.lora_linear import LoraLinear, add_adapter
-from trimaran.nets.adapters.peft_read import load_peft_adapter
+from trimaran.nets.adapters.peft_format import load_peft_adapter
 from trimaran.nets.decoder.moe import ExpertWeights
 from trimaran.nets.local_shards import is_sharded_by_inputs, local_part, local_slices
 from trimaran.nets.vlm.serving_tp_plan import serving_tensor_plan

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.nets import Network, VlmNetwork
-from trimaran.nets.decoder.moe import MoeLayer
-from trimaran.nets.decoder.moe_router import choose_experts
+from trimaran.nets.decoder.moe import MoeLayer, choose_experts
 from trimaran.serve.exports.compare_logits import Logits, cannot_hold, quiet_packages, require_package
 
 PROGRAM, ONNX = "model.pt2", "model.onnx"

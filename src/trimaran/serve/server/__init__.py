@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: HTTP, texts and the queue. The network runs in the processes of `infer/engine`."""
+"""The OpenAI-compatible server: HTTP, texts and the queue. The network runs in the processes of `serve.engine`."""

@@ -23,7 +23,8 @@ from trimaran.models.weight_files import (
     initial_digest,
 )
 from trimaran.nets import Network
-from trimaran.nets.whole_tensors import ReadTensor
+from trimaran.nets.local_shards import ReadTensor
+from trimaran.parallel.axes.stage_map import StageMap
 from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
 from trimaran.parallel.mesh import StageMap
 from trimaran.train.checkpointing.tiers import Base

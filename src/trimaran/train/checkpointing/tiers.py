@@ -22,7 +22,7 @@ from trimaran.checkpoint.verify_checkpoint import verify
 from trimaran.core import ModelSection, Plan, Recipe, UserError, fixed_field_changes, parse_recipe
 from trimaran.models import model_folder
 from trimaran.nets import Network
-from trimaran.nets.whole_tensors import ReadTensor
+from trimaran.nets.local_shards import ReadTensor
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
 from trimaran.parallel.mesh import StageMap
 from trimaran.parallel.tensor_shards import CheckpointSource, CheckpointState, TensorShard

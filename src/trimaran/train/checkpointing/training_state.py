@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimaran.core import TrainSection, UserError
-from trimaran.nets.local_shards import local_part, local_slices
-from trimaran.nets.shard_types import is_dtensor, is_fsdp_module
+from trimaran.nets.local_shards import is_dtensor, is_fsdp_module, local_part, local_slices
 from trimaran.parallel.optimizer.build_optimizer import split_weights_of
 from trimaran.parallel.optimizer.optimizer_state import OptimizerState
 from trimaran.parallel.tensor_regions import TensorIndex

@@ -6,9 +6,8 @@ from trimaran.core import ModelSection, Plan
 from trimaran.models.adapter_rules import refuse_adapter
 from trimaran.nets import Network
 from trimaran.nets.adapters.attach import attach_adapter, linears_to_pack
-from trimaran.nets.adapters.initialise_adapter import initialise_adapter
-from trimaran.nets.adapters.peft_format import refuse_inexpressible
-from trimaran.nets.adapters.peft_read import load_peft_adapter
+from trimaran.nets.adapters.peft_format import load_peft_adapter, refuse_inexpressible
+from trimaran.nets.initial_weights import initialise_adapter
 from trimaran.nets.local_shards import is_on_meta
 from trimaran.nets.nf4_linear import pack_frozen_weights
 from trimaran.parallel.frozen_weights import store_frozen_weights

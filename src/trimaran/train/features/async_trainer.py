@@ -17,7 +17,7 @@ from trimaran.data.data_kind import data_kind_of
 from trimaran.data.feed import BatchFeed, DataShare
 from trimaran.data.step_batch import StepBatch
 from trimaran.nets import Network
-from trimaran.nets.tower_names import tower_of
+from trimaran.nets.network import tower_of
 from trimaran.parallel import RankMesh
 from trimaran.parallel.comm.json_exchange import all_gather_int64
 from trimaran.parallel.mesh import TrainedParameters

@@ -20,7 +20,7 @@ from trimaran.core.engine_rules import deepspeed_config, deepspeed_missing
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
-from trimaran.nets.whole_tensors import full_tensor
+from trimaran.nets.local_shards import full_tensor
 from trimaran.parallel import LR_FACTOR, RankMesh, decay_groups, gradient_norm
 from trimaran.parallel.optimizer.optimizer_state import MOMENTS, check_moment_format
 from trimaran.parallel.tensor_regions import TensorIndex

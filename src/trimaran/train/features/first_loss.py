@@ -30,9 +30,8 @@ from trimaran.machine.host_limits import free_bytes
 from trimaran.nets import Network
 from trimaran.nets.adapters.lora_linear import LoraLinear, merged_weight
 from trimaran.nets.hf.hf_build import open_hf_model
-from trimaran.nets.local_shards import gathered
+from trimaran.nets.local_shards import gathered, is_dtensor
 from trimaran.nets.nf4_linear import CODES, Nf4Weight, loadable_weights
-from trimaran.nets.shard_types import is_dtensor
 from trimaran.parallel import RankMesh, autocast
 from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.train.loss.cross_entropy import summed_loss

@@ -21,8 +21,7 @@ from trimaran.data.feed import DataShare, share_of
 from trimaran.data.loader import Loader
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
-from trimaran.nets.local_shards import local_part
-from trimaran.nets.shard_types import is_fsdp_module
+from trimaran.nets.local_shards import is_fsdp_module, local_part
 from trimaran.parallel import RankMesh, autocast, gradient_sync
 from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.runs import Journal

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from trimaran.core import Plan
 from trimaran.nets import Decoder, Network
 from trimaran.nets.adapters.lora_linear import LoraLinear
-from trimaran.nets.shard_types import is_dtensor
+from trimaran.nets.local_shards import is_dtensor
 from trimaran.parallel import RankMesh
 from trimaran.parallel.precision import own_dtype
 

@@ -11,7 +11,7 @@ from trimaran.core import Recipe, UserError
 from trimaran.core.plugins import KINDS, load_plugin, plugin_errors
 from trimaran.data.step_batch import Inputs
 from trimaran.nets import Network
-from trimaran.nets.shard_types import is_dtensor
+from trimaran.nets.local_shards import is_dtensor
 from trimaran.train.loss.cross_entropy import IGNORED, summed_loss, token_losses
 
 PARTS = ("part_names", "score_names", "losses", "score")

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from trimaran.models import ExpertSpec, ModelSpec
 from trimaran.nets import Decoder, Network
-from trimaran.nets.decoder.moe import MoeLayer
-from trimaran.nets.decoder.moe_router import NUM_EXTRA_STATS
+from trimaran.nets.decoder.moe import NUM_EXTRA_STATS, MoeLayer
 
 
 def copy_to_host_async(tensor: Tensor) -> Callable[[], Tensor]:

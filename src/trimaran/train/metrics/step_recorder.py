@@ -15,7 +15,7 @@ from trimaran.data.loader import Loader
 from trimaran.data.loader_tuner import MIN_WAIT_FRACTION, MIN_WAIT_SECONDS_PER_BATCH
 from trimaran.data.step_batch import StepBatch
 from trimaran.nets import Network
-from trimaran.nets.shard_types import is_dtensor
+from trimaran.nets.local_shards import is_dtensor
 from trimaran.runs import Journal
 from trimaran.runs.read.step_index import StepIndexer
 from trimaran.train.health.compilations import Compilations

@@ -12,7 +12,7 @@ from trimaran.core import Plan, TrainSection
 from trimaran.core.plan import WORLD, data_axis
 from trimaran.data.step_batch import Inputs, StepBatch
 from trimaran.nets import Network
-from trimaran.nets.shard_types import is_dtensor, is_fsdp_module
+from trimaran.nets.local_shards import is_dtensor, is_fsdp_module
 from trimaran.parallel import RankMesh, autocast, gradient_sync
 from trimaran.parallel.tensor_shards import CheckpointState
 from trimaran.train.agreement import RANK_REQUESTS

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from trimaran.core import Plan, TrainSection
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.data.step_batch import StepBatch
-from trimaran.nets.local_shards import local_part
-from trimaran.nets.shard_types import is_dtensor
+from trimaran.nets.local_shards import is_dtensor, local_part
 from trimaran.parallel import LR_FACTOR, RankMesh
 from trimaran.parallel.mesh import TrainedParameters
 from trimaran.parallel.optimizer.build_optimizer import SplitWeightsOptimizer, split_weights_of

@@ -1,16 +1,17 @@
-"""Attention inside concatenated documents or images (variable-length attention), without a T x T mask if possible."""
+"""Attention inside segments of variable length, under a mask, with windows, soft caps or sinks, and flex attention."""
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from trimaran.core.traits import DEVICE_TRAITS
 
@@ -19,6 +20,9 @@ HALF_PRECISION = (torch.bfloat16, torch.float16)
 # core (measured), 0.15 ms on a GPU.
 CALL_COST = {"cpu": 5 << 19, "cuda": 1 << 28}
 CAUSAL_COST_FRACTION = 0.75  # of the time of all pairs, though it is half of them: kernels skip complete tiles only
+BLOCK = 128  # positions of a tile, of which the kernel leaves out those that are masked completely
+MAX_HEAD_DIM = 256
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +175,7 @@ def _varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, reach: tuple[int, int], scale: float | None
 ) -> Tensor:
     """Return attention inside segments; `reach` are the keys before and after a query's own, -1 for all."""
-    from trimaran.nets.decoder.varlen_kernel import GQA_OPTION, varlen_attn  # noqa: PLC0415  it imports torch's compiler
+    from trimaran.nets.varlen_kernel import GQA_OPTION, varlen_attn  # noqa: PLC0415  it imports torch's compiler
 
     assert segments.cu_seqlens is not None, "the caller checks this"
     lengths = (segments.cu_seqlens, segments.cu_seqlens, segments.max_length, segments.max_length)
@@ -219,3 +223,186 @@ def _by_length_is_cheaper(query: Tensor, lengths: tuple[int, ...], *, causal: bo
     pairs = sum(count * each * each for each, count in counts.items()) * (CAUSAL_COST_FRACTION if causal else 1)
     calls = len(counts) * CALL_COST["cuda" if query.is_cuda else "cpu"]
     return calls + heads * width * pairs < heads * width * batch * length * length
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What the attention of some architectures adds: a window of the last keys, a soft cap of scores, sinks [heads].
+
+    A `window` counts the query's own key: 1 is attention to oneself only. `scale` None is 1 / sqrt(head_dim). `chunk`
+    concerns cached and paged keys only: otherwise the scope splits documents into chunks.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    chunk: int | None = None
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether softmax is not that of the scaled products, so that no kernel of plain attention computes it."""
+        return bool(self.softcap) or self.sinks is not None
+
+    def limits(self, num_keys: int) -> bool:
+        """Return whether the window hides some of so many keys from the last query."""
+        return self.window is not None and self.window < num_keys
+
+    def hides_cached(self, num_keys: int) -> bool:
+        """Return whether the window or the chunk hides some of so many cached keys from the last query."""
+        return self.limits(num_keys) or (self.chunk is not None and self.chunk < num_keys)
+
+
+PLAIN = AttentionOptions()
+
+
+def cached_mask(queries: Tensor, keys: Tensor, options: AttentionOptions) -> Tensor:
+    """Return which cached keys each query attends to, as `causal_window` does, and inside its chunk."""
+    mask = causal_window(queries, keys, options.window)
+    if options.chunk is None:
+        return mask
+    return mask & (keys[..., None, :] >= (queries // options.chunk * options.chunk)[..., :, None])
+
+
+def causal_window(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Return which keys each query attends to, given their positions [..., T], as a mask [..., queries, keys]."""
+    distances = queries[..., :, None] - keys[..., None, :]
+    return distances >= 0 if window is None else (distances >= 0) & (distances < window)
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: AttentionOptions,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return attention under a mask, which includes the window; all [B, heads, T, head_dim].
+
+    `sinks` are one for each query head, [heads], or [key heads, queries]; they replace those of the options.
+    """
+    sinks = options.sinks if sinks is None else sinks
+    if not options.softcap and sinks is None:
+        return attention(query, key, value, mask, causal=False, scale=options.scale)
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = (query @ key.transpose(-2, -1)).float() * scale
+    if options.softcap:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:  # a score that takes its part of the probability, and has no value
+        column = sinks.float().reshape(1, scores.shape[1], -1, 1).expand(len(scores), -1, scores.shape[2], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    return weights.to(value.dtype) @ value
+
+
+def has_flex_kernel(query: Tensor, value: Tensor) -> bool:
+    """Return whether flex attention computes heads like these, [B, heads, T, head_dim], faster than a mask."""
+    length, width = query.shape[2:]
+    fits = length % BLOCK == 0 and 16 <= width <= MAX_HEAD_DIM and value.dtype in HALF_PRECISION
+    return query.is_cuda and not torch.version.hip and fits
+
+
+def flexible_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments | None,
+    *,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """Return causal attention inside each segment, all [B, heads, T, head_dim]; keys may have fewer heads.
+
+    A sink takes its part of the probability and has no value: the output is multiplied by the part of the keys.
+    """
+    compiling = torch.compiler.is_compiling()
+    soft_cap = soft_cap_function if compiling else _shared_soft_cap
+    options: dict[str, Any] = {
+        "score_mod": soft_cap(softcap) if softcap else None,
+        "block_mask": _block_mask_of(query, segments, window),
+        "scale": scale,
+        "enable_gqa": key.shape[1] < query.shape[1],
+    }
+    attend = flex_attention if compiling or not query.is_cuda else _compiled()
+    if sinks is None:
+        return attend(query, key, value, **options)  # pyrefly: ignore[bad-return]
+    out, aux = attend(query, key, value, **options, return_aux=AuxRequest(lse=True))
+    kept = torch.sigmoid(aux.lse - sinks.float()[:, None])
+    return (out * kept.unsqueeze(-1)).to(value.dtype)
+
+
+def block_mask(ids: Tensor | None, length: int, window: int | None, device: torch.device) -> BlockMask:
+    """Return which keys each query attends to: earlier ones of its own segment and window. `ids` are as in `Segments`.
+
+    The tiles are found from the first and last segment of each block of positions, not from every pair.
+    """
+    first = torch.arange(0, length, BLOCK, device=device)
+    distance = first[:, None] - first[None, :]  # of the queries' block from that of the keys
+    some, every = distance >= 0, distance > 0
+    if window is not None:
+        some, every = some & (distance - BLOCK + 1 < window), every & (distance + BLOCK - 1 < window)
+    some, every, runs = some[None, None], every[None, None], None
+    if ids is not None:
+        runs = torch.nn.functional.pad((ids[:, 1:] != ids[:, :-1]).int(), (1, 0)).cumsum(1)  # they never decrease
+        low, high = (runs.view(len(runs), -1, BLOCK)[:, None, :, each] for each in (0, -1))
+        some = some & (high[..., None, :] >= low[..., :, None])
+        every = every & (low[..., None, :] == high[..., :, None])
+    partial = some & ~every
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial), *_ordered(every & some), BLOCK, _mask_function(runs, window), seq_lengths=(length, length)
+    )
+
+
+def _block_mask_of(query: Tensor, segments: Segments | None, window: int | None) -> BlockMask:
+    """Return the mask of these queries. Layers share it, except compiled ones, which build it again."""
+    length, device = query.shape[2], query.device
+    if torch.compiler.is_compiling():
+        return block_mask(None if segments is None else segments.ids, length, window, device)
+    if segments is None:
+        return _causal_blocks(length, window, device)
+    if window not in segments.block_masks:
+        segments.block_masks[window] = block_mask(segments.ids, length, window, device)
+    return segments.block_masks[window]
+
+
+@lru_cache(maxsize=8)
+def _causal_blocks(length: int, window: int | None, device: torch.device) -> BlockMask:
+    return block_mask(None, length, window, device)
+
+
+def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of tiles in each row, and their columns first."""
+    columns = torch.argsort(tiles.int(), dim=-1, descending=True, stable=True)
+    return tiles.sum(-1).int().contiguous(), columns.int().contiguous()
+
+
+def _mask_function(runs: Tensor | None, window: int | None) -> MaskFunction:
+    def causal(row: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = query >= key
+        seen = seen if window is None else seen & (query - key < window)
+        return seen if runs is None else seen & (runs[row, query] == runs[row, key])
+
+    return causal
+
+
+def soft_cap_function(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
+
+
+_shared_soft_cap = cache(soft_cap_function)  # one function for each cap, so that layers share a compilation
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention)

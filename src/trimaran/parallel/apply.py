@@ -10,7 +10,6 @@ from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.local_shards import is_fsdp_module
 from trimaran.parallel.mesh import RankMesh, sharding_of_module
-from trimaran.parallel.tower_plan import sharding_of_module
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -16,7 +16,6 @@ from trimaran.nets.decoder.decoder import Decoder, DecoderLayer
 from trimaran.nets.decoder.moe import ExpertWeights, FeedForward, MoeLayer
 from trimaran.nets.local_shards import own_dtype
 from trimaran.parallel.mesh import recompute_of, tower_of_blocks
-from trimaran.parallel.tower_plan import recompute_of, tower_of_blocks
 
 # Modules that autocast runs in 16 bits, so that nothing reads the weight in fp32. Embeddings are not among them: their
 # rows are read as they are, and the many gradients of one row are better summed in fp32.

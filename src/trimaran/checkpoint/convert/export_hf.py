@@ -19,7 +19,6 @@ from trimaran.core import UserError
 from trimaran.models import read_json
 from trimaran.nets import Network
 from trimaran.nets.local_shards import ReadTensor, full_tensor
-from trimaran.parallel.axes.stage_map import StageMap
 from trimaran.parallel.comm.json_exchange import recv_json, send_json
 from trimaran.parallel.mesh import StageMap
 

@@ -19,7 +19,6 @@ from trimaran.models.weight_files import BASE_DIGEST, base_reference
 from trimaran.nets import Network, network_of
 from trimaran.nets.adapters.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, hf_modules, peft_config, peft_tensors
 from trimaran.nets.local_shards import ReadTensor, full_tensor
-from trimaran.parallel.axes.stage_map import StageMap
 from trimaran.parallel.mesh import StageMap
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.models import LayerSpec, ModelSpec, NormSpec, Rope
-from trimaran.models.layer_variations import PLAIN_ROPE, Rope, Yarn
+from trimaran.models.layer_variations import PLAIN_ROPE, Yarn
 from trimaran.nets.decoder.attention_context import AttentionScope, Context
 from trimaran.nets.decoder.joint_projections import Rotation, fused_norm, join_weights, rotary_projection
 from trimaran.nets.local_shards import local_for_compute

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trimaran.core import UserError
 from trimaran.models import Spec, VlmSpec
 from trimaran.models.vlm_config import vlm_from_disk
-from trimaran.models.vlm_spec import CHANNELS, VlmSpec
+from trimaran.models.vlm_spec import CHANNELS
 from trimaran.nets.decoder.key_value_cache import KeyValueCache
 from trimaran.nets.hf.hf import HfNetwork, hf_network
 from trimaran.nets.hf.hf_attention import pack_images, takes_scope

@@ -31,7 +31,6 @@ from trimaran.parallel.axes.sharded_layers import (
     compute_with_shards,
     computes_with_shards,
 )
-from trimaran.parallel.axes.sharded_modules import compute_with_shards, computes_with_shards
 from trimaran.parallel.comm.tensor_collectives import (
     gather_sequence,
     reduce_gradient,

@@ -7,13 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimaran.nets.local_shards import local_part
-from trimaran.nets.shard_types import is_dtensor
+from trimaran.nets.local_shards import is_dtensor, local_part
 from trimaran.parallel.optimizer.block_quantization import BLOCK, codebook, lower_bounds, num_blocks
 from trimaran.parallel.optimizer.moments import States, index_runs
 from trimaran.parallel.tensor_sums import (
-from trimaran.nets.local_shards import is_dtensor, local_part
-from trimaran.parallel.batched.tensor_sums import (
     ALIGNED_BYTES,
     DeviceNumbers,
     ProgramMap,

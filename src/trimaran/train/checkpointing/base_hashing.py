@@ -24,7 +24,6 @@ from trimaran.models.weight_files import (
 )
 from trimaran.nets import Network
 from trimaran.nets.local_shards import ReadTensor
-from trimaran.parallel.axes.stage_map import StageMap
 from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
 from trimaran.parallel.mesh import StageMap
 from trimaran.train.checkpointing.tiers import Base

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trimaran.nets.local_shards import is_dtensor, local_part
-from trimaran.parallel.disk_store import DiskStore, padded
+from trimaran.parallel.disk_store import ALIGNMENT, DiskStore, padded
 from trimaran.parallel.optimizer.batched_update import BatchedUpdate
 from trimaran.parallel.optimizer.build_optimizer import SplitWeightsOptimizer
 from trimaran.parallel.optimizer.moments import (

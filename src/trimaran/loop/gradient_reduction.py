@@ -84,16 +84,6 @@ class GradientReduction:
         if self._world_size == 1 or not self._parameters:
             yield
             return
-        self._prepare(is_last=is_last)
-        try:
-            yield
-            self._state = IDLE
-            if is_last:
-                self._finish()
-        finally:
-            self._state = IDLE
-
-    def _prepare(self, *, is_last: bool) -> None:
         trained = [each for each in self._parameters if each.requires_grad]
         if len(trained) != len(self._trained) or any(a is not b for a, b in zip(trained, self._trained, strict=True)):
             self._build(trained)
@@ -102,6 +92,13 @@ class GradientReduction:
             bucket.num_pending, bucket.work = len(bucket.parameters) + waits, None
         self._seen.clear()
         self._state, self._next = REDUCING if is_last else LOCAL, 0
+        try:
+            yield
+            self._state = IDLE
+            if is_last:
+                self._finish()
+        finally:
+            self._state = IDLE
 
     def _build(self, trained: Sequence[nn.Parameter]) -> None:
         """Make the buckets for these parameters, the last ones first: backward reaches them first."""

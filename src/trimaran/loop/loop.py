@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args, overload
 from weakref import WeakSet
 
@@ -27,16 +26,14 @@ from trimaran.loop.gradient_reduction import (
     nothing_to_train,
     sparse_parameters,
 )
-from trimaran.loop.loop_checkpoint import CheckpointFolders, LoopState
-from trimaran.loop.loop_checks import LoopChecks, warn_of_hooks
+from trimaran.loop.loop_checkpoint import LoopState, SavedLoop
+from trimaran.loop.loop_checks import LoopChecks, ReplicaAgreement, check_same_model, warn_of_hooks
 from trimaran.loop.loop_context import LoopContext, StepResult, as_tree, num_rows_of
-from trimaran.loop.loop_evaluation import evaluate, full_state_dict, write_weights
+from trimaran.loop.loop_evaluation import evaluate, full_state_dict
 from trimaran.loop.loop_loader import LoopLoader, build_loader, uneven_batches
 from trimaran.loop.loop_optimizers import checked_optimizers, explained_errors, parameters_of, replace_parameters
 from trimaran.loop.loss_functions import gather_rows, parameter_norm
 from trimaran.loop.loss_reduction import Reduction, check_reduction
-from trimaran.loop.prepare_split import prepare_split
-from trimaran.loop.replica_agreement import ReplicaAgreement, check_same_model
 from trimaran.loop.sharded_parts import (
     CopyMaker,
     UnitOrder,
@@ -50,7 +47,7 @@ from trimaran.loop.sharded_parts import (
     give_forward,
     refuse_deepcopy,
 )
-from trimaran.loop.split_loop import SplitLoop
+from trimaran.loop.split_loop import SplitLoop, prepare_split
 from trimaran.nets import Network
 from trimaran.parallel import apply_plan, build_mesh, gradient_sync
 from trimaran.parallel.axes.fsdp import REPLICATED_ATTRIBUTE
@@ -62,7 +59,7 @@ _PREPARED: WeakSet[nn.Module] = WeakSet()
 NUM_READ_COUNTS = 8  # the first counts on the device that are read, to check the loss's reduction
 
 
-class Loop:
+class Loop(SavedLoop):
     """A model and its optimizer, split over the ranks by `prepare`, for use in a training loop.
 
     It sums losses and token counts since the last step. Unless a method says otherwise, every rank must call it.
@@ -78,10 +75,9 @@ class Loop:
         options: "_Options",
         copies: CopyMaker,
     ) -> None:
-        self.model, self.plan, self.device = model, plan, context.device
+        super().__init__(plan, context, state)
+        self.model, self._copy_maker = model, copies
         self.optimizer, self.optimizers = optimizers[0], tuple(optimizers)
-        self.rank, self.world_size = context.rank, context.world_size
-        self._context, self._state, self._copy_maker = context, state, copies
         self._copies: list[nn.Module] = []
         self._scaler = options.scaler if options.scaler is not None and options.scaler.is_enabled() else None
         self._unit: Tensor | None = None  # see `_unit_of`
@@ -89,7 +85,6 @@ class Loop:
         self._num_backwards, self._last_count = 0, (0, -1)
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
         self._units = [each for each in model.modules() if isinstance(each, FSDPModule)]
-        self._folders = CheckpointFolders(self._state, self.plan)
         context.set_syncs.append(gradient_sync(model, plan))
         self._reduction = GradientReduction(
             {name: each for name, each in model.named_parameters() if not isinstance(each, DTensor)},
@@ -110,11 +105,6 @@ class Loop:
             model.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True)
             model.register_state_dict_pre_hook(self._before_state_dict)
             refuse_deepcopy(model)
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which should print and write."""
-        return self.rank == 0
 
     @property
     def is_padding(self) -> bool:
@@ -451,34 +441,6 @@ class Loop:
         self._meet("loop.state_dict()")
         with self._context.evaluating():
             return full_state_dict(self.model, is_main=self.is_main)
-
-    def save_weights(self, file: str | Path) -> Path:
-        """Write the whole weights and buffers, nothing else, to a .safetensors file; return its path.
-
-        Every rank must call it. `model.load_state_dict(safetensors.torch.load_file(file))` loads them anywhere.
-        """
-        return write_weights(file, self.state_dict())
-
-    def save(self, folder: str | Path, step: int, **others: Any) -> Path:
-        """Write a checkpoint after `step` steps; return its folder once it is complete and verified.
-
-        It holds the model, the optimizer, the scaler and the RNG states, and `others` with a `state_dict`: schedulers,
-        loaders. Every rank must call it, between two steps. Only the newest two are kept.
-        """
-        self._meet("loop.save()")
-        self._state.others = others
-        return self._folders.open(folder).save(step)
-
-    def resume(self, folder: str | Path, **others: Any) -> int:
-        """Load the newest complete checkpoint in `folder` and return its step; 0 when there is none.
-
-        `others` are those of `save`, under the same names. Every rank must call it, before the first step. The number
-        of ranks and the sharding may have changed since.
-        """
-        self._meet("loop.resume()")
-        self._state.others = others
-        self._context.num_steps = self._folders.open(folder).resume()
-        return self._context.num_steps
 
     def _meet(self, call: str) -> None:
         self._context.calls.meet(

@@ -25,6 +25,8 @@ from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
 from trimaran.checkpoint.step_dirs import remove_drafts
 from trimaran.core import CheckpointSection, Plan, UserError
 from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.loop.loop_context import LoopContext
+from trimaran.loop.loop_evaluation import write_weights
 from trimaran.loop.sharded_parts import copy_weights
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
 from trimaran.parallel.optimizer.optimizer_state import NamedParameters, OptimizerState
@@ -40,19 +42,59 @@ COPY_KEY = re.compile(r"model/copy_(\d+)\.")
 JSON_TYPES = (bool, int, float, str, type(None))
 
 
-class CheckpointFolders:
-    """The checkpointers of a loop, one for each folder that it has named."""
+class SavedLoop:
+    """A loop's ranks, and the files that it writes: weights, and checkpoints in the folders that it has named."""
 
-    def __init__(self, state: "LoopState", plan: Plan) -> None:
-        self._state, self._plan = state, plan
-        self._opened: dict[Path, LoopCheckpointer] = {}
+    def __init__(self, plan: Plan, context: LoopContext, state: "LoopState") -> None:
+        self.plan, self.device = plan, context.device
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._context, self._state = context, state
+        self._checkpointers: dict[Path, LoopCheckpointer] = {}
 
-    def open(self, folder: str | Path) -> "LoopCheckpointer":
-        """Return the checkpointer of `folder`. Every rank must call it the first time."""
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which should print and write."""
+        return self.rank == 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the whole weights, on the CPU of the main rank; an empty dict on the others."""
+        raise NotImplementedError
+
+    def save_weights(self, file: str | Path) -> Path:
+        """Write the whole weights and buffers, nothing else, to a .safetensors file; return its path.
+
+        Every rank must call it. `model.load_state_dict(safetensors.torch.load_file(file))` loads them anywhere.
+        """
+        return write_weights(file, self.state_dict())
+
+    def save(self, folder: str | Path, step: int, **others: Any) -> Path:
+        """Write a checkpoint after `step` steps; return its folder once it is complete and verified.
+
+        It holds the model, the optimizer, the scaler and the RNG states, and `others` with a `state_dict`: schedulers,
+        loaders. Every rank must call it, between two steps. Only the newest two are kept.
+        """
+        return self._checkpointer("loop.save()", folder, others).save(step)
+
+    def resume(self, folder: str | Path, **others: Any) -> int:
+        """Load the newest complete checkpoint in `folder` and return its step; 0 when there is none.
+
+        `others` are those of `save`, under the same names. Every rank must call it, before the first step. The number
+        of ranks and the sharding may have changed since.
+        """
+        self._context.num_steps = self._checkpointer("loop.resume()", folder, others).resume()
+        return self._context.num_steps
+
+    def _checkpointer(self, call: str, folder: str | Path, others: dict[str, Any]) -> "LoopCheckpointer":
+        """Return the checkpointer of `folder`, for a call that every rank must make."""
+        self._meet(call)
+        self._state.others = others
         path = Path(folder).absolute()
-        if path not in self._opened:
-            self._opened[path] = LoopCheckpointer(path, self._state, self._plan)
-        return self._opened[path]
+        if path not in self._checkpointers:
+            self._checkpointers[path] = LoopCheckpointer(path, self._state, self.plan)
+        return self._checkpointers[path]
+
+    def _meet(self, call: str) -> None:
+        """Wait until every rank makes this call."""
 
 
 class LoopCheckpointer:
@@ -60,7 +102,7 @@ class LoopCheckpointer:
 
     def __init__(self, folder: Path, state: "LoopState", plan: Plan) -> None:
         self._folder, self._state = folder, state
-        self._rank_layout = exchange_rank_layout(dist.get_rank(), _local_rank())
+        self._rank_layout = exchange_rank_layout(dist.get_rank(), dist.get_node_local_rank(fallback_rank=0))
         about: dict[str, Any] = {"world_size": dist.get_world_size(), "plan": plan.model_dump(mode="json")}
         self._saver = Saver(
             folder,
@@ -131,17 +173,15 @@ class LoopState:
     def shards_from(self, index: TensorIndex) -> list[TensorShard]:
         models = [shard for model in self._models for shard in model.shards_from(index)]
         copies = [shard for copy in self._copies for shard in copy.shards_from(index)]
-        self._check_copies(index, {shard.key for shard in models})
-        return [*models, *(shard for shard in copies if shard.key in index)]  # see `restore`
-
-    def _check_copies(self, index: TensorIndex, of_models: set[str]) -> None:
-        """Find the copies that the checkpoint does not hold. Raise UserError if it holds more than there are."""
+        # Copies that the checkpoint does not hold are new; it must not hold more than there are.
+        of_models = {shard.key for shard in models}
         found = {int(match[1]) for key in index if key not in of_models and (match := COPY_KEY.match(key))}
         if len(found) > len(self._copies):
             raise UserError("K085", f"the checkpoint holds {len(found)} copies of models, and this loop has made "
                             f"{len(self._copies)}", where="loop.resume(folder, ...)",
                             fix="call loop.copy_of(model) for each before loop.resume")  # fmt: skip
         self._new_copies = [copy for number, copy in enumerate(self._copies, 1) if number not in found]
+        return [*models, *(shard for shard in copies if shard.key in index)]  # see `restore`
 
     def gather(self) -> None:
         for each in (*self._models, *self._copies):
@@ -385,7 +425,3 @@ class RngStates:
         torch.set_rng_state(cpu)
         if cuda and DEVICE_TRAITS[self._device.type].has_own_generator:
             torch.cuda.set_rng_state(cuda[0], self._device)
-
-
-def _local_rank() -> int:
-    return dist.get_node_local_rank(fallback_rank=0)

@@ -108,7 +108,8 @@ def write_weights(file: str | Path, weights: Mapping[str, Tensor]) -> Path:
                 temporary = Path(draft.name)
             try:
                 save_file({name: each.contiguous() for name, each in weights.items()}, temporary)
-                _flush(temporary)
+                with temporary.open("rb") as written:
+                    os.fsync(written.fileno())
                 temporary.chmod(0o644)
                 temporary.replace(path)
             finally:
@@ -121,8 +122,3 @@ def write_weights(file: str | Path, weights: Mapping[str, Tensor]) -> Path:
         raise UserError("K084", f"the weights cannot be written: {failure}", where=str(path),
                         fix="name a file on a disk with free space that you may write to")  # fmt: skip
     return path
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -51,10 +51,6 @@ from .mesh import (
     freeze_towers as freeze_towers, tower_of_blocks as tower_of_blocks,
 )
 from .optimizer.adamw import LowMemoryAdamW as LowMemoryAdamW
-from .optimizer.block_quantization import (
-    BlockLayout as BlockLayout, BlockReshard as BlockReshard, codebook as codebook, dequantize as dequantize,
-    lower_bounds as lower_bounds, num_blocks as num_blocks, quantize as quantize,
-)
 from .optimizer.build_optimizer import (
     INITIAL_SCALE as INITIAL_SCALE, LR_FACTOR as LR_FACTOR, LossScale as LossScale, MAX_SCALE as MAX_SCALE,
     ShardAdamW as ShardAdamW, build_loss_scale as build_loss_scale, build_optimizer as build_optimizer,
@@ -64,6 +60,10 @@ from .optimizer.moments import (
     AdamWConstants as AdamWConstants, FORMATS as FORMATS, NOISE_OFFSET as NOISE_OFFSET, StateChunk as StateChunk,
     hash_int32 as hash_int32, hash_text as hash_text, index_runs as index_runs, step_constants as step_constants,
     to_bf16 as to_bf16, update_chunk as update_chunk,
+)
+from .optimizer.optimizer_state import (
+    BlockLayout as BlockLayout, BlockReshard as BlockReshard, codebook as codebook, dequantize as dequantize,
+    lower_bounds as lower_bounds, num_blocks as num_blocks, quantize as quantize,
 )
 from .optimizer.split_weights import (
     CHUNK_VALUES as CHUNK_VALUES, NO_SPLIT_WEIGHTS as NO_SPLIT_WEIGHTS, SplitWeight as SplitWeight,

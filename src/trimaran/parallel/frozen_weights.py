@@ -22,8 +22,10 @@ def store_frozen_weights(network: Network, plan: Plan) -> None:
     Weights that transformers keeps in fp32 stay so.
     """
     wanted: dict[nn.Parameter, torch.dtype] = {}
-    in_fp32 = _fp32_modules(network)
-    kept = _kept_in_fp32(network)
+    routers = {id(each.gate) for each in network.module.modules() if isinstance(each, MoeLayer)}
+    in_fp32 = routers | {id(each.patch_embed) for each in network.module.modules() if isinstance(each, Stem)}
+    lists = (getattr(each, attribute, None) for each in network.module.modules() for attribute in KEPT_IN_FP32)
+    kept = {name for names in lists for name in names or ()}
     for path, module in network.module.named_modules():
         dtype = torch.float32 if id(module) in in_fp32 else own_dtype(module) or DTYPES[plan.precision]
         for name, each in module.named_parameters(path, recurse=False):
@@ -32,15 +34,3 @@ def store_frozen_weights(network: Network, plan: Plan) -> None:
                 wanted[each] = torch.promote_types(wanted.get(each, here), here)
     for each, dtype in wanted.items():
         each.data = each.data.to(dtype)
-
-
-def _kept_in_fp32(network: Network) -> set[str]:
-    """Return the parts of names whose parameters transformers never loads in 16 bits."""
-    lists = (getattr(each, attribute, None) for each in network.module.modules() for attribute in KEPT_IN_FP32)
-    return {name for names in lists for name in names or ()}
-
-
-def _fp32_modules(network: Network) -> set[int]:
-    """Return the modules whose weight is used in fp32: routers, and stems, which sum their weights over frames."""
-    routers = {id(each.gate) for each in network.module.modules() if isinstance(each, MoeLayer)}
-    return routers | {id(each.patch_embed) for each in network.module.modules() if isinstance(each, Stem)}

@@ -9,11 +9,10 @@ from trimaran.nets import Network
 from trimaran.parallel import RankMesh, build_mesh
 from trimaran.parallel.mesh import StageMap, map_stages
 from trimaran.runs.gloo_listeners import closed_listeners
-from trimaran.train.agreement import RunRequests
+from trimaran.train.agreement import RunRequests, StepCheck
 from trimaran.train.checkpointing.tiers import Base, CheckpointInputs
 from trimaran.train.evaluate import HoldoutEvaluator
 from trimaran.train.health.memory_check import CompareReplicas
-from trimaran.train.health.step_check import StepCheck
 from trimaran.train.inputs.training_data import TrainingData, build_loader, load_training_data
 from trimaran.train.metrics.step_clock import StartupTimer
 from trimaran.train.process.rank_setup import set_torch_modes

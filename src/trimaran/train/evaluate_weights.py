@@ -7,7 +7,6 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from trimaran.core import Plan, Recipe, UserError
@@ -118,7 +117,8 @@ def evaluate_feed(
     """Return the mean loss over `batches` of `feed`, summed and divided once, as `HoldoutEvaluator` does."""
     names = objective.score_names
     sums = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=subject.device)
-    lengths = _byte_lengths(subject)
+    tokenizer = subject.tokenizer
+    lengths = None if tokenizer is None else token_byte_lengths(tokenizer, subject.network.vocabulary)
     num_valid = num_bytes = 0
     subject.network.module.eval()
     with Loader(feed, steps=batches) as loader:
@@ -141,9 +141,3 @@ def evaluate_feed(
         accuracy=accuracy,
         accuracy_counts=counts,
     )
-
-
-def _byte_lengths(subject: EvaluatedNetwork) -> np.ndarray | None:
-    if subject.tokenizer is None:
-        return None
-    return token_byte_lengths(subject.tokenizer, subject.network.vocabulary)

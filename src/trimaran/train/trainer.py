@@ -12,9 +12,8 @@ from trimaran.core import Recipe
 from trimaran.data.feed import BatchFeed
 from trimaran.data.loader import Loader
 from trimaran.parallel.optimizer.build_optimizer import learning_rate
-from trimaran.train.agreement import FlagAllReduce, LoopExit, RunRequests, StepDecision
+from trimaran.train.agreement import FlagAllReduce, LoopExit, RunRequests, StepCheck, StepDecision
 from trimaran.train.evaluate import HoldoutEvaluator
-from trimaran.train.health.step_check import StepCheck
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.metrics.step_recorder import PendingStep, StepRecorder
 from trimaran.train.process.supervisor_link import SupervisorLink

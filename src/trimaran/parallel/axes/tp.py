@@ -133,7 +133,9 @@ class ShardedParameters(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self._placements and not compute_with_shards(module):
             assert self._otherwise is not None, f"{type(module).__name__} is no layer of our own networks"
-            return _parallelized(module, device_mesh, self._otherwise())
+            style = self._otherwise()
+            style.src_data_rank = None  # as `parallelize_module` sets it: every rank has the same values, or none
+            return style._apply(module, device_mesh)
         return self._with_parameters(module, device_mesh)
 
     def _with_parameters(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -253,11 +255,6 @@ class ShardedLogits(ShardedParameters):
         stride = torch.empty(shape, device="meta").stride()  # ranks may hold unequal parts of a vocabulary
         placements = (Shard(out.ndim - 1),)
         return DTensor.from_local(out, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _parallelized(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> nn.Module:
-    style.src_data_rank = None  # as `parallelize_module` sets it: every rank has the same values, or none
-    return style._apply(module, mesh)
 
 
 def _with_first(values: Any, change: Change | None, mesh: DeviceMesh) -> Any:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from trimaran.nets.local_shards import is_dtensor, local_part
-from trimaran.parallel.optimizer.block_quantization import BLOCK, codebook, lower_bounds, num_blocks
 from trimaran.parallel.optimizer.moments import States, index_runs
+from trimaran.parallel.optimizer.optimizer_state import BLOCK, codebook, lower_bounds, num_blocks
 from trimaran.parallel.tensor_sums import (
     ALIGNED_BYTES,
     DeviceNumbers,
@@ -102,7 +102,9 @@ class BatchedUpdate:
         # 0 means that there is no gradient; that of an empty shard has no address of its own, and counts a step too.
         addresses = [0 if each is None else each.data_ptr() or 1 for each in gradients]
         on_device = self._gradients.set(addresses)
-        self._count_step(on_device, refused, all_used=0 not in addresses)
+        all_used = 0 not in addresses
+        one = 1.0 if refused is None else 1.0 - refused.reshape(())
+        self._steps.add_(one if all_used else (on_device != 0) * one)
         betas = [group["betas"] for group in groups]
         each_beta = [betas[group][index] for index in (0, 1) for group in self._group_of]
         corrections = 1 - self._betas.set(each_beta).view(2, -1) ** self._steps.double()
@@ -113,10 +115,6 @@ class BatchedUpdate:
             launch(on_device, numbers, corrections, factor, refused)
         for tensor, copy in self._copies:
             tensor.copy_(copy)
-
-    def _count_step(self, gradients: Tensor, refused: Tensor | None, *, all_used: bool) -> None:
-        one = 1.0 if refused is None else 1.0 - refused.reshape(())
-        self._steps.add_(one if all_used else (gradients != 0) * one)
 
     def _prepare(self, gradients: Sequence[Tensor | None]) -> None:
         """Build tables and launches again if a tensor has moved, or a gradient has another dtype or alignment."""

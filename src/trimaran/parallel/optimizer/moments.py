@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from trimaran.nets.local_shards import local_slices
-from trimaran.parallel.optimizer.block_quantization import codebook, dequantize, num_blocks, quantize
+from trimaran.parallel.optimizer.optimizer_state import codebook, dequantize, num_blocks, quantize
 from trimaran.parallel.optimizer.split_weights import join_fp32, split_fp32
 
 IndexRuns = tuple[Tensor, int]

@@ -333,7 +333,7 @@ def _restore(
         disk = DiskTier(state, run.checkpoints, layout, recipe, memory, newest=newest, own_disk=own_disk)
         restored = restore(state, [memory, disk], run.checkpoints, report_progress, data=inputs.data, base=base)
     else:
-        from trimaran.train.checkpointing.run_store import open_fetcher  # noqa: PLC0415  few runs have a store
+        from trimaran.train.checkpointing.remote_states import open_fetcher  # noqa: PLC0415  few runs have a store
 
         with closing(open_fetcher(run, recipe.checkpoint, layout, own_disk=own_disk)) as fetcher:
             disk = DiskTier(
@@ -344,7 +344,7 @@ def _restore(
             restored = restore(state, tiers, run.checkpoints, report_progress, data=inputs.data, base=base)
             restored = replace(restored, store_failed=fetcher.failed)
     if own_disk and restored.tier is None and not restored.refused and not reported:
-        from trimaran.train.checkpointing.node_disks import refuse_lost_head  # noqa: PLC0415  few runs have several
+        from trimaran.train.checkpointing.remote_states import refuse_lost_head  # noqa: PLC0415  few runs have several
 
         refuse_lost_head(run.checkpoints)
     return restored

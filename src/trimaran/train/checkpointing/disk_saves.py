@@ -256,7 +256,7 @@ def open_saver(inputs: CheckpointInputs, layout: RankLayout, uploads: "StoreUplo
     nonce, last = broadcast_json([secrets.token_hex(4), newest_step(folder)])
     messages, is_first = TorchStore(store), uploads is None
     if is_first and recipe.checkpoint.store and layout.rank == layout.node:
-        from trimaran.train.checkpointing.run_store import open_uploads  # noqa: PLC0415  few runs have a store
+        from trimaran.train.checkpointing.remote_states import open_uploads  # noqa: PLC0415  few runs have a store
 
         uploads = open_uploads(run, recipe.checkpoint, layout, messages, own_disk=link.own_disk, nonce=nonce)
     saver = Saver(

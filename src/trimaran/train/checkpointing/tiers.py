@@ -281,7 +281,7 @@ class DiskTier:
         """
         manifest, damages = manifest_of(path)
         if broadcast_json(manifest is not None and (self.own_disk or bool(manifest.nodes))):  # as rank 0 has it
-            from trimaran.train.checkpointing.node_disks import open_on_nodes  # noqa: PLC0415  few runs have several
+            from trimaran.train.checkpointing.remote_states import open_on_nodes  # noqa: PLC0415  few runs have several
 
             return open_on_nodes(self, path, report_progress)
         layout = self.rank_layout
@@ -422,7 +422,11 @@ def restore(
             why = opened
         else:
             progress = opened.source.progress
-            _refuse_other_data(progress.get("data"), data, folder)
+            saved = progress.get("data")
+            if saved and data and saved != data:
+                what = f"the data has changed: its digest was {saved[:12]} and is {data[:12]} now"
+                raise UserError("K041", what, where=f"data ({folder})",
+                                fix="restore the original data, or start a new run: --run-dir DIR")  # fmt: skip
             base.refuse_other(progress, report_progress)
             why = opened.fill(report_progress)
             if not why:
@@ -472,11 +476,3 @@ def _lost_checkpoints(run: RunDirectory, newest: int) -> str:
     events = JsonlFollower(run.events(0)).new()
     written = [each["step"] for each in events if each["kind"] == "checkpoint" and not each["data"].get("failed")]
     return f"that of step {max(written)} was written and has been removed" if written else ""
-
-
-def _refuse_other_data(saved: str | None, wanted: str, folder: Path) -> None:
-    """Raise UserError if the digest of the data has changed since the state was saved."""
-    if saved and wanted and saved != wanted:
-        what = f"the data has changed: its digest was {saved[:12]} and is {wanted[:12]} now"
-        raise UserError("K041", what, where=f"data ({folder})",
-                        fix="restore the original data, or start a new run: --run-dir DIR")  # fmt: skip

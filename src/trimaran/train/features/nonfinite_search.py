@@ -6,7 +6,7 @@ that share a batch (tp, cp and pp), since none of them can compute it alone.
 
 import base64
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -180,7 +180,11 @@ class NonfiniteSearch:
         """Compute a batch and return the first NaN or Inf of all ranks; empty if there is none."""
         batch = host_batch.to(self._device)
         self._reseed(batch.step)
-        before = _in_weights(self._networks) or _in_inputs(batch)
+        before = None
+        if (name := _first_bad(_parameters(self._networks))) is not None:
+            before = NonfiniteOrigin(module=name, what="weight")
+        elif (name := _first_bad(batch.arrays.items())) is not None:
+            before = NonfiniteOrigin(module=name, what="input")
         after = self._recompute(batch)  # every rank must take part, also one that has found something already
         return _first_over_ranks(before or after)
 
@@ -221,7 +225,9 @@ class _ModuleWatch:
 
     def check_gradients(self, networks: Sequence[Network]) -> None:
         """Check the gradients of the parameters, after a backward."""
-        self.first = self.first or _in_gradients(networks)
+        gradients = ((name, each.grad) for name, each in _parameters(networks))
+        if self.first is None and (name := _first_bad(gradients)) is not None:
+            self.first = NonfiniteOrigin(module=name, what="gradient", order=AFTER_ALL_CALLS)
 
     def _check_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         self._calls += 1
@@ -237,19 +243,9 @@ class _ModuleWatch:
             self.first = NonfiniteOrigin(module=name, what="gradient", order=self._calls)
 
 
-def _in_weights(networks: Sequence[Network]) -> NonfiniteOrigin | None:
-    bad = (name for name, each in _parameters(networks) if not _is_finite(each))
-    return next((NonfiniteOrigin(module=name, what="weight") for name in bad), None)
-
-
-def _in_inputs(batch: StepBatch) -> NonfiniteOrigin | None:
-    bad = (name for name, each in batch.arrays.items() if not _is_finite(each))
-    return next((NonfiniteOrigin(module=name, what="input") for name in bad), None)
-
-
-def _in_gradients(networks: Sequence[Network]) -> NonfiniteOrigin | None:
-    bad = (name for name, each in _parameters(networks) if not _is_finite(each.grad))
-    return next((NonfiniteOrigin(module=name, what="gradient", order=AFTER_ALL_CALLS) for name in bad), None)
+def _first_bad(named: Iterable[tuple[str, Any]]) -> str | None:
+    """Return the first name whose values are not all finite."""
+    return next((name for name, each in named if not _is_finite(each)), None)
 
 
 def _modules(networks: Sequence[Network]) -> Iterator[tuple[str, nn.Module]]:

@@ -82,16 +82,6 @@ class PerceptionObjective:
 
         The target is 1 in the cell of an object and falls off around it.
         """
-        target = self._heat_target(heat, boxes, rows)
-        log_positive, log_negative = F.logsigmoid(heat), F.logsigmoid(-heat)
-        probability = heat.sigmoid()
-        is_centre = target == 1
-        loss = torch.where(
-            is_centre, -log_positive * (1 - probability) ** 2, -log_negative * probability**2 * (1 - target) ** 4
-        )
-        return loss.sum(dim=(1, 2, 3))
-
-    def _heat_target(self, heat: Tensor, boxes: Tensor, rows: Tensor) -> Tensor:
         size = self._rules.cells
         centres = _cells_of(boxes, self._rules).float()
         indices = torch.arange(size, device=heat.device)
@@ -100,7 +90,14 @@ class PerceptionObjective:
         channels = rows * len(OBJECTS) + boxes[:, -1].long()
         target = heat.new_zeros(len(heat) * len(OBJECTS), size * size)
         target = target.scatter_reduce(0, channels[:, None].expand_as(gaussians), gaussians, "amax")
-        return target.view_as(heat)
+        target = target.view_as(heat)
+        log_positive, log_negative = F.logsigmoid(heat), F.logsigmoid(-heat)
+        probability = heat.sigmoid()
+        is_centre = target == 1
+        loss = torch.where(
+            is_centre, -log_positive * (1 - probability) ** 2, -log_negative * probability**2 * (1 - target) ** 4
+        )
+        return loss.sum(dim=(1, 2, 3))
 
     def _box_losses(self, box_values: Tensor, boxes: Tensor, rows: Tensor) -> Tensor:
         """Return the error of each box's values, in the cell of its centre: a pseudo-Huber loss.

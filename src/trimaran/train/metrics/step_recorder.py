@@ -18,9 +18,9 @@ from trimaran.nets import Network
 from trimaran.nets.local_shards import is_dtensor
 from trimaran.runs import Journal
 from trimaran.runs.read.step_index import StepIndexer
+from trimaran.train.agreement import StepRecord
 from trimaran.train.health.compilations import Compilations
 from trimaran.train.health.guard import MEMORY_CHANGED, StepNumbers
-from trimaran.train.health.step_check import StepRecord
 from trimaran.train.metrics.meters import ConnectionWatch, Meters
 from trimaran.train.metrics.profiler import Profiler
 from trimaran.train.metrics.step_clock import NO_HOST_TIME, HostTime, ReadSeconds

@@ -118,7 +118,12 @@ class StepGraphs:
         _free_unused()  # the pool of the graphs cannot use what eager steps have cached
         before, stream = torch.cuda.memory_reserved(), torch.cuda.current_stream()
         try:
-            _refuse_little_memory()
+            # Raise unless a step surely fits into memory that is free now: running out of it during a capture is not
+            # safe.
+            needed = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+            free = torch.cuda.mem_get_info()[0]
+            if free < needed + SPARE_BYTES:
+                raise RuntimeError(f"a step needs {show_bytes(needed)}, and {show_bytes(free)} are free")
             self._capture(batch)
         except Exception as error:  # of any library: the model's own code may do what a capture does not allow
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream the current one
@@ -182,14 +187,6 @@ def has_known_code(module: nn.Module) -> bool:
     A capture cannot see that other code depends on something that changes from step to step, such as a counter.
     """
     return all(type(each).__module__.partition(".")[0] in KNOWN_PACKAGES for each in module.modules())
-
-
-def _refuse_little_memory() -> None:
-    """Raise unless a step surely fits into memory that is free now: running out of it during a capture is not safe."""
-    needed = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    free = torch.cuda.mem_get_info()[0]
-    if free < needed + SPARE_BYTES:
-        raise RuntimeError(f"a step needs {show_bytes(needed)}, and {show_bytes(free)} are free")
 
 
 def host_random_states() -> tuple[object, ...]:

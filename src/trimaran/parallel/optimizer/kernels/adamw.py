@@ -5,8 +5,8 @@ import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
 from trimaran.parallel.kernels.tensor_sums import join_halves, pointer_to
-from trimaran.parallel.optimizer.block_quantization import BLOCK, codebook, lower_bounds, num_blocks
 from trimaran.parallel.optimizer.moments import StateChunk, States
+from trimaran.parallel.optimizer.optimizer_state import BLOCK, codebook, lower_bounds, num_blocks
 
 VALUES_PER_PROGRAM, NUM_WARPS = 2048, 8
 BLOCKS_PER_PROGRAM = 8  # of 8-bit values

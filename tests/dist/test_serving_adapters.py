@@ -26,6 +26,7 @@ from trimaran.nets import (
     adapter_parameters,
     attach_adapter,
     hf_modules,
+    output_head,
     peft_config,
     peft_tensors,
 )
@@ -40,7 +41,6 @@ from trimaran.serve import (
     join_ranks,
     load_peft_folder,
     open_part,
-    output_head,
     quantise_linear,
     restored_weight,
     traits_of,

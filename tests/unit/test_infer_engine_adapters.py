@@ -23,6 +23,7 @@ from trimaran.nets import (
     initialise_adapter,
     merge_in_place,
     network_of,
+    output_head,
 )
 from trimaran.serve import (
     BatchingEngine,
@@ -33,7 +34,6 @@ from trimaran.serve import (
     load_adapter,
     load_peft_folder,
     open_runner,
-    output_head,
 )
 
 SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, tied=False,

@@ -90,7 +90,7 @@ def test_documents_of_a_row_are_computed_as_if_alone(theirs: tuple[PreTrainedMod
 @torch.no_grad()
 def test_tokens_after_a_cache_have_the_logits_of_the_whole_sequence(theirs: tuple[PreTrainedModel, Path]) -> None:
     model, folder = theirs
-    decoder, cache = decoder_of(folder), KeyValueCache(2)
+    decoder, cache = decoder_of(folder), KeyValueCache()
     last: list[Tensor] = []
     bounds = [0, 9, 10, 14, 15]  # within the original length of LongRoPE
     for start, stop in pairwise(bounds):

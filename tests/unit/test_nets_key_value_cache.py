@@ -119,22 +119,6 @@ def test_a_model_that_ignores_its_cache_is_noticed() -> None:
     assert cache_difference(Uncached(config).eval(), torch.device("cpu")).startswith("TypeError")
 
 
-@torch.no_grad()
-def test_rows_of_different_lengths_are_extended_together() -> None:
-    network = own_network(DENSE)
-    tokens = torch.randint(320, (3, 9), generator=torch.Generator().manual_seed(2))
-    counts = ([9, 4, 1], [2, 3, 1], [1, 1, 1])
-    cache, texts = network.new_cache(rows=3), [torch.empty(0, dtype=torch.long)] * 3
-    for new in counts:
-        batch = tokens[:, : max(new)]
-        logits = network.extend(cache, {"tokens": batch}, new)
-        texts = [torch.cat([text, row[:count]]) for text, row, count in zip(texts, batch, new, strict=True)]
-        for row, text in enumerate(texts):
-            alone = network.forward({"tokens": text[None]})[0][0, -1]
-            torch.testing.assert_close(logits[row, 0], alone, atol=1e-5 * float(alone.abs().max()), rtol=TOLERANCE)
-    assert cache.lengths == [12, 8, 3]
-
-
 @pytest.mark.parametrize("name", ["grouped-heads", "mistral"])
 @torch.no_grad()
 def test_a_truncated_cache_continues_with_other_tokens(name: str, tmp_path: Path) -> None:
@@ -144,8 +128,8 @@ def test_a_truncated_cache_continues_with_other_tokens(name: str, tmp_path: Path
     cache = network.new_cache()
     network.extend(cache, {"tokens": ids[None]})
     cache.truncate(5)
-    logits = network.extend(cache, {"tokens": other[None, cache.lengths[0] :]})
-    assert cache.lengths == [17]
+    logits = network.extend(cache, {"tokens": other[None, cache.length :]})
+    assert cache.length == 17
     expected = network.forward({"tokens": other[None]})[0][0, -1]
     torch.testing.assert_close(logits[0, 0], expected, atol=TOLERANCE * float(expected.abs().max()), rtol=TOLERANCE)
 

@@ -51,7 +51,7 @@ def test_tokens_after_cached_ones_have_the_logits_of_a_whole_sequence(kind: str,
     network = changed(kind)
     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "bf16"):
         whole = network.forward({"tokens": TOKENS})[0][:, [6, 10, 11]].float()
-        cache = network.new_cache(2)
+        cache = network.new_cache()
         parts = [network.extend(cache, {"tokens": each}).float() for each in TOKENS.split([7, 4, 1], dim=1)]
     assert whole.std() > 0.3
     assert (torch.cat(parts, 1) - whole).abs().max() < tolerance * whole.abs().max()

@@ -36,7 +36,7 @@ def test_a_mixture_has_the_logits_of_transformers_and_is_written_as_it_was_read(
     ours, spec = read(tmp_path / "theirs")
     with torch.no_grad():
         logits, _ = ours(tokens=TOKENS)
-        cache = KeyValueCache(2)
+        cache = KeyValueCache()
         parts = [ours(tokens=each, extension=cache.extend(each))[0] for each in TOKENS.split([36, 3, 1], dim=1)]
     torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(torch.cat(parts, 1), wanted[:, [35, 38, 39]], atol=1e-5, rtol=1e-5)

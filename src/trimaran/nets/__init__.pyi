@@ -43,7 +43,7 @@ from .kernels.paged_attention import attend_one_query as attend_one_query, store
 from .local_shards import full_tensor as full_tensor, local_part as local_part, local_slices as local_slices
 from .network import (
     Network as Network, WeightsNeededError as WeightsNeededError, decoder_network as decoder_network, network_of as
-    network_of, open_network as open_network, tower_of as tower_of,
+    network_of, open_network as open_network, output_head as output_head, tower_of as tower_of,
 )
 from .nf4_linear import (
     Nf4Linear as Nf4Linear, Nf4LoraLinear as Nf4LoraLinear, loadable_weights as loadable_weights, pack_frozen_weights

@@ -105,6 +105,31 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
             raise damaged(folder, error) from None
 
 
+def load_named_weights(
+    module: nn.Module,
+    folder: Path,
+    refuse_mismatch: Callable[[Mapping[str, Any]], None],
+    report_progress: Callable[[], None],
+) -> None:
+    """Fill a module in place from safetensors with its own parameter names. Each rank reads only its shards.
+
+    `refuse_mismatch` checks the names and shapes on disk before the first value is written; on the meta device nothing
+    else is done. `report_progress` is called after each tensor.
+    """
+    with ExitStack() as stack, torch.no_grad():
+        sources = open_weights(folder, stack)
+        refuse_mismatch(sources)
+        if is_on_meta(module):
+            return
+        try:
+            for name, parameter in module.named_parameters():
+                if (local := local_part(parameter)).numel():
+                    local.copy_(sources[name].get_slice(name)[local_slices(parameter)])
+                report_progress()
+        except SafetensorError as error:
+            raise damaged(folder, error) from None
+
+
 def decoder_reader(module: nn.Module, spec: ModelSpec, files: Mapping[str, Any]) -> Callable[[str], Tensor]:
     """Return the function that reads a parameter or a correction bias of a Decoder from these open files."""
     layout = disk_layout(spec)

@@ -115,8 +115,7 @@ def initialise_adapter(module: nn.Module, *, seed: int) -> None:
 
 def uniform_values(shape: torch.Size, *, key: str) -> Tensor:
     """Return values between plus and minus 1 / sqrt(inputs), drawn on the CPU, that depend only on `key`."""
-    digest = hashlib.sha256(key.encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator().manual_seed(_seed(key))
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape, device="cpu", dtype=torch.float32).uniform_(-bound, bound, generator=generator)
 

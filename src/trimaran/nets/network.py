@@ -1,7 +1,7 @@
 """The interface between the trainer and a network, ours or Hugging Face's, and how the network of a spec is built."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from trimaran.models import ModelSpec, PerceptionSpec, Spec, VlmSpec, decoder_of
 from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.decoder.decoder import Decoder
 from trimaran.nets.decoder.key_value_cache import KeyValueCache
-from trimaran.nets.decoder.tp_plan import tensor_plan
+from trimaran.nets.decoder.tp_plan import serving_tensor_plan, tensor_plan
 from trimaran.nets.local_shards import ReadTensor, full_tensor, to_empty
 from trimaran.nets.paged_cache import PagedExtension
 from trimaran.nets.varlen_attention import run_lengths
@@ -81,17 +81,16 @@ class Network:
         """Return whether the network, on `device`, computes the same with a cache as without. Every rank calls it."""
         return True
 
-    def new_cache(self, rows: int = 1) -> KeyValueCache:
-        """Return an empty cache for the keys and values of `rows` sequences, for `extend`."""
-        return KeyValueCache(rows)
+    def new_cache(self) -> KeyValueCache:
+        """Return an empty cache for the keys and values of a batch, for `extend`."""
+        return KeyValueCache()
 
-    def extend(self, cache: KeyValueCache, inputs: Mapping[str, Tensor], counts: Sequence[int] | None = None) -> Tensor:
+    def extend(self, cache: KeyValueCache, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [rows, 1, vocab] of the token that follows each row, and append `inputs` to the cache.
 
         `inputs` has the new `tokens` [rows, T] of each row, and what belongs to them: images, and grid positions.
-        `counts` are how many of each row's tokens count; the others, at its end, are padding.
         """
-        return self.module(tokens=inputs["tokens"], extension=cache.extend(inputs["tokens"], counts))[0]
+        return self.module(tokens=inputs["tokens"], extension=cache.extend(inputs["tokens"]))[0]
 
     def paged_difference(self, device: torch.device) -> str:
         """Return why the network, on `device`, cannot attend to pages; empty if it can. Call it before paging."""
@@ -162,6 +161,10 @@ class Network:
     def tensor_plan(self, degree: int) -> Mapping[str, str]:
         """Return the tensor-parallel plan for that degree: a style of `parallel.axes.tp` by module name pattern."""
         return tensor_plan(self._decoder_spec)
+
+    def serving_plan(self, degree: int) -> Mapping[str, str]:
+        """Return the tensor-parallel plan of a serving engine. Raises UserError if the network has none."""
+        return serving_tensor_plan(self._decoder_spec)
 
     @property
     def compiled_outside_blocks(self) -> tuple[nn.Module, ...]:
@@ -245,6 +248,13 @@ class Network:
         decoder = decoder_of(self.spec)
         assert decoder is not None, "other networks override these methods"
         return decoder
+
+
+def output_head(network: Network) -> nn.Module | None:
+    """Return the module whose input is the last layer's output; its own output may be processed further."""
+    if network.head is not None or not hasattr(network.module, "get_output_embeddings"):
+        return network.head
+    return network.module.get_output_embeddings()  # pyrefly: ignore[not-callable]
 
 
 def decoder_network(spec: ModelSpec, layers: range | None = None) -> Network:

@@ -138,29 +138,15 @@ class _Nf4Matmul(torch.autograd.Function):
 
 
 # Two operators that are opaque to torch's compiler, which would otherwise unpack once and keep the weight for backward.
-
-
-def _nf4_matmul(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    return x @ _unpack(codes, scales, x.dtype).t()
-
-
-def _nf4_matmul_fake(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], len(codes))
-
-
-def _nf4_matmul_backward(gradient: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    return gradient @ _unpack(codes, scales, gradient.dtype)
-
-
-def _nf4_matmul_backward_fake(gradient: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], 2 * codes.shape[1])
-
-
-define_operator("nf4_matmul(Tensor x, Tensor codes, Tensor scales) -> Tensor", _nf4_matmul, _nf4_matmul_fake)
+define_operator(
+    "nf4_matmul(Tensor x, Tensor codes, Tensor scales) -> Tensor",
+    lambda x, codes, scales: x @ _unpack(codes, scales, x.dtype).t(),
+    lambda x, codes, scales: x.new_empty(*x.shape[:-1], len(codes)),
+)
 define_operator(
     "nf4_matmul_backward(Tensor gradient, Tensor codes, Tensor scales) -> Tensor",
-    _nf4_matmul_backward,
-    _nf4_matmul_backward_fake,
+    lambda gradient, codes, scales: gradient @ _unpack(codes, scales, gradient.dtype),
+    lambda gradient, codes, scales: gradient.new_empty(*gradient.shape[:-1], 2 * codes.shape[1]),
 )
 
 

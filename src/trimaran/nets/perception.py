@@ -5,14 +5,13 @@ Norms cover one scene at a time, so that results do not depend on the plan. Weig
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trimaran.core import UserError
@@ -27,8 +26,8 @@ from trimaran.models.perception_spec import (
 )
 from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.decoder.moe import as_autocast
-from trimaran.nets.hf_weights import damaged, open_weights
-from trimaran.nets.local_shards import ReadTensor, full_tensor, is_on_meta, local_part, local_slices
+from trimaran.nets.hf_weights import load_named_weights
+from trimaran.nets.local_shards import ReadTensor, full_tensor
 from trimaran.nets.network import Network
 
 INITIAL_HEAT = -2.0  # added to the heat logits: few cells hold an object, and learning that first would take long
@@ -488,21 +487,10 @@ def load_perception_weights(
     Names and shapes are checked before the first value is written; on the meta device nothing else is done.
     `report_progress` is called after each tensor.
     """
-    with ExitStack() as stack, torch.no_grad():
-        sources = open_weights(folder, stack)
-        _refuse_mismatch(module, sources, folder)
-        if is_on_meta(module):
-            return
-        try:
-            for name, parameter in module.named_parameters():
-                if (local := local_part(parameter)).numel():
-                    local.copy_(sources[name].get_slice(name)[local_slices(parameter)])
-                report_progress()
-        except SafetensorError as error:
-            raise damaged(folder, error) from None
+    load_named_weights(module, folder, partial(_refuse_mismatch, module, folder), report_progress)
 
 
-def _refuse_mismatch(module: Perception, sources: Mapping[str, Any], folder: Path) -> None:
+def _refuse_mismatch(module: Perception, folder: Path, sources: Mapping[str, Any]) -> None:
     with torch.device("meta"):
         shapes = {name: list(each.shape) for name, each in Perception(module.spec).named_parameters()}
     wrong = [f"{name} is missing" for name in shapes if name not in sources]

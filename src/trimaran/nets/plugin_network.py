@@ -1,20 +1,19 @@
 """The `Network` of a plug-in's family. Its weights on disk have the names of its parameters."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trimaran.core import ModelSection, UserError
 from trimaran.models.plugin_family import FamilyModule, build_family
 from trimaran.nets.decoder.attention_context import Context
-from trimaran.nets.hf_weights import damaged, open_weights
-from trimaran.nets.local_shards import ReadTensor, full_tensor, is_on_meta, local_part, local_slices
+from trimaran.nets.hf_weights import load_named_weights
+from trimaran.nets.local_shards import ReadTensor, full_tensor
 from trimaran.nets.network import Network
 
 MODEL_TYPE = "trimaran_plugin"
@@ -72,18 +71,7 @@ class PluginNetwork(Network):
 
     def load(self, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
         """Fill the module in place from the safetensors in `folder`. Each rank reads only its shards."""
-        with ExitStack() as stack, torch.no_grad():
-            sources = open_weights(folder, stack)
-            _refuse_mismatch(self.module, sources, folder)
-            if is_on_meta(self.module):
-                return
-            try:
-                for name, parameter in self.module.named_parameters():
-                    if (local := local_part(parameter)).numel():
-                        local.copy_(sources[name].get_slice(name)[local_slices(parameter)])
-                    report_progress()
-            except SafetensorError as error:
-                raise damaged(folder, error) from None
+        load_named_weights(self.module, folder, partial(_refuse_mismatch, self.module, folder), report_progress)
 
 
 def plugin_network(section: ModelSection) -> PluginNetwork:
@@ -92,7 +80,7 @@ def plugin_network(section: ModelSection) -> PluginNetwork:
     return PluginNetwork(built.module, tuple(built.blocks), None, built, section)
 
 
-def _refuse_mismatch(module: nn.Module, sources: Mapping[str, Any], folder: Path) -> None:
+def _refuse_mismatch(module: nn.Module, folder: Path, sources: Mapping[str, Any]) -> None:
     """Raise unless the names and shapes of the weights on disk are those of the module's parameters."""
     shapes = {name: list(each.shape) for name, each in module.named_parameters()}
     found = {name: list(each.get_slice(name).get_shape()) for name, each in sources.items()}

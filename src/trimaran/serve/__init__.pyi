@@ -27,7 +27,7 @@ from .engine.engine_request import (
 from .engine.model_runner import (
     CacheSettings as CacheSettings, ModelRunner as ModelRunner, Runner as Runner, RunnerTraits as RunnerTraits,
     SequenceRunner as SequenceRunner, StepLogits as StepLogits, bytes_of_page as bytes_of_page, open_runner as
-    open_runner, output_head as output_head, traits_of as traits_of,
+    open_runner, traits_of as traits_of,
 )
 from .engine.open_engine import load_adapter as load_adapter, load_peft_folder as load_peft_folder
 from .engine.peer_watch import (
@@ -55,7 +55,7 @@ from .exports.graph_exports import (
 )
 from .exports.torchao_weights import quantise_linears as quantise_linears
 from .harness_model import HarnessModel as HarnessModel
-from .open_weights import ModelTexts as ModelTexts, open_trained as open_trained
+from .open_weights import open_trained as open_trained
 from .planning.serving import (
     Layout as Layout, Traffic as Traffic, captures_steps as captures_steps, serving_memory as serving_memory,
 )
@@ -91,6 +91,6 @@ from .serving_layers import (
 from .settings import TrainedWeights as TrainedWeights
 from .text_stream import MAX_WAITING as MAX_WAITING, TextStream as TextStream, UNDECODABLE as UNDECODABLE
 from .trained_model import (
-    TrainedModel as TrainedModel, compute_in_bf16 as compute_in_bf16, section_of_folder as section_of_folder,
-    stored_dtype as stored_dtype,
+    ModelTexts as ModelTexts, TrainedModel as TrainedModel, compute_in_bf16 as compute_in_bf16, section_of_folder as
+    section_of_folder, stored_dtype as stored_dtype,
 )

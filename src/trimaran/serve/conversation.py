@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -14,10 +13,9 @@ from trimaran.data.samples.parse_chat import MARKER
 from trimaran.data.samples.raw_sample import Turn
 from trimaran.data.samples.tokenize_chat import ChatTokenizer
 from trimaran.data.text.packed_sample import SamplePacker
-from trimaran.data.text.tokenizer import Tokenizer
 from trimaran.data.vision.decode import BadImageError, upright_size
 from trimaran.data.vision.patches import fill_patches
-from trimaran.serve.trained_model import TrainedModel
+from trimaran.serve.trained_model import ModelTexts, TrainedModel
 from trimaran.train.generation.generate import Generation
 from trimaran.train.generation.next_token import PlacedImage
 from trimaran.train.generation.sampling import TokenSampler
@@ -97,26 +95,10 @@ def place_images(
     return sample.tokens.tolist(), placed
 
 
-class PromptRules(Protocol):
-    """What a prompt depends on: a TrainedModel, or the same without a network."""
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    @property
-    def stop_ids(self) -> frozenset[int]: ...
-
-    @property
-    def rules(self) -> ImageRules | None: ...
-
-    @property
-    def template(self) -> str: ...
-
-
 class PromptBuilder:
     """Makes prompts for one model: texts to continue, and conversations to answer; both with images."""
 
-    def __init__(self, trained: PromptRules) -> None:
+    def __init__(self, trained: ModelTexts) -> None:
         self._trained, self._tokenizer = trained, trained.tokenizer
         self.chat = ChatTokenizer(trained.tokenizer, trained.template, trained.rules, MAX_TOKENS)
 

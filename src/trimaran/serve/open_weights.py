@@ -1,6 +1,5 @@
 """Loads trained weights to generate with: those of a run, of one of its checkpoints, of a folder, of an adapter."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -8,7 +7,7 @@ import torch
 from trimaran.checkpoint.convert.convert import MODEL_PREFIX, read_full_tensor
 from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
-from trimaran.core import ImageRules, ModelSection, Recipe, UserError
+from trimaran.core import ModelSection, Recipe, UserError
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.data import TokenShards
 from trimaran.data.text.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
@@ -19,6 +18,7 @@ from trimaran.parallel.precision import DTYPES
 from trimaran.serve.adapted_network import adapted_section, has_adapter, load_adapted_weights
 from trimaran.serve.settings import TrainedWeights
 from trimaran.serve.trained_model import (
+    ModelTexts,
     TrainedModel,
     compute_in_bf16,
     end_ids_of,
@@ -33,16 +33,6 @@ from trimaran.train.generation.generate import (
     open_saved_tokenizer,
     unfilled_network,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelTexts:
-    """What turns texts and images into a model's tokens and back, without its network; see `TrainedModel`."""
-
-    tokenizer: Tokenizer
-    stop_ids: frozenset[int]
-    rules: ImageRules | None
-    template: str
 
 
 def open_trained(weights: TrainedWeights, dtype: str, *, cache: Path | None) -> TrainedModel:
@@ -72,8 +62,11 @@ def open_network(
     section = section_of(weights, recipe)
     if has_adapter(weights, recipe):
         network = load_adapted_weights(weights, recipe, section, device, cache=cache)
+    elif weights.step is None:
+        network = load_trained(section, weights.path, device)
     else:
-        network = _load(weights, section, device)
+        network = unfilled_network(section, device)
+        load_checkpoint(network, weights.path)
     network.module.eval().requires_grad_(False)
     if dtype == "auto":
         dtype = usual_dtype(weights, section) if DEVICE_TRAITS[device.type].prefers_16_bits else "fp32"
@@ -85,14 +78,19 @@ def open_network(
 def open_texts(weights: TrainedWeights) -> ModelTexts:
     """Return the tokenizer, the template and the image rules of the model with these weights."""
     recipe = weights.run.read_recipe() if weights.run else None
-    section, tokenizer = section_of(weights, recipe), _tokenizer(weights, recipe)
+    section, tokenizer = section_of(weights, recipe), tokenizer_of(weights, recipe)
     rules = image_rules_of(section) if recipe is None else recipe_image_rules(recipe.model_copy(
         update={"model": section}))  # fmt: skip
+    if recipe is not None:
+        template = recipe.data.samples.template
+    else:  # the model's own, if it has one
+        content = getattr(tokenizer, "content", None)
+        template = "model" if content is not None and content.templates else "auto"
     return ModelTexts(
         tokenizer=tokenizer,
         stop_ids=frozenset([tokenizer.end_id, *end_ids_of(_config_folder(weights, section))]),
         rules=rules,
-        template=_template(recipe, tokenizer),
+        template=template,
     )
 
 
@@ -129,22 +127,6 @@ def load_checkpoint(network: Network, path: Path) -> None:
                 buffer.copy_(read_full_tensor(source, MODEL_PREFIX + name))
 
 
-def _load(weights: TrainedWeights, section: ModelSection, device: torch.device) -> Network:
-    if weights.step is None:
-        return load_trained(section, weights.path, device)
-    network = unfilled_network(section, device)
-    load_checkpoint(network, weights.path)
-    return network
-
-
-def _template(recipe: Recipe | None, tokenizer: Tokenizer) -> str:
-    """Return the name of the chat template: the recipe's, or for a folder the model's own if it has one."""
-    if recipe is not None:
-        return recipe.data.samples.template
-    content = getattr(tokenizer, "content", None)
-    return "model" if content is not None and content.templates else "auto"
-
-
 def usual_dtype(weights: TrainedWeights, section: ModelSection) -> str:
     """Return the dtype in which a run computed, or in which a folder's weights are stored."""
     if weights.run is None:
@@ -159,7 +141,7 @@ def _config_folder(weights: TrainedWeights, section: ModelSection) -> Path | Non
     return model_folder(section.path) if section.path else None
 
 
-def _tokenizer(weights: TrainedWeights, recipe: Recipe | None) -> Tokenizer:
+def tokenizer_of(weights: TrainedWeights, recipe: Recipe | None) -> Tokenizer:
     """Return the tokenizer beside the weights, or that of the run's data."""
     folder = weights.run.model if weights.run else weights.path
     if (folder / TOKENIZER).is_file():

@@ -1,7 +1,7 @@
 """A trained model, ready to generate: its network, its tokenizer, and what its folder says about the end of a text."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,20 +25,26 @@ Dtype = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedModel:
-    """A network with weights on `device` that computes in `dtype`, and its tokenizer.
+class ModelTexts:
+    """Turns texts and images into a model's tokens and back, without its network.
 
-    A text ends with one of `stop_ids`. `rules` say how it sees images; None if it does not. `template` is the chat
-    template that it was trained with, a name or `auto`.
+    A text ends with one of `stop_ids`. `rules` say how the model sees images; None if it does not. `template` is the
+    chat template that it was trained with, a name or `auto`.
     """
 
-    network: Network
     tokenizer: Tokenizer
-    device: torch.device
-    dtype: torch.dtype
     stop_ids: frozenset[int]
     rules: ImageRules | None = None
     template: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel(ModelTexts):
+    """A network with weights on `device` that computes in `dtype`, and its texts."""
+
+    network: Network
+    device: torch.device
+    dtype: torch.dtype
 
     def new_sequence(self) -> "SequenceModel":
         """Return the model of one growing sequence, with a key-value cache if the architecture has one."""
@@ -49,7 +55,8 @@ class SequenceModel:
     """Computes the next token of one sequence. `images` are those of its tokens, in order."""
 
     def __init__(self, trained: TrainedModel) -> None:
-        network, device, has_grid = trained.network, trained.device, _has_grid(trained.rules)
+        network, device = trained.network, trained.device
+        has_grid = trained.rules is not None and trained.rules.positions == "grid"
         self._trained = trained
         with torch.no_grad(), self._autocast():
             self._cached = CachedLogits(network, device, has_grid=has_grid) if network.has_cache(device) else None
@@ -73,10 +80,6 @@ class SequenceModel:
     def _autocast(self) -> AbstractContextManager[object]:
         dtype, device = self._trained.dtype, self._trained.device
         return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
-
-
-def _has_grid(rules: ImageRules | None) -> bool:
-    return rules is not None and rules.positions == "grid"
 
 
 def section_of_folder(folder: Path) -> ModelSection:
@@ -123,20 +126,11 @@ def stored_dtype(folder: Path) -> Dtype:
     """Return the dtype that config.json says that the weights have; if it does not say, the one that they have."""
     config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
     name = config.get("dtype", config.get("torch_dtype"))
-    is_half = _has_half_weights(folder) if name is None else name in ("bfloat16", "float16")
+    is_half = name in ("bfloat16", "float16")
+    if name is None and (files := sorted(folder.glob("*.safetensors"))):
+        with suppress(SafetensorError), safe_open(files[0], framework="pt") as tensors:  # reported when it is loaded
+            is_half = any(tensors.get_slice(each).get_dtype() in ("BF16", "F16") for each in tensors.keys())  # noqa: SIM118
     return "bf16" if is_half else "fp32"
-
-
-def _has_half_weights(folder: Path) -> bool:
-    """Return whether the first file of weights has a tensor of 16 bits. One that cannot be read is reported later."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        return False
-    try:
-        with safe_open(files[0], framework="pt") as tensors:
-            return any(tensors.get_slice(name).get_dtype() in ("BF16", "F16") for name in tensors.keys())  # noqa: SIM118
-    except SafetensorError:
-        return False
 
 
 def compute_in_bf16(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from trimaran.models.adapter_rules import ALL_LINEAR, last_parts, listed, refuse
 from trimaran.models.module_names import is_named
 from trimaran.nets.adapters.lora_linear import LoraLinear, add_adapter
 from trimaran.nets.decoder.moe import MoeLayer
-from trimaran.nets.network import Network, refuse_unknown_tower, tower_of
+from trimaran.nets.network import Network, output_head, refuse_unknown_tower, tower_of
 from trimaran.nets.vlm.vision import Stem
 
 
@@ -88,7 +88,7 @@ def linears_to_pack(network: Network, section: AdapterSection) -> Iterable[nn.Li
 
 def _matching(network: Network, section: AdapterSection, linears: dict[str, nn.Linear]) -> frozenset[str]:
     """Return the names of the targets; `all-linear` are all but the head, as in PEFT."""
-    head = _output_layer(network)
+    head = output_head(network)
     if section.targets == ALL_LINEAR:
         found = frozenset(name for name, each in linears.items() if each is not head)
         if not found:
@@ -102,13 +102,6 @@ def _matching(network: Network, section: AdapterSection, linears: dict[str, nn.L
         raise UserError("M053", "the head is tied to the embedding, and an adapter would change only the head",
                         where="model.adapter.targets", fix="leave the head out of targets")  # fmt: skip
     return found
-
-
-def _output_layer(network: Network) -> nn.Module | None:
-    """Return the layer whose output are the logits, perhaps before they are processed further."""
-    if network.head is not None or not hasattr(network.module, "get_output_embeddings"):
-        return network.head
-    return network.module.get_output_embeddings()  # pyrefly: ignore[not-callable]
 
 
 def _trained_modules(network: Network, patterns: Sequence[str]) -> list[nn.Module]:

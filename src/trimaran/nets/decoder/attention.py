@@ -32,7 +32,11 @@ def frequencies(rope: Rope, head_dim: int, device: torch.device, *, long: bool =
         case "yarn":
             return _yarn(plain, rope, width)
         case _:
-            return _llama3(plain, rope)
+            # Wavelengths much shorter than the original context stay, longer ones are scaled by `factor`, and those in
+            # between are interpolated.
+            turns = rope.original_max_seq_len * plain / (2 * math.pi)
+            kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+            return plain * (kept + (1 - kept) / rope.factor)
 
 
 def rotation_scale(rope: Rope) -> float:
@@ -54,14 +58,6 @@ def rotation_scale(rope: Rope) -> float:
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
     """Return YaRN's scale of attention for positions that are stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def _llama3(plain: Tensor, rope: Rope) -> Tensor:
-    # Wavelengths much shorter than the original context stay, longer ones are scaled by `factor`, and those in between
-    # are interpolated.
-    turns = rope.original_max_seq_len * plain / (2 * math.pi)
-    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-    return plain * (kept + (1 - kept) / rope.factor)
 
 
 def _yarn(plain: Tensor, rope: Rope, width: int) -> Tensor:
@@ -223,14 +219,11 @@ class Attention(nn.Module):
         """
         if self.joint:
             assert rotation is not None, "only layers with rotary positions have joint projections"
-            query, key, value = self._joint_heads(x, rotation)
+            query, key, value = rotary_projection(x, self.projections, rotation, self.num_heads)
         else:
             query, key, value = self._heads(x, rotation)
         out = self.context.attend(query, key, value, scope, self.options)
         return self.o_proj(out.transpose(1, 2).flatten(2))
-
-    def _joint_heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        return rotary_projection(x, self.projections, rotation, self.num_heads)
 
     def _heads(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         heads = (*x.shape[:-1], -1, self.head_dim)

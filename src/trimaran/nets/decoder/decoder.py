@@ -343,7 +343,7 @@ class Decoder(nn.Module):
             if extension is None:
                 lengths = self.context.shard(document_lengths(positions, documents))
             elif isinstance(extension, CacheExtension):  # sequences in pages never become so long
-                lengths = positions.new_tensor(extension.cache.lengths)[:, None].expand_as(positions)
+                lengths = torch.full_like(positions, extension.stop)
         head_dim = self.spec.head_dim
         rotations: dict[Rope | TemperatureSpec | None, Rotation] = {
             rope: rotation_at(local, rope, head_dim, lengths) for rope in ropes if rope is not None

@@ -48,10 +48,6 @@ def _joint_matmul(x: Tensor, weights: Sequence[Tensor], transposed: bool) -> Ten
     return x @ (joint.t() if transposed else joint)
 
 
-def _joint_matmul_fake(x: Tensor, weights: Sequence[Tensor], transposed: bool) -> Tensor:
-    return x.new_empty(len(x), sum(len(each) for each in weights) if transposed else weights[0].shape[1])
-
-
 def _rotary_projection(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, cos: Tensor, sin: Tensor, num_rotated: int
 ) -> Tensor:
@@ -70,12 +66,6 @@ def _rotary_projection(
     return torch.cat([rotated, heads[:, num_rotated:]], dim=1).transpose(1, 2).flatten(2).contiguous()
 
 
-def _rotary_projection_fake(
-    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, cos: Tensor, sin: Tensor, num_rotated: int
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], sum(len(each) for each in weights))
-
-
 def _rotary_backward(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the gradient [B, T, query | key | value] of a joint projection, given those of its rotated parts."""
     if query.is_cuda:
@@ -84,18 +74,11 @@ def _rotary_backward(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin
         return rotary_backward(query, key, value, cos, sin)
     if cpu_kernels.is_supported(query):
         return cpu_kernels.rotary_backward(query, key, value, cos, sin)
-    parts = [*(_rotate_backward(each, cos, sin) for each in (query, key)), value]
-    return torch.cat(parts, dim=1).transpose(1, 2).flatten(2).contiguous()
-
-
-def _rotate_backward(gradient: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    front, back = (gradient.float() * sin).chunk(2, dim=-1)
-    return (gradient.float() * cos + torch.cat((back, -front), dim=-1)).to(gradient.dtype)
-
-
-def _rotary_backward_fake(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    batch, heads, length, width = query.shape
-    return query.new_empty(batch, length, (heads + 2 * key.shape[1]) * width)
+    parts = []
+    for gradient in (query, key):
+        front, back = (gradient.float() * sin).chunk(2, dim=-1)
+        parts.append((gradient.float() * cos + torch.cat((back, -front), dim=-1)).to(gradient.dtype))
+    return torch.cat([*parts, value], dim=1).transpose(1, 2).flatten(2).contiguous()
 
 
 def _gated_backward(packed: Tensor, grad_inner: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,10 +97,6 @@ def _gated_backward(packed: Tensor, grad_inner: Tensor) -> tuple[Tensor, Tensor]
     return grad_packed.to(packed.dtype), (silu * up).to(packed.dtype)
 
 
-def _gated_backward_fake(packed: Tensor, grad_inner: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(packed), torch.empty_like(grad_inner)
-
-
 def _norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMSNorm of `x` [rows, width], computed in fp32 with the weight rounded to the dtype of `x`."""
     if x.is_cuda:
@@ -125,10 +104,6 @@ def _norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
         return norm_forward(x, weight, eps)
     return F.rms_norm(x.float(), x.shape[-1:], weight.to(x.dtype).float(), eps).to(x.dtype)
-
-
-def _norm_forward_fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return torch.empty_like(x)
 
 
 def _norm_backward(
@@ -150,44 +125,41 @@ def _norm_backward(
     return grad_x.to(x.dtype), (gradient * value).sum(0).to(weight.dtype)
 
 
-def _norm_backward_fake(
-    x: Tensor, weight: Tensor, grad_residual: Tensor | None, grad_normed: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
-
-
+# Each with the shape of its result, for torch's compiler.
 define_operator(
-    "joint_matmul(Tensor x, Tensor[] weights, bool transposed) -> Tensor", _joint_matmul, _joint_matmul_fake
+    "joint_matmul(Tensor x, Tensor[] weights, bool transposed) -> Tensor",
+    _joint_matmul,
+    lambda x, weights, transposed: x.new_empty(
+        len(x), sum(len(each) for each in weights) if transposed else weights[0].shape[1]
+    ),
 )
-
-
 define_operator(
     "rotary_projection(Tensor x, Tensor[] weights, Tensor? bias, Tensor cos, Tensor sin, SymInt num_rotated) -> Tensor",
     _rotary_projection,
-    _rotary_projection_fake,
+    lambda x, weights, bias, cos, sin, num_rotated: x.new_empty(*x.shape[:-1], sum(len(each) for each in weights)),
 )
-
-
 define_operator(
     "rotary_backward(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin) -> Tensor",
     _rotary_backward,
-    _rotary_backward_fake,
+    lambda query, key, value, cos, sin: query.new_empty(
+        query.shape[0], query.shape[2], (query.shape[1] + 2 * key.shape[1]) * query.shape[3]
+    ),
 )
-
-
 define_operator(
-    "gated_backward(Tensor packed, Tensor grad_inner) -> (Tensor, Tensor)", _gated_backward, _gated_backward_fake
+    "gated_backward(Tensor packed, Tensor grad_inner) -> (Tensor, Tensor)",
+    _gated_backward,
+    lambda packed, grad_inner: (torch.empty_like(packed), torch.empty_like(grad_inner)),
 )
-
-
 define_operator(
     "norm_backward(Tensor x, Tensor weight, Tensor? grad_residual, Tensor grad_normed, float eps) -> (Tensor, Tensor)",
     _norm_backward,
-    _norm_backward_fake,
+    lambda x, weight, grad_residual, grad_normed, eps: (torch.empty_like(x), torch.empty_like(weight)),
 )
-
-
-define_operator("norm_forward(Tensor x, Tensor weight, float eps) -> Tensor", _norm_forward, _norm_forward_fake)
+define_operator(
+    "norm_forward(Tensor x, Tensor weight, float eps) -> Tensor",
+    _norm_forward,
+    lambda x, weight, eps: torch.empty_like(x),
+)
 
 
 @torch.no_grad()

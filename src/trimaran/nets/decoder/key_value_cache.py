@@ -1,8 +1,6 @@
 """Keys and values of positions that were already computed, so that a new token needs a forward of one position."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,35 +13,30 @@ MIN_CAPACITY = 64
 class KeyValueCache:
     """The keys and values of every layer, in preallocated memory that doubles when it is full.
 
-    Rows are sequences that do not attend to each other; each has its own length. A forward that appends positions goes
-    through `extend`. A layer's memory is allocated when it is first written, in the dtype and with the heads that it
-    then has, so that the cache of a pipeline stage or of a slice of the heads needs no other settings.
+    The rows of a batch are sequences of the same length that do not attend to each other. A forward that appends
+    positions goes through `extend`. A layer's memory is allocated when it is first written, in the dtype and with the
+    heads that it then has, so that the cache of a pipeline stage or of a slice of the heads needs no other settings.
     """
 
-    def __init__(self, rows: int = 1, *, capacity: int = 0) -> None:
-        """`capacity`: positions of a row to allocate at first."""
-        self.lengths = [0] * rows
-        self._capacity = max(capacity, MIN_CAPACITY)
+    def __init__(self) -> None:
+        self.length = 0
+        self._capacity = MIN_CAPACITY
         self._layers: dict[int, tuple[Tensor, ...]] = {}
 
     def truncate(self, length: int) -> None:
-        """Forget the positions of every row from `length` on."""
-        self.lengths = [min(length, each) for each in self.lengths]
+        """Forget the positions from `length` on."""
+        self.length = min(length, self.length)
 
-    def extend(self, tokens: Tensor, counts: Sequence[int] | None = None) -> "CacheExtension":
-        """Return the positions that a forward of `tokens` [rows, T] appends, for exactly one forward.
-
-        `counts` are the tokens of each row that count; the others, at its end, are padding. The lengths include them
-        from now on.
-        """
-        rows, num_new = tokens.shape
-        starts = list(self.lengths)
-        counts = [num_new] * rows if counts is None else list(counts)
-        assert len(starts) == rows == len(counts), "the batch of a cache has one row for each of its own"
-        while self._capacity < max(starts) + num_new:
+    def extend(self, tokens: Tensor) -> "CacheExtension":
+        """Return the positions that a forward of `tokens` [rows, T] appends, for exactly one forward."""
+        start, self.length = self.length, self.length + tokens.shape[1]
+        while self._capacity < self.length:
             self._capacity *= 2
-        self.lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        return CacheExtension.of(self, starts, counts, num_new, tokens.device)
+        positions = torch.arange(start, self.length, device=tokens.device).expand(len(tokens), -1)
+        mask = None
+        if start and tokens.shape[1] > 1:
+            mask = (torch.arange(self.length, device=tokens.device) <= positions[:, :, None])[:, None]
+        return CacheExtension(self, positions, mask, start, self.length)
 
     def memory(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Return the memory [rows, heads, capacity, width] of what a layer keeps, such as keys like these."""
@@ -59,30 +52,17 @@ class KeyValueCache:
 
 @dataclass(frozen=True, eq=False)
 class CacheExtension:
-    """The positions that one forward appends to a cache.
+    """The positions that one forward appends to a cache, from `start` to `stop`.
 
     `positions` [rows, T] are those of the new tokens, `mask` which of the keys from 0 to `stop` each of them attends
-    to; None if all of them, or if there is nothing before them and attention is plain causal attention. `start` is the
-    first new position, if it is the same in every row, and `counts` are each row's tokens that are not padding.
+    to; None if all of them, or if there is nothing before them and attention is plain causal attention.
     """
 
     cache: KeyValueCache
     positions: Tensor
     mask: Tensor | None
-    start: int | None
+    start: int
     stop: int
-    counts: list[int]
-
-    @classmethod
-    def of(cls, cache: KeyValueCache, starts: list[int], counts: list[int], num_new: int, device: torch.device) -> Self:
-        start = starts[0] if len(set(starts)) == 1 else None
-        positions = torch.arange(num_new, device=device).expand(len(starts), -1) + (start or 0)
-        if start is None:
-            positions = positions + torch.tensor(starts, device=device)[:, None]
-        mask, stop = None, max(starts) + num_new
-        if start is None or (start and num_new > 1):
-            mask = (torch.arange(stop, device=device) <= positions[:, :, None])[:, None]
-        return cls(cache, positions, mask, start, stop, counts)
 
     def layer(self, number: int) -> "CachedLayer":
         """Return what the queries of a layer attend to."""
@@ -90,10 +70,7 @@ class CacheExtension:
 
     def last_of(self, x: Tensor) -> Tensor:
         """Return the last new position of each row of `x` [rows, T, ...], as [rows, 1, ...]."""
-        if min(self.counts) == x.shape[1]:
-            return x[:, -1:]
-        last = torch.tensor(self.counts, device=x.device) - 1
-        return x[torch.arange(len(x), device=x.device), last][:, None]
+        return x[:, -1:]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +83,7 @@ class CachedLayer:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
         """Store the new keys and values, and return the attention output, all [rows, heads, T, head_dim]."""
         keys, values = self.stored(key, value)
-        if self.extension.start == 0:  # they are the same, without gaps between the rows
+        if not self.extension.start:  # they are the same, without gaps between the rows
             keys, values = key, value
         return self.attend_to(query, keys, values, options)
 
@@ -116,7 +93,7 @@ class CachedLayer:
             positions = torch.arange(self.extension.stop, device=query.device)
             mask = cached_mask(self.extension.positions, positions, options)[:, None]
             return masked_attention(query, keys, values, mask, options)
-        if self.extension.start == 0:
+        if not self.extension.start:
             return attention(query, keys, values, None, scale=options.scale)
         mask = self.extension.mask
         if query.shape[2] > 1:
@@ -130,9 +107,5 @@ class CachedLayer:
         start, stop = self.extension.start, self.extension.stop
         memory = self.extension.cache.memory(self.number, *new)
         for whole, each in zip(memory, new, strict=True):
-            if start is not None:
-                whole[:, :, start:stop] = each
-            else:
-                rows = torch.arange(len(each), device=each.device)[:, None]
-                whole[rows, :, self.extension.positions] = each.transpose(1, 2)
+            whole[:, :, start:stop] = each
         return tuple(each[:, :, :stop] for each in memory)

@@ -196,7 +196,8 @@ class LatentAttention(nn.Module):
         assert rotation is not None, "every layer has rotary positions"
         assert self.rope is not None
         latent = self.latent
-        query = self._query(x).unflatten(-1, (-1, latent.head_dim)).transpose(1, 2)
+        query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if latent.query_rank else self.q_proj(x)
+        query = query.unflatten(-1, (-1, latent.head_dim)).transpose(1, 2)
         narrow, shared = self.kv_a_proj_with_mqa(x).split([latent.kv_rank, latent.rope_dim], dim=-1)
         narrow = self.kv_a_layernorm(narrow)
         plain, turned = query.split([latent.nope_dim, latent.rope_dim], dim=-1)
@@ -219,11 +220,6 @@ class LatentAttention(nn.Module):
         weights = [weight] * count if self.weights_of_sequences is None else self.weights_of_sequences(weight, count)
         heads = {id(each): LatentHeads(self.latent, each) for each in weights}
         return attend_pages(query, new, scope, [heads[id(each)] for each in weights], self.options)
-
-    def _query(self, x: Tensor) -> Tensor:
-        if not self.latent.query_rank:
-            return self.q_proj(x)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
 
 
 def _scale(latent: LatentSpec, rope: Rope | None) -> float:

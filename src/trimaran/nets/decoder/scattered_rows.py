@@ -79,10 +79,6 @@ def _scatter_rows(x: Tensor, places: Tensor) -> Tensor:
     return out
 
 
-def _scatter_rows_fake(x: Tensor, places: Tensor) -> Tensor:
-    return x.new_empty(places.shape[0] * places.shape[1], x.shape[1])
-
-
 def _gather_rows(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
     if rows.is_cuda:
         from trimaran.nets.kernels import row_copies  # noqa: PLC0415
@@ -90,10 +86,6 @@ def _gather_rows(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor
         return row_copies.gather_rows(rows, places, weights)
     copies = rows[places]
     return (copies if weights is None else copies * weights.unsqueeze(-1)).sum(1)
-
-
-def _gather_rows_fake(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
-    return rows.new_empty(places.shape[0], rows.shape[1])
 
 
 def _gather_rows_backward(gradient: Tensor, rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,16 +98,19 @@ def _gather_rows_backward(gradient: Tensor, rows: Tensor, places: Tensor, weight
     return grad_rows, (given * rows[places]).sum(-1)
 
 
-def _gather_rows_backward_fake(
-    gradient: Tensor, rows: Tensor, places: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(rows), torch.empty_like(weights)
-
-
-define_operator("scatter_rows(Tensor x, Tensor places) -> Tensor", _scatter_rows, _scatter_rows_fake)
-define_operator("gather_rows(Tensor rows, Tensor places, Tensor? weights) -> Tensor", _gather_rows, _gather_rows_fake)
+# Each with the shape of its result, for torch's compiler.
+define_operator(
+    "scatter_rows(Tensor x, Tensor places) -> Tensor",
+    _scatter_rows,
+    lambda x, places: x.new_empty(places.shape[0] * places.shape[1], x.shape[1]),
+)
+define_operator(
+    "gather_rows(Tensor rows, Tensor places, Tensor? weights) -> Tensor",
+    _gather_rows,
+    lambda rows, places, weights: rows.new_empty(places.shape[0], rows.shape[1]),
+)
 define_operator(
     "gather_rows_backward(Tensor gradient, Tensor rows, Tensor places, Tensor weights) -> (Tensor, Tensor)",
     _gather_rows_backward,
-    _gather_rows_backward_fake,
+    lambda gradient, rows, places, weights: (torch.empty_like(rows), torch.empty_like(weights)),
 )

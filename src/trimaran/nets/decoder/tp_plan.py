@@ -4,8 +4,6 @@ Between the sharded matmuls the stream is sharded along the sequence (sequence p
 its part of the norms and residuals.
 """
 
-from collections.abc import Mapping
-
 from trimaran.models import ModelSpec
 from trimaran.models.vlm_spec import VlmSpec
 
@@ -65,22 +63,41 @@ PREDICTION = {
 }
 
 
+# The styles of a network that only computes forwards: the stream is replicated on every rank, because `tp` need not
+# divide the tokens of a step of a serving engine. What has no style here (norms, routers) is a plain tensor, which each
+# rank has all of. The output of an MoE layer is a partial sum of its experts, which `parallel.axes.ep` slices, and of
+# the shared one.
+SERVING_STYLES = {
+    "embedding-to-sequence": "embedding",
+    "sequence-to-logits": "colwise-logits",
+    "partial-colwise": "partial-colwise",
+    "partial-rowwise": "partial-rowwise",
+    "rowwise-to-sequence": "rowwise",
+    "moe": "partial-to-sum",
+}
+
+
 def tensor_plan(spec: ModelSpec) -> dict[str, str]:
     """Return the style of every module of a decoder that has parameters or moves the stream."""
-    prediction = PREDICTION if spec.prediction_layers else {}
-    return ENDS | ATTENTION | LATENT | prediction | feed_forward_plan(spec, MOE, FEED_FORWARD)
+    prediction, experts = PREDICTION if spec.prediction_layers else {}, spec.block.experts
+    feed_forward = FEED_FORWARD if experts is None else MOE
+    if experts is not None and experts.dense_layers:
+        feed_forward = {
+            name.replace("*", str(number), 1): style
+            for number in range(spec.num_blocks)
+            for name, style in (FEED_FORWARD if spec.layer(number).experts is None else MOE).items()
+        }
+    return ENDS | ATTENTION | LATENT | prediction | feed_forward
 
 
-def feed_forward_plan(spec: ModelSpec, moe: Mapping[str, str], dense: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles of the feed-forward blocks, given those of layers with experts and of dense layers."""
-    experts = spec.block.experts
-    if experts is None or not experts.dense_layers:
-        return {**(dense if experts is None else moe)}
-    return {
-        name.replace("*", str(number), 1): style
-        for number in range(spec.num_blocks)
-        for name, style in (dense if spec.layer(number).experts is None else moe).items()
-    }
+def serving_tensor_plan(spec: ModelSpec) -> dict[str, str]:
+    """Return the style of every module of a decoder that a serving engine shards."""
+    plan = {name: SERVING_STYLES[style] for name, style in tensor_plan(spec).items() if style in SERVING_STYLES}
+    if spec.block.attention.wide_qk_norm:
+        plan |= {"layers.*.self_attn.q_norm": "head-norm", "layers.*.self_attn.k_norm": "head-norm"}
+    if spec.block.attention.sinks:
+        plan |= {"layers.*.self_attn": "sinks"}
+    return plan
 
 
 # The stream of a vision tower is replicated. Modules outside the language model that are not listed here run on every

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -62,6 +62,7 @@ except ImportError:  # transformers before 5 keeps weights in memory as they are
     revert_weight_conversion = None
 
 NO_SDPA = "does not support an attention implementation through torch.nn.functional.scaled_dot_product_attention"
+SERVED_STYLES = frozenset({"colwise", "rowwise", "embedding", "colwise-logits"})  # of transformers' own plans
 PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
 
 log = logging.getLogger(__name__)
@@ -145,19 +146,24 @@ class HfNetwork(Network):
     def tensor_plan(self, degree: int) -> Mapping[str, str]:
         return hf_tensor_plan(self.whole_module, degree)
 
+    def serving_plan(self, degree: int) -> Mapping[str, str]:
+        styles = self.tensor_plan(degree)
+        if any(style.startswith("foreign-") for style in styles.values()):
+            raise UserError("M026", f"{type(self.module).__name__} has packed projections or stacked experts, "
+                            "which only training splits", where="plan.mesh.tp", fix="set tp to 1")  # fmt: skip
+        return {name: style for name, style in styles.items() if style in SERVED_STYLES}
+
     def has_cache(self, device: torch.device) -> bool:
         return takes_scope(self.module) or not cache_difference(self.module, device)
 
-    def new_cache(self, rows: int = 1) -> KeyValueCache:
-        return KeyValueCache(rows) if takes_scope(self.module) else HfCache(self.module, rows)
+    def new_cache(self) -> KeyValueCache:
+        return KeyValueCache() if takes_scope(self.module) else HfCache(self.module)
 
-    def extend(self, cache: KeyValueCache, inputs: Mapping[str, Tensor], counts: Sequence[int] | None = None) -> Tensor:
-        """See `Network`. Rows of different lengths need our attention."""
+    def extend(self, cache: KeyValueCache, inputs: Mapping[str, Tensor]) -> Tensor:
         tokens = inputs["tokens"]
         if isinstance(cache, HfCache):
-            assert counts is None, "the rows of transformers' cache have the same length"
             return self.module(input_ids=tokens, **cache.arguments(tokens)).logits[:, -1:]
-        extension = cache.extend(tokens, counts)
+        extension = cache.extend(tokens)
         arguments = {"position_ids": self._cached_positions(inputs, extension), SCOPE_ARGUMENT: extension}
         if len(tokens) == 1 and "logits_to_keep" in signature(self.module.forward).parameters:
             return self.module(input_ids=tokens, use_cache=False, logits_to_keep=1, **arguments).logits
@@ -260,8 +266,12 @@ def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
 
     It gets our attention if its own is plain causal attention; the log says if not. Call it before anything is sharded.
     """
-    _disable_padding_check(module)
-    _disable_balance_loss(module)
+    for part in module.modules():
+        if hasattr(part, PADDING_CHECK):  # of GPT-2: it synchronises with the device only to warn of a missing mask
+            setattr(part, PADDING_CHECK, lambda *_: None)
+    config: Any = module.config
+    if getattr(config.get_text_config(), "output_router_logits", False):  # its balance loss does not take our masks
+        module.register_forward_pre_hook(_without_router_logits, with_kwargs=True)
     result, architecture = probe(module), type(module).__name__
     refuse_later_tokens(module, architecture, is_noncausal=result.is_noncausal)
     setattr(module, OPTION_ATTRIBUTE, result.unsupported_option)
@@ -271,7 +281,8 @@ def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
         install_attention(module)
     if has_windows(module.config) and not mixing_reason(module) and not choose_document_masks(module):
         setattr(module, MIXING_ATTRIBUTE, "builds attention masks that ignore documents")
-    if uses_eager_attention(module) and _has_heads(module.config):
+    names = ("num_attention_heads", "n_head", "n_heads")  # state-space models and RWKV have no attention scores
+    if uses_eager_attention(module) and any(getattr(config.get_text_config(), each, None) for each in names):
         log.warning("%s has no SDPA attention in transformers and trains with its eager attention: slower, and each "
                     "layer keeps scores of heads x seq_len^2 values for every sample", architecture)  # fmt: skip
     _cast_stream(module)
@@ -290,30 +301,8 @@ def _padding_position(module: nn.Module) -> int | None:
     return next((each for each in found if each is not None), None)
 
 
-def _has_heads(config: Any) -> bool:
-    """Return whether the model has attention heads; state-space models and RWKV have no attention scores."""
-    return any(getattr(config.get_text_config(), name, None) for name in ("num_attention_heads", "n_head", "n_heads"))
-
-
-def _disable_padding_check(module: nn.Module) -> None:
-    """Remove GPT-2's check for padding: it synchronises with the device only to warn of a missing mask."""
-    for part in module.modules():
-        if hasattr(part, PADDING_CHECK):
-            setattr(part, PADDING_CHECK, _do_nothing)
-
-
-def _disable_balance_loss(module: Any) -> None:
-    """Keep a mixture of experts from computing a balance loss, which is not added: it does not take our masks."""
-    if getattr(module.config.get_text_config(), "output_router_logits", False):
-        module.register_forward_pre_hook(_without_router_logits, with_kwargs=True)
-
-
 def _without_router_logits(_: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return args, options | {"output_router_logits": False}
-
-
-def _do_nothing(*_: Any) -> None:
-    """Do nothing."""
 
 
 def _cast_stream(module: Any) -> None:

@@ -242,14 +242,17 @@ def _initialise_all(module: nn.Module, device: torch.device, unsharded: nn.Modul
             names = [each for each, _ in unit.named_parameters(prefix=name, recurse=is_block) if each in targets]
             if not names:
                 continue  # tied to parameters of another unit
-            unit._apply(_to_cpu_nan, recurse=is_block)
+            # NaN shows what the model's code leaves out.
+            unit._apply(lambda each: torch.full_like(each, torch.nan, device="cpu") if each.is_meta else each,
+                        recurse=is_block)  # fmt: skip
             _initialise(unsharded, list(unit.named_modules(prefix=name)) if is_block else [(name, unit)], seed)
             for each in names:
                 value = unsharded.get_parameter(each)
-                _refuse_uninitialised(each, value)
+                if value.isnan().any():
+                    raise _uninitialised(each)
                 with weight_to_fill(module, each, targets[each]) as target:
                     local_part(target).copy_(value[local_slices(target)])
-            unit._apply(_to_meta, recurse=is_block)
+            unit._apply(lambda each: each.to("meta") if isinstance(each, nn.Parameter) else each, recurse=is_block)
 
 
 def _initialise(unsharded: nn.Module, parts: list[tuple[str, nn.Module]], seed: int) -> None:
@@ -258,11 +261,6 @@ def _initialise(unsharded: nn.Module, parts: list[tuple[str, nn.Module]], seed: 
         digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # of the CPU only
         _owner(unsharded, path)._init_weights(part)
-
-
-def _refuse_uninitialised(name: str, value: Tensor) -> None:
-    if value.isnan().any():
-        raise _uninitialised(name)
 
 
 def _uninitialised(name: str) -> UserError:
@@ -313,14 +311,6 @@ def _units(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     for name, part in module.named_modules():
         if part in blocks or (part not in inside and any(True for _ in part.parameters(recurse=False))):
             yield name, part, part in blocks
-
-
-def _to_cpu_nan(tensor: Tensor) -> Tensor:
-    return torch.full_like(tensor, torch.nan, device="cpu") if tensor.is_meta else tensor
-
-
-def _to_meta(tensor: Tensor) -> Tensor:
-    return tensor.to("meta") if isinstance(tensor, nn.Parameter) else tensor
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:

@@ -22,6 +22,7 @@ from trimaran.nets.hf.hf_attention import (
     unsupported_option,
     use_paged_attention,
 )
+from trimaran.nets.hf.hf_stages import meta_copy
 from trimaran.nets.network import Network
 from trimaran.nets.paged_cache import PagedCache, PagedExtension, PagedLayer
 from trimaran.nets.varlen_attention import AttentionOptions
@@ -78,7 +79,8 @@ def probe(module: Any) -> ProbeResult:
     """
     record = _CallRecord()
     try:
-        logits, head_output = _call(_meta_copy(module).train(), record)
+        # In bf16: some kernels for experts support nothing else.
+        logits, head_output = _call(meta_copy(module, torch.bfloat16).train(), record)
     except Exception as error:  # any error of the model's own code
         log.info("%s does not run on the meta device: %s: %s", type(module).__name__, type(error).__name__, error)
         return ProbeResult(ends_in_head=False, attention_difference="does not run on the meta device")
@@ -130,17 +132,6 @@ def _call(meta_model: Any, record: _CallRecord) -> tuple[Any, Tensor]:
     with torch.no_grad():
         out = meta_model(input_ids=tokens, position_ids=tokens, use_cache=False, **arguments)
     return out.logits, head_output
-
-
-def _meta_copy(module: nn.Module) -> Any:
-    """Return a copy on the meta device, in bf16: some kernels for experts support nothing else."""
-
-    def on_meta(tensor: Tensor) -> Tensor:
-        dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
-        empty = torch.empty_like(tensor, device="meta", dtype=dtype)
-        return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
-
-    return deepcopy(module, {id(each): on_meta(each) for each in (*module.parameters(), *module.buffers())})
 
 
 try:
@@ -230,27 +221,26 @@ except ImportError:
 
 
 class HfCache(KeyValueCache):
-    """transformers' cache for the rows of a batch, which all have the same length.
+    """transformers' cache for the rows of a batch.
 
     It holds what the layers of the model need: all positions, those of a window, or the state of a recurrent layer.
     """
 
-    def __init__(self, module: Any, rows: int) -> None:
-        super().__init__(rows)
+    def __init__(self, module: Any) -> None:
+        super().__init__()
         self._module = module
         self._cache = self._new()
 
     def truncate(self, length: int) -> None:
         """Forget the positions from `length` on; all of them if the cache cannot go back."""
-        if length < self.lengths[0]:
+        if length < self.length:
             self._cache, length = self._new(), 0
         super().truncate(length)
 
     def arguments(self, tokens: Tensor) -> dict[str, Any]:
         """Return the arguments with which the model appends `tokens` [rows, T] to this cache."""
-        start = self.lengths[0]
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
-        self.lengths = [start + tokens.shape[1]] * len(self.lengths)
+        start, self.length = self.length, self.length + tokens.shape[1]
+        positions = torch.arange(start, self.length, device=tokens.device).expand(len(tokens), -1)
         return {"position_ids": positions, "past_key_values": self._cache, "use_cache": True}
 
     def _new(self) -> Any:
@@ -268,7 +258,7 @@ def cache_difference(module: Any, device: torch.device) -> str:
     tokens = (torch.arange(1, PROBE_TOKENS + 1, device=device) % vocabulary)[None]
     try:
         whole = module(input_ids=tokens, use_cache=False).logits[:, -1]
-        cache, last = HfCache(module, 1), whole
+        cache, last = HfCache(module), whole
         for part in tokens.split([PROBE_TOKENS - 2, 1, 1], dim=1):
             last = module(input_ids=part, **cache.arguments(part)).logits[:, -1]
     except Exception as error:  # any error of the model's own code

@@ -131,7 +131,9 @@ def hf_tp_sizes(module: Any) -> dict[str, int]:
 def _plan_and_sizes(module: Any, degree: int) -> tuple[dict[str, str], dict[str, int]]:
     if reason := UNSUPPORTED.get(module.config.model_type):
         raise _tp_unsupported(module, reason)
-    theirs = _plan_of(module)
+    ours = OUR_PLANS.get(module.config.model_type, {})
+    theirs = {f"{module.base_model_prefix}.{pattern}": style for pattern, style in ours.items()}
+    theirs |= dict(getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {})
     ends = _ends(module, degree)
     wanted = {pattern: style for pattern, style in theirs.items() if pattern not in ends}
     if not wanted:  # a style for the head alone is not enough
@@ -147,13 +149,9 @@ def _plan_and_sizes(module: Any, degree: int) -> tuple[dict[str, str], dict[str,
     for pattern in [pattern for pattern, style in plan.items() if not style]:
         plan[pattern] = _unnamed(module, pattern, owners[pattern], named)
     widths = {pattern: width for pattern, style in named.items() if (width := _width(owners[pattern], style))}
-    return plan, _head_counts(module) | widths
-
-
-def _plan_of(module: Any) -> Mapping[str, str]:
-    theirs = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
-    ours = OUR_PLANS.get(module.config.model_type, {})
-    return {f"{module.base_model_prefix}.{pattern}": style for pattern, style in ours.items()} | dict(theirs)
+    config = module.config.get_text_config()
+    counts = {field: getattr(config, field, None) for field in ("num_attention_heads", "num_key_value_heads")}
+    return plan, {field: count for field, count in counts.items() if isinstance(count, int)} | widths
 
 
 def _refuse_other_experts(module: nn.Module, owners: Mapping[str, nn.Module], named: Mapping[str, str]) -> None:
@@ -203,12 +201,6 @@ def _unnamed(module: nn.Module, pattern: str, part: nn.Module, named: Mapping[st
     if all(each.shape == (_head_dim(module),) for each in _direct_parameters(part)):
         return "heads"
     raise _tp_unsupported(module, f"does not say how {pattern} is sharded")
-
-
-def _head_counts(module: Any) -> dict[str, int]:
-    config = module.config.get_text_config()
-    counts = {field: getattr(config, field, None) for field in ("num_attention_heads", "num_key_value_heads")}
-    return {field: count for field, count in counts.items() if isinstance(count, int)}
 
 
 def _width(part: Any, style: str) -> int:

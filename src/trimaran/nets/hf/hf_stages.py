@@ -243,7 +243,8 @@ def cut_stage(whole: "HfNetwork", layers: LayerList, part: range) -> "HfNetwork"
     stream, stack = StageStream(), module.get_submodule(layers.name)
     for number, layer in enumerate(stack):
         if number not in part:
-            stack[number] = _absent_layer(stream, layers.num_outputs[number], layer)
+            plain = {key: each for key, each in vars(layer).items() if isinstance(each, PLAIN) and key[:1] != "_"}
+            stack[number] = AbsentLayer(stream, layers.num_outputs[number], plain).train(layer.training)
     if not stage.is_first:
         stack[part.start - 1].enters = True
         _remove(module, layers.before - {layers.tied} if stage.is_last else layers.before, keep_width=True)
@@ -253,7 +254,10 @@ def cut_stage(whole: "HfNetwork", layers: LayerList, part: range) -> "HfNetwork"
     module.register_forward_pre_hook(stream.take, with_kwargs=True)
     module.register_forward_hook(stream.give)
     present = [name for name, each in whole.module.named_modules() if any(each is block for block in whole.blocks)]
-    blocks = tuple(module.get_submodule(name) for name in _inside(present, layers.name, part))
+    # The blocks that are, or are in, layers of this stage.
+    numbers = {name: name.removeprefix(f"{layers.name}.").partition(".")[0] for name in present}
+    here = [name for name, number in numbers.items() if number.isdigit() and int(number) in part]
+    blocks = tuple(module.get_submodule(name) for name in here)
     head = module.get_output_embeddings() if stage.is_last and whole.logits_head is not None else None
     return replace(whole, module=module, blocks=blocks, logits_head=head, stage=stage)
 
@@ -304,18 +308,6 @@ def _problem(module: Any, layers: LayerList, part: range, dtype: torch.dtype) ->
         read = read_parameters(result.grad_fn, None, owners)
         return "it does not read its stream" if entering.keys() - read else ""
     return problem
-
-
-def _inside(blocks: list[str], stack: str, part: range) -> list[str]:
-    """Return the names of the blocks that are, or are in, layers of this stage."""
-    numbers = {name: name.removeprefix(f"{stack}.").partition(".")[0] for name in blocks}
-    return [name for name, number in numbers.items() if number.isdigit() and int(number) in part]
-
-
-def _absent_layer(stream: StageStream, num_outputs: int, layer: nn.Module) -> AbsentLayer:
-    plain = {key: each for key, each in vars(layer).items() if isinstance(each, PLAIN) and not key.startswith("_")}
-    absent = AbsentLayer(stream, num_outputs, plain)
-    return absent.train(layer.training)
 
 
 def _remove(module: nn.Module, names: frozenset[str], *, keep_width: bool) -> None:

@@ -272,14 +272,14 @@ class HfVlmNetwork(HfNetwork):
         with self.adapter.with_images(inputs):
             return HfNetwork.forward(self, inputs)
 
-    def extend(self, cache: KeyValueCache, inputs: Mapping[str, Tensor], counts: Sequence[int] | None = None) -> Tensor:
+    def extend(self, cache: KeyValueCache, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `Network`. The vision tower does not run without images."""
         with self.adapter.with_images(inputs) if "patches" in inputs else nullcontext():
             if self.spec.sections and "positions" not in inputs:
-                starts = torch.tensor(cache.lengths, device=inputs["tokens"].device)[:, None]
-                positions = starts + torch.arange(inputs["tokens"].shape[1], device=starts.device)
-                inputs = {**inputs, "positions": positions.expand(3, -1, -1)}
-            return HfNetwork.extend(self, cache, inputs, counts)
+                rows, new = inputs["tokens"].shape
+                positions = cache.length + torch.arange(new, device=inputs["tokens"].device)
+                inputs = {**inputs, "positions": positions.expand(3, rows, -1)}
+            return HfNetwork.extend(self, cache, inputs)
 
     def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:
         with self.adapter.with_images(inputs) if "patches" in inputs else nullcontext():

@@ -1,6 +1,6 @@
 """The `Network` of our vision-language model, and its weights as safetensors, in Hugging Face's format or our own."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from trimaran.models import read_json
 from trimaran.models.vlm_config import Form, disk_form, form_of_config, vlm_to_disk
 from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets.decoder.key_value_cache import KeyValueCache
-from trimaran.nets.decoder.tp_plan import vlm_tensor_plan
+from trimaran.nets.decoder.tp_plan import serving_tensor_plan, vlm_tensor_plan
 from trimaran.nets.hf_weights import damaged, first_few, open_weights
 from trimaran.nets.local_shards import ReadTensor, full_tensor, is_on_meta, local_part, local_slices
 from trimaran.nets.network import Network
@@ -38,7 +38,7 @@ def load_vlm_weights(module: Vlm, folder: Path, report_progress: Callable[[], No
     value is written; on the meta device nothing else is done. An adapter is not filled. `report_progress` is called
     after each tensor.
     """
-    form = _form_in(folder)
+    form = form_of_config(read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES))
     with ExitStack() as stack, torch.no_grad():
         sources = {canonical(name, form): (file, name) for name, file in open_weights(folder, stack).items()}
         parameters = loadable_weights(module)
@@ -90,11 +90,6 @@ def vlm_tensors(module: Vlm, read: ReadTensor = full_tensor) -> Iterator[tuple[s
             yield stored.name, tensor.view(stored.shape) if stored.shape else tensor
 
 
-def _form_in(folder: Path) -> Form:
-    """Return the format of the weights, as given by config.json."""
-    return form_of_config(read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES))
-
-
 def _refuse_mismatch(
     parameters: Mapping[str, Tensor], sources: Sources, spec: VlmSpec, form: Form, folder: Path
 ) -> None:
@@ -104,7 +99,10 @@ def _refuse_mismatch(
         wanted = stored.disk_shape(parameter.shape)
         if stored.name not in sources:
             missing.append(stored.name)
-        elif (found := _shape(sources, stored.name)) != wanted and not _is_not_transposed(found, stored, parameter):
+            continue
+        file, name_in_file = sources[stored.name]
+        found = file.get_slice(name_in_file).get_shape()
+        if found != wanted and not _is_not_transposed(found, stored, parameter):
             misshapen.append(f"{stored.name} {found} (the model has {wanted})")
     with torch.device("meta"):
         expected = {on_disk(name, spec, form).name for name, _ in Vlm(spec).named_parameters()}
@@ -123,11 +121,6 @@ def _refuse_untied_head(sources: Sources, spec: VlmSpec, form: Form, folder: Pat
         if not torch.equal(first, other):
             raise UserError("M075", "config.json ties the head to the embedding, but the weights of both differ",
                             where=str(folder), fix="set tie_word_embeddings to false in config.json")  # fmt: skip
-
-
-def _shape(sources: Sources, name: str) -> list[int]:
-    file, name_in_file = sources[name]
-    return file.get_slice(name_in_file).get_shape()
 
 
 def _copy(parameter: Tensor, stored: DiskTensor, sources: Sources) -> None:
@@ -184,10 +177,9 @@ class VlmNetwork(Network):
             **{name: inputs.get(name) for name in IMAGE_INPUTS},
         )
 
-    def extend(self, cache: KeyValueCache, inputs: Mapping[str, Tensor], counts: Sequence[int] | None = None) -> Tensor:
+    def extend(self, cache: KeyValueCache, inputs: Mapping[str, Tensor]) -> Tensor:
         images = {name: inputs[name] for name in IMAGE_INPUTS if name in inputs}
-        extension = cache.extend(inputs["tokens"], counts)
-        return self.module(tokens=inputs["tokens"], extension=extension, **images)[0]
+        return self.module(tokens=inputs["tokens"], extension=cache.extend(inputs["tokens"]), **images)[0]
 
     def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:
         images = {name: inputs[name] for name in IMAGE_INPUTS if name in inputs}
@@ -210,6 +202,9 @@ class VlmNetwork(Network):
 
     def tensor_plan(self, degree: int) -> Mapping[str, str]:
         return vlm_tensor_plan(self.spec)
+
+    def serving_plan(self, degree: int) -> Mapping[str, str]:
+        return {f"language.{name}": style for name, style in serving_tensor_plan(self.spec.language).items()}
 
     def disk_tensors(self, read: ReadTensor = full_tensor) -> Iterator[tuple[str, Tensor]]:
         return vlm_tensors(self.module, read)

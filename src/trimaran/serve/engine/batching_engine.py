@@ -162,7 +162,9 @@ class BatchingEngine:
         chooser = TokenChooser(request.sampling, constraint, num_drawn=len(request.generated))
         answer = self._answers[request.id] = _Answer(sequence, chooser)
         answer.has_prompt_logprobs = bool(request.generated)  # they came with the first token
-        if _needs_host(request):
+        # The host needs a step's logits, or its token, before the next step can be launched.
+        asks = request.logprobs is not None or request.prompt_logprobs or request.embed
+        if asks or request.grammar is not None or not request.max_tokens:
             self._on_host.add(request.id)
         self._scheduler.add(sequence)
         self._prompt_tokens += sequence.num_prompt
@@ -366,12 +368,6 @@ class BatchingEngine:
         if length - len(request.prompt) >= request.max_tokens:
             return "length"
         return "context" if length > self.max_length else None
-
-
-def _needs_host(request: EngineRequest) -> bool:
-    """Return whether the host needs a step's logits, or its token, before the next step can be launched."""
-    asks = request.logprobs is not None or request.prompt_logprobs or request.embed
-    return asks or request.grammar is not None or not request.max_tokens
 
 
 def _keep_prompt_logprobs(answer: _Answer, start: int, logits: Tensor) -> None:

@@ -144,7 +144,10 @@ class BatchBuilder:
     def build(self, parts: Sequence[ScheduledPart], ended: Sequence[int], wants: Sequence[int]) -> EngineBatch:
         """Return the batch of the next tokens of these sequences. `ended` are the numbers of those that are gone."""
         for number in ended:
-            self._free_row(number)
+            row = self._rows.pop(number, None)
+            if row is not None:
+                self._free_rows.append(row)
+                del self._written[number]
         sequences = [part.sequence for part in parts]
         counts = np.array([part.num_tokens for part in parts])
         starts = np.array([each.num_computed for each in sequences])
@@ -200,32 +203,22 @@ class BatchBuilder:
             self._written[number] = len(pages)
         return row
 
-    def _free_row(self, number: int) -> None:
-        row = self._rows.pop(number, None)
-        if row is not None:
-            self._free_rows.append(row)
-            del self._written[number]
-
     def _grid(self, parts: Sequence[ScheduledPart], positions: np.ndarray) -> np.ndarray:
         """Return time, row and column [3, N] of the new tokens. Text after the prompt goes on where it ended."""
         grid, at = np.tile(positions, (3, 1)), 0
         for sequence, count in parts:
             if sequence.request.images:
-                of_prompt = self._grid_of_prompt(sequence)
+                request = sequence.request
+                if request.id not in self._grids:  # of the prompt and the first token after it, which has three equal
+                    spans = [span for image in request.images for span in image.spans]
+                    self._grids[request.id] = grid_positions(sequence.num_prompt + 1, spans)
+                of_prompt = self._grids[request.id]
                 index, length = positions[at : at + count], of_prompt.shape[1]
                 shift = of_prompt[0, -1] - (length - 1)
                 known = of_prompt[:, np.minimum(index, length - 1)]
                 grid[:, at : at + count] = np.where(index < length, known, index + shift)
             at += count
         return grid
-
-    def _grid_of_prompt(self, sequence: EngineSequence) -> np.ndarray:
-        """Return the positions of a prompt and of the first token after it, which are the same in all three axes."""
-        request = sequence.request
-        if request.id not in self._grids:
-            spans = [span for image in request.images for span in image.spans]
-            self._grids[request.id] = grid_positions(sequence.num_prompt + 1, spans)
-        return self._grids[request.id]
 
 
 def part_wants(part: ScheduledPart, *, has_prompt_logprobs: bool) -> int:

@@ -71,7 +71,15 @@ class EngineLoop:
         self._stats_time, self._was_busy = 0.0, False
 
     def run(self) -> None:
-        self._link.send({"ready": asdict(self._limits())})
+        engine, runner = self._engine, self._engine.runner
+        limits = EngineLimits(
+            max_length=engine.max_length,
+            max_sequences=engine.settings.max_running,
+            num_pages=runner.num_pages,
+            page_size=runner.page_size,
+            vocabulary=runner.vocabulary,
+        )
+        self._link.send({"ready": asdict(limits)})
         self._send([])
         try:
             while not self._is_stopped:
@@ -104,28 +112,15 @@ class EngineLoop:
         now, is_busy = time.monotonic(), self._engine.has_work
         if now - self._stats_time > STATS_SECONDS or (self._was_busy and not is_busy) or not is_busy:
             self._stats_time = now
-            message["stats"] = self._stats()
+            stats = self._engine.stats()
+            message["stats"] = {
+                "used_pages": stats.pages_used,
+                "num_pages": stats.pages_total,
+                "prompt_tokens": stats.prompt_tokens,
+                "generated_tokens": stats.generated_tokens,
+                "prefix_hit_tokens": stats.prefix_hit_tokens,
+                "preemptions": stats.preemptions,
+            }
         self._was_busy = is_busy
         if message:
             self._link.send(message)
-
-    def _limits(self) -> EngineLimits:
-        runner = self._engine.runner
-        return EngineLimits(
-            max_length=self._engine.max_length,
-            max_sequences=self._engine.settings.max_running,
-            num_pages=runner.num_pages,
-            page_size=runner.page_size,
-            vocabulary=runner.vocabulary,
-        )
-
-    def _stats(self) -> dict[str, int]:
-        stats = self._engine.stats()
-        return {
-            "used_pages": stats.pages_used,
-            "num_pages": stats.pages_total,
-            "prompt_tokens": stats.prompt_tokens,
-            "generated_tokens": stats.generated_tokens,
-            "prefix_hit_tokens": stats.prefix_hit_tokens,
-            "preemptions": stats.preemptions,
-        }

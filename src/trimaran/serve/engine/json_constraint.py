@@ -47,7 +47,12 @@ def constraint_maker(tokenizer: Tokenizer, vocabulary: int) -> Callable[[EngineR
 
     def make(request: EngineRequest) -> TokenConstraint:
         if not prepared:
-            prepared.append(_guidance_tokenizer(llguidance, tokenizer))
+            if isinstance(tokenizer, JsonTokenizer):
+                guided = llguidance.LLTokenizer(tokenizer.to_json(), tokenizer.vocab_size, tokenizer.end_id)
+            else:
+                assert isinstance(tokenizer, ByteTokenizer), "there is no other kind"
+                guided = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_GuidedBytes()))
+            prepared.append(guided)
         assert request.grammar is not None, "only requests with a grammar have a constraint"
         grammar = llguidance.LLMatcher.grammar_from_json_schema(request.grammar, overrides=JSON_STYLE)
         matcher = llguidance.LLMatcher(prepared[0], grammar, log_level=0)
@@ -58,14 +63,6 @@ def constraint_maker(tokenizer: Tokenizer, vocabulary: int) -> Callable[[EngineR
         return JsonConstraint(matcher, vocabulary, request.stop_ids or frozenset([tokenizer.end_id]))
 
     return make
-
-
-def _guidance_tokenizer(llguidance: Any, tokenizer: Tokenizer) -> Any:
-    """Return the tokenizer as llguidance takes it."""
-    if isinstance(tokenizer, JsonTokenizer):
-        return llguidance.LLTokenizer(tokenizer.to_json(), tokenizer.vocab_size, tokenizer.end_id)
-    assert isinstance(tokenizer, ByteTokenizer), "there is no other kind"
-    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_GuidedBytes()))
 
 
 class _GuidedBytes:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trimaran.core import UserError
 from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.nets import Network
+from trimaran.nets import Network, output_head
 from trimaran.nets.adapters.adapter_bank import AdapterBank
 from trimaran.nets.decoder.key_value_cache import KeyValueCache
 from trimaran.nets.paged_cache import PagedCache, PagedExtension
@@ -159,13 +159,6 @@ class ModelRunner:
         return StepLogits(logits, torch.stack([each.sum(0) for each in parts]))
 
 
-def output_head(network: Network) -> nn.Module | None:
-    """Return the module whose input is the last layer's output; its own output may be processed further."""
-    if network.head is not None or not hasattr(network.module, "get_output_embeddings"):
-        return network.head
-    return network.module.get_output_embeddings()  # pyrefly: ignore[not-callable]
-
-
 def step_inputs(
     batch: EngineBatch, cache: PagedCache, device: torch.device, kept: np.ndarray
 ) -> tuple[PagedExtension, dict[str, Tensor]]:
@@ -232,7 +225,11 @@ class SequenceRunner:
         self.traits = RunnerTraits(reuses_prefixes=False, embeds=False)
         network.module.eval()
         self._has_cache = network.has_cache(device)
-        self._long_after = min(network.long_after, _longrope_limit(network.module))
+        config = getattr(network.module, "config", None)
+        rope = {} if config is None else getattr(config.get_text_config(), "rope_parameters", None) or {}
+        is_long = rope.get("rope_type") == "longrope"  # positions of a longer sequence have other frequencies
+        limit = rope["original_max_position_embeddings"] if is_long else sys.maxsize
+        self._long_after = min(network.long_after, limit)
         self._sequences: dict[int, _CachedSequence] = {}
 
     def run(self, batch: EngineBatch) -> StepLogits:
@@ -269,14 +266,6 @@ class SequenceRunner:
         return self.network.forward({"tokens": tokens[None]})[0][0]
 
 
-def _longrope_limit(module: Any) -> int:
-    """Return the length after which all positions of a sequence get other rotary frequencies; no length if none."""
-    config = getattr(module, "config", None)
-    parameters = {} if config is None else getattr(config.get_text_config(), "rope_parameters", None) or {}
-    is_long = parameters.get("rope_type") == "longrope"
-    return parameters["original_max_position_embeddings"] if is_long else sys.maxsize
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSettings:
     """The key-value cache: at most `max_bytes` of memory, and no more than `max_tokens` if that is not None."""
@@ -300,7 +289,14 @@ def open_runner(
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         difference = network.paged_difference(device)
     if difference:
-        return _one_by_one(network, device, dtype, cache, difference, bank)
+        name = type(network.module).__name__
+        log.warning("%s %s: its sequences are computed one after another, not together", name, difference)
+        if bank is not None:
+            raise UserError("E009", f"several adapters need attention over pages, and {name} {difference}",
+                            where="adapters", fix="serve one adapter alone, merged into its base")  # fmt: skip
+        num_tokens = cache.max_tokens if cache.max_tokens is not None else 1 << 20
+        num_pages = -(-num_tokens // cache.page_size)
+        return SequenceRunner(network, device, dtype, num_pages=num_pages, page_size=cache.page_size)
     page_bytes = bytes_of_page(network, device, dtype, cache.page_size)
     num_pages = cache.max_bytes // page_bytes
     if cache.max_tokens is not None:
@@ -336,22 +332,3 @@ def bytes_of_page(network: Network, device: torch.device, dtype: torch.dtype, pa
     )  # fmt: skip
     ModelRunner(network, device, dtype, cache, traits).run(batch)
     return cache.page_bytes
-
-
-def _one_by_one(
-    network: Network,
-    device: torch.device,
-    dtype: torch.dtype,
-    cache: CacheSettings,
-    difference: str,
-    bank: AdapterBank | None,
-) -> SequenceRunner:
-    name = type(network.module).__name__
-    log.warning("%s %s: its sequences are computed one after another, not together", name, difference)
-    if bank is not None:
-        raise UserError("E009", f"several adapters need attention over pages, and {name} {difference}",
-                        where="adapters", fix="serve one adapter alone, merged into its base")  # fmt: skip
-    num_tokens = cache.max_tokens if cache.max_tokens is not None else 1 << 20
-    return SequenceRunner(
-        network, device, dtype, num_pages=-(-num_tokens // cache.page_size), page_size=cache.page_size
-    )

@@ -10,7 +10,7 @@ import torch
 
 from trimaran.core import AdapterSection, ModelSection, UserError
 from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.nets import Network
+from trimaran.nets import Network, output_head
 from trimaran.nets.adapters.adapter_bank import AdapterBank
 from trimaran.nets.adapters.attach import attach_adapter
 from trimaran.serve.adapted_network import (
@@ -24,7 +24,7 @@ from trimaran.serve.adapted_network import (
 from trimaran.serve.engine.batching_engine import BatchingEngine
 from trimaran.serve.engine.decode_graphs import GraphRunner
 from trimaran.serve.engine.json_constraint import constraint_maker
-from trimaran.serve.engine.model_runner import CacheSettings, ModelRunner, Runner, open_runner, output_head
+from trimaran.serve.engine.model_runner import CacheSettings, ModelRunner, Runner, open_runner
 from trimaran.serve.engine.scheduler import EngineSettings
 from trimaran.serve.open_weights import load_checkpoint, open_network, open_texts, section_of
 from trimaran.serve.serving_layers import quantise
@@ -74,7 +74,8 @@ def open_engine(config: EngineConfig) -> OpenEngine:
         quantise(network, config.quantise, device)
     runner = open_runner(network, device, dtype, cache_settings(network, device, config), bank=bank)
     if type(runner) is ModelRunner and DEVICE_TRAITS[device.type].has_graphs and bank is None:
-        runner = _with_graphs(runner, config)
+        runner = GraphRunner(network, device, dtype, runner.cache, runner.traits)
+        runner.capture(config.sizes.max_running, config.sizes.max_step_tokens)  # before the first request
     engine = new_engine(runner, config)
     return OpenEngine(engine, lambda weights: _load_into(network, weights, config, cache_folder))
 
@@ -111,13 +112,6 @@ def section_and_folder(weights: TrainedWeights) -> tuple[ModelSection, Path]:
                         where="--tp, --pp", fix="serve the base with --adapter NAME=FOLDER, or merge it first: "
                         "trimaran export RUN --merge, and serve that folder")  # fmt: skip
     return section_of(weights, recipe), weights.path
-
-
-def _with_graphs(runner: ModelRunner, config: EngineConfig) -> Runner:
-    """Return the runner whose steps are CUDA graphs, captured before the first request."""
-    found = GraphRunner(runner.network, runner.device, runner.dtype, runner.cache, runner.traits)
-    found.capture(config.sizes.max_running, config.sizes.max_step_tokens)
-    return found
 
 
 def adapter_folders(config: EngineConfig) -> dict[str, Path]:

@@ -57,8 +57,11 @@ class PeerWatch:
             with contextlib.suppress(OSError):
                 peer.send(GOODBYE)
                 peer.shutdown(socket.SHUT_WR)
-        for peer in self._peers:
-            _drain(peer)
+        for peer in self._peers:  # closing a connection with unread bytes would discard our goodbye
+            peer.settimeout(GOODBYE_SECONDS)
+            with contextlib.suppress(OSError):
+                while peer.recv(4096):
+                    pass
             peer.close()
         self._selector.close()
 
@@ -100,14 +103,6 @@ class PeerWatch:
     def _report(self, rank: int, why: str) -> None:
         if not self._closed.is_set():
             self._lost(rank, why)
-
-
-def _drain(peer: socket.socket) -> None:
-    """Read what the other end still says: closing a connection with unread bytes would discard our goodbye."""
-    peer.settimeout(GOODBYE_SECONDS)
-    with contextlib.suppress(OSError):
-        while peer.recv(4096):
-            pass
 
 
 def end_process(rank: int, why: str) -> None:

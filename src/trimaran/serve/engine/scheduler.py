@@ -58,7 +58,7 @@ class BlockPool:
             page = self._empty.pop()
         else:
             page, _ = self._kept.popitem(last=False)
-            self._forget(page)
+            del self._by_digest[self._digests.pop(page)]
         self._users[page] = 1
         return page
 
@@ -94,9 +94,6 @@ class BlockPool:
         self._kept.clear()
         self._digests.clear()
         self._by_digest.clear()
-
-    def _forget(self, page: int) -> None:
-        del self._by_digest[self._digests.pop(page)]
 
 
 class EngineSequence:

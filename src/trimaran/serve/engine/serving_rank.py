@@ -297,19 +297,16 @@ class OpenRank:
         refuse_unservable(model.weights.described, place.mesh)
         self.ranks, self.watch = join_ranks(place)
         try:
-            self.runner = self._open_runner()
+            part = open_part(model.weights, self.ranks, model.settings)
+            pages = model.num_pages
+            if not isinstance(pages, int):
+                pages = pages(self._linked(part.network), self.ranks.device)
+            least = torch.tensor([pages])
+            dist.all_reduce(least, dist.ReduceOp.MIN)
+            self.runner = self._runner_of(part, PagedCache(int(least), model.page_size))
         except UserError:  # all ranks raise, and none of them is lost before it has said why
             self.watch.close()
             raise
-
-    def _open_runner(self) -> ModelRunner:
-        model = self.model
-        part = open_part(model.weights, self.ranks, model.settings)
-        network = self._linked(part.network)
-        pages = model.num_pages if isinstance(model.num_pages, int) else model.num_pages(network, self.ranks.device)
-        least = torch.tensor([pages])
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        return self._runner_of(part, PagedCache(int(least), model.page_size))
 
     def _runner_of(self, part: OpenPart, cache: PagedCache) -> ModelRunner:
         """Return what computes this rank's part of each step."""
@@ -364,22 +361,17 @@ def serve_rank(place: RankPlace, model: ServedModel) -> int:
                 rank.runner.run(EngineBatch.from_tensor(numbers))
             case MessageKind.COMMAND:
                 command = read_command(numbers)
-                _load_if_there(rank, Path(command["folder"]), command["step"])
+                try:  # or keep the old ones, as all ranks do; rank 0 reports why
+                    rank.load(Path(command["folder"]), command["step"])
+                except UserError as error:
+                    if not hasattr(rank, "runner"):
+                        raise
+                    log.warning("the weights stay as they are: %s", error.what)
             case MessageKind.STOP:
                 rank.leave()
                 return 0
             case MessageKind.NOTHING:
                 continue
-
-
-def _load_if_there(rank: OpenRank, folder: Path, step: int | None) -> None:
-    """Load other weights, or keep the old ones, as all ranks do; rank 0 reports why. Raises if there are none left."""
-    try:
-        rank.load(folder, step)
-    except UserError as error:
-        if not hasattr(rank, "runner"):
-            raise
-        log.warning("the weights stay as they are: %s", error.what)
 
 
 def join_ranks(place: RankPlace) -> tuple[RankMesh, PeerWatch]:

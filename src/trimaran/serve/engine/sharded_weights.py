@@ -19,21 +19,19 @@ from trimaran.core import AdapterSection, Mesh, ModelSection, Plan, UserError
 from trimaran.models import language_of, spec_of, vision_of, weight_files
 from trimaran.models.spec import every_rank_has_rows
 from trimaran.models.stages import stage_ranges
-from trimaran.nets import Network, network_of, open_network
+from trimaran.nets import Network, network_of, open_network, output_head
 from trimaran.nets.adapters.adapter_bank import AdapterBank, refuse_shared_parts
 from trimaran.nets.adapters.attach import AdapterLayout, adapter_layout
 from trimaran.nets.adapters.lora_linear import LoraLinear, add_adapter
 from trimaran.nets.adapters.peft_format import load_peft_adapter
 from trimaran.nets.decoder.moe import ExpertWeights
 from trimaran.nets.local_shards import is_sharded_by_inputs, local_part, local_slices
-from trimaran.nets.vlm.serving_tp_plan import serving_tensor_plan
 from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.ep import apply_ep
 from trimaran.parallel.axes.sharded_layers import ShardedLinear
 from trimaran.parallel.axes.tp import shard_adapter, shard_modules, take_adapter
 from trimaran.parallel.tensor_shards import TORCH_DTYPES, TensorShard
 from trimaran.serve.adapted_network import described_adapter
-from trimaran.serve.engine.model_runner import output_head
 from trimaran.serve.serving_layers import (
     GROUP,
     OUTPUTS,
@@ -94,20 +92,15 @@ def load_adapters(
 def _attach_and_fill(network: Network, adapter: DescribedAdapter) -> bool:
     for path, layer in list(network.module.named_modules()):
         if path in adapter.layout.targets and isinstance(layer, nn.Linear):  # else it is in another stage
-            _attach_sharded(layer, adapter.section)
+            kind = type(layer)
+            add_adapter(layer, adapter.section)
+            assert isinstance(layer, LoraLinear)
+            layer.base_class = kind
+            if isinstance(layer.weight, DTensor):
+                shard_adapter(layer, layer.weight.device_mesh, take_adapter(layer))
     load_peft_adapter(network, adapter.folder, adapter.section, adapter.whole)
     network.module.requires_grad_(False)
     return True
-
-
-def _attach_sharded(layer: nn.Linear, section: AdapterSection) -> None:
-    """Add unfilled parameters of an adapter to a linear layer, sharded to fit its weight."""
-    kind = type(layer)
-    add_adapter(layer, section)
-    assert isinstance(layer, LoraLinear)
-    layer.base_class = kind
-    if isinstance(layer.weight, DTensor):
-        shard_adapter(layer, layer.weight.device_mesh, take_adapter(layer))
 
 
 def refuse_inexact_slices(network: Network, kind: Quantisation) -> int:
@@ -329,7 +322,7 @@ def _shard(network: Network, ranks: RankMesh, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16:
         compute_in_bf16(network.module)
     if ranks.degrees.tp > 1:
-        shard_modules(network.module, ranks.axes["tp"], serving_tensor_plan(network, ranks.degrees.tp))
+        shard_modules(network.module, ranks.axes["tp"], network.serving_plan(ranks.degrees.tp))
         apply_ep(network, Plan(mesh=ranks.degrees, grad_accum=ranks.degrees.pp), ranks)
 
 

@@ -17,7 +17,6 @@ from starlette.routing import Route
 
 from trimaran.core import UserError, did_you_mean
 from trimaran.serve.engine.engine_request import EngineLimits, EngineRequest
-from trimaran.serve.open_weights import ModelTexts
 from trimaran.serve.server.answer_response import AnswerResponse, PendingAnswer
 from trimaran.serve.server.answers import AnswerChoice, AnswerHead, ChatFormat, CompletionFormat, usage_of
 from trimaran.serve.server.api_error import error_response, json_response, starting, stopping
@@ -39,6 +38,7 @@ from trimaran.serve.server.calls import (
 )
 from trimaran.serve.server.engine_client import EngineClient
 from trimaran.serve.server.serving_metrics import ServingMetrics
+from trimaran.serve.trained_model import ModelTexts
 from trimaran.train.generation.sampling import Sampling
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat goes on to the end of the context
@@ -121,7 +121,8 @@ class OpenAiApi:
             prompt_logprobs=bool(call.echo) and wants,
         )  # fmt: skip
         requests = [each for prompt in prompts for each in self._requests(template, prompt, count, call)]
-        echoes = [_echo(self._model, prompt) if call.echo else "" for prompt in prompts for _ in range(count)]
+        decode = self._model.texts.tokenizer.decode
+        echoes = [decode(prompt.ids) if call.echo else "" for prompt in prompts for _ in range(count)]
         choices = [
             AnswerChoice(prompts[number // count], self._model.texts.tokenizer, call.stops, echo=echo, records=wants)
             for number, echo in enumerate(echoes)
@@ -286,18 +287,18 @@ class _EmbeddingFormat:
     encoding: str
 
     def whole(self, choices: Sequence[AnswerChoice], weights: str) -> dict[str, Any]:
+        def encoded(values: Sequence[float]) -> Any:
+            if self.encoding == "float":
+                return list(values)
+            return base64.b64encode(np.asarray(values, dtype="<f4").tobytes()).decode()
+
         rows = [
-            {"object": "embedding", "index": number, "embedding": self._values(choice.embedding or ())}
+            {"object": "embedding", "index": number, "embedding": encoded(choice.embedding or ())}
             for number, choice in enumerate(choices)
         ]
         usage = usage_of(choices)
         del usage["completion_tokens"]
         return {"object": "list", "data": rows, "model": self.model, "usage": usage, "system_fingerprint": weights}
-
-    def _values(self, values: Sequence[float]) -> Any:
-        if self.encoding == "float":
-            return list(values)
-        return base64.b64encode(np.asarray(values, dtype="<f4").tobytes()).decode()
 
     def fields(self, weights: str) -> dict[str, Any]:
         return {}
@@ -329,7 +330,3 @@ def _refuse_long(prompt: PreparedPrompt, limits: EngineLimits) -> None:
     if len(prompt.ids) > longest:
         raise UserError("U003", f"the prompt has {len(prompt.ids)} tokens, and at most {longest} fit",
                         where="the prompt", fix="shorten it, or use fewer or smaller images")  # fmt: skip
-
-
-def _echo(model: ApiModel, prompt: PreparedPrompt) -> str:
-    return model.texts.tokenizer.decode(prompt.ids)

@@ -18,7 +18,7 @@ from trimaran.data.samples.raw_sample import Role, Turn
 from trimaran.data.vision.decode import BadImageError
 from trimaran.serve.conversation import PromptBuilder, PromptImage, decode_image, place_images
 from trimaran.serve.engine.engine_request import EngineLimits
-from trimaran.serve.open_weights import ModelTexts
+from trimaran.serve.trained_model import ModelTexts
 from trimaran.train.generation.next_token import PlacedImage
 
 MAX_CHOICES = 128
@@ -263,20 +263,16 @@ def schema_of(wanted: ResponseFormat | None) -> str | None:
     if len(text) > MAX_SCHEMA_BYTES:
         raise UserError("U011", f"the schema has more than {MAX_SCHEMA_BYTES:,} bytes",
                         where="response_format.json_schema", fix="send a smaller schema")  # fmt: skip
-    _refuse_unsupported(text)
-    return text
-
-
-def _refuse_unsupported(schema: str) -> None:
     from llguidance import LLMatcher  # noqa: PLC0415 - optional
 
     try:
-        problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+        problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
     except ValueError as error:
         problem = str(error)
     if problem:
         raise UserError("U011", f"the schema cannot be used: {problem}", where="response_format.json_schema",
                         fix="correct the schema, or leave out what is not supported")  # fmt: skip
+    return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,9 +60,9 @@ class CachedLogits:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the logits of the token after `ids` [length]."""
-        is_longer = self._cache.lengths[0] <= self._network.long_after < len(ids)  # from now on angles are others
+        is_longer = self._cache.length <= self._network.long_after < len(ids)  # from now on angles are others
         self._cache.truncate(0 if is_longer else self._num_unchanged(ids))
-        start = self._cache.lengths[0]
+        start = self._cache.length
         inputs = {"tokens": ids[None, start:].to(self._device), **self._image_inputs(start, len(ids))}
         self._ids = ids[:0]  # if this fails, nothing is known of the cache
         logits = self._network.extend(self._cache, inputs)[0, 0].float().cpu()

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from lm_eval.api.model import TemplateLM  # pyrefly: ignore[missing-import]
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyrefly: ignore[missing-import]
-from torch import Tensor
 
 from trimaran.serve.trained_model import TrainedModel
 from trimaran.train.generation.generate import Generation
@@ -46,14 +45,13 @@ class HarnessModel(TemplateLM):
         answers: dict[int, tuple[float, bool]] = {}
         for start in range(0, len(order), ROWS):
             numbers = order[start : start + ROWS]
-            pairs = [self._truncated(requests[each][1], requests[each][2]) for each in numbers]
+            pairs = []
+            for each in numbers:  # the ids that fit the model's positions, and how many of them are the continuation's
+                _, context, continuation = requests[each]
+                ids = [*context, *continuation][-(self._max_length + 1) :]
+                pairs.append((ids, min(len(continuation), len(ids) - 1)))
             answers |= dict(zip(numbers, self._scores(pairs), strict=True))
         return [answers[number] for number in range(len(requests))]
-
-    def _truncated(self, context: list[int], continuation: list[int]) -> tuple[list[int], int]:
-        """Return the ids of both that fit the model's positions, and how many of them are the continuation's."""
-        ids = [*context, *continuation][-(self._max_length + 1) :]
-        return ids, min(len(continuation), len(ids) - 1)
 
     @torch.no_grad()
     def _scores(self, pairs: list[tuple[list[int], int]]) -> Iterator[tuple[float, bool]]:
@@ -62,18 +60,15 @@ class HarnessModel(TemplateLM):
         tokens = torch.zeros(len(pairs), length, dtype=torch.int64)
         for row, (ids, _) in enumerate(pairs):
             tokens[row, : len(ids) - 1] = torch.tensor(ids[:-1])
-        logits = self._logits(tokens)
+        trained = self._trained
+        with nullcontext() if trained.dtype == torch.float32 else torch.autocast(trained.device.type, trained.dtype):
+            logits = trained.network.forward({"tokens": tokens.to(trained.device)})[0]
         for row, (ids, count) in enumerate(pairs):
             last = len(ids) - 1
             losses = logits[row, last - count : last].float().log_softmax(-1)
             targets = torch.tensor(ids[-count:], device=losses.device)
             total = losses.gather(-1, targets[:, None]).double().sum().item()
             yield total, bool((losses.argmax(-1) == targets).all())
-
-    def _logits(self, tokens: Tensor) -> Tensor:
-        trained = self._trained
-        with nullcontext() if trained.dtype == torch.float32 else torch.autocast(trained.device.type, trained.dtype):
-            return trained.network.forward({"tokens": tokens.to(trained.device)})[0]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each text, in windows of the model's length that do not overlap."""

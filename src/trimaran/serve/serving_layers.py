@@ -201,25 +201,28 @@ class QuantisedLinear(nn.Linear):
             weight, bias = restored_weight(self.weight, self.scales, self.zeros).to(input.dtype), self._own_bias
             return F.linear(input, weight, None if bias is None else bias.to(input.dtype))
         rows = input.flatten(0, -2).to(torch.bfloat16)
-        out = self._few_tokens(rows) if len(rows) <= MAX_FEW_TOKENS[self.kind] else self._many_tokens(rows)
-        return out.unflatten(0, input.shape[:-1])
+        return self._on_gpu(rows).unflatten(0, input.shape[:-1])
 
-    def _few_tokens(self, rows: Tensor) -> Tensor:
-        from trimaran.nets.kernels.quantised_matmul import fp8_rows, quantised_matmul  # noqa: PLC0415 - only a GPU has Triton
-
-        rows, row_scales = fp8_rows(rows) if self.kind == "fp8" else (rows.contiguous(), None)
-        return quantised_matmul(
-            rows, self.weight, self.scales, kind=self.kind, x_scales=row_scales, zeros=self.zeros, bias=self._own_bias
+    def _on_gpu(self, rows: Tensor) -> Tensor:
+        """Return the output of bf16 rows: our kernel reads a weight for few of them, torch multiplies many."""
+        from trimaran.nets.kernels.quantised_matmul import (  # noqa: PLC0415 - only a GPU has Triton
+            dequantised,
+            fp8_rows,
+            quantised_matmul,
         )
 
-    def _many_tokens(self, rows: Tensor) -> Tensor:
-        from trimaran.nets.kernels.quantised_matmul import dequantised, fp8_rows  # noqa: PLC0415
-
-        if self.kind != "fp8":
-            return F.linear(rows, dequantised(self.weight, self.scales, self.zeros, kind=self.kind), self._own_bias)
+        is_few, kind, bias = len(rows) <= MAX_FEW_TOKENS[self.kind], self.kind, self._own_bias
+        if kind != "fp8":
+            if is_few:
+                return quantised_matmul(rows.contiguous(), self.weight, self.scales, kind=kind, x_scales=None,
+                                        zeros=self.zeros, bias=bias)  # fmt: skip
+            return F.linear(rows, dequantised(self.weight, self.scales, self.zeros, kind=kind), bias)
         rows, row_scales = fp8_rows(rows)
+        if is_few:
+            return quantised_matmul(rows, self.weight, self.scales, kind=kind, x_scales=row_scales, zeros=self.zeros,
+                                    bias=bias)  # fmt: skip
         return torch._scaled_mm(
-            rows, self.weight.t(), row_scales, self.scales[None], bias=self._own_bias, out_dtype=torch.bfloat16,
+            rows, self.weight.t(), row_scales, self.scales[None], bias=bias, out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )  # fmt: skip
 

@@ -128,8 +128,11 @@ def _lines(found: dict[str, Any]) -> list[str]:
     """Return what a person reads."""
     at = f"step {found['step']} of {found['run_dir']}" if found["step"] is not None else found["model"]
     if "tasks" in found:
-        rows = [f"  {task}: {_metrics(metrics)}" for task, metrics in found["tasks"].items()]
-        return [f"{at}, {found['samples']} samples:", *rows]
+        rows = [f"{at}, {found['samples']} samples:"]
+        for task, metrics in found["tasks"].items():
+            numbers = (f"{name} {value:.4f}" for name, value in metrics.items() if isinstance(value, float))
+            rows.append(f"  {task}: {', '.join(numbers)}")
+        return rows
     text = f"{at}, {found['tokens']:,} tokens of {found['data']}: loss {found['loss']:.4f}, "
     text += f"perplexity {found['perplexity']:.4g}"
     if found["bits_per_byte"] is not None:
@@ -138,7 +141,3 @@ def _lines(found: dict[str, Any]) -> list[str]:
 
     accuracy = ", ".join(accuracy_texts(found.get("accuracy", {}), found.get("accuracy_counts", {})))
     return [text, *([f"  accuracy: {accuracy}"] if accuracy else [])]
-
-
-def _metrics(metrics: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if isinstance(value, float))

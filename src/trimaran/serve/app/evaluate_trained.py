@@ -16,6 +16,7 @@ from trimaran.data.text.source_files import named_path
 from trimaran.data.text.tokenizer import is_same_tokenizer
 from trimaran.runs import append_line
 from trimaran.serve.app.eval import EvalRequest
+from trimaran.serve.app.trained_weights import saved_step
 from trimaran.serve.open_weights import open_trained
 from trimaran.serve.trained_model import TrainedModel
 from trimaran.train.evaluate_weights import EvaluatedNetwork, HeldOutLoss, held_out_loss, text_loss
@@ -68,21 +69,13 @@ def _loss_on(
 def evaluate_tasks(
     request: EvalRequest, tasks: list[str], folder: Path | None, limit: int | None, progress: Progress
 ) -> dict[str, Any]:
-    """Return the metrics of tasks of lm-eval. Its data must be on this machine: nothing is downloaded."""
-    progress("loading the weights", 0.0)
-    trained = open_trained(request.weights, "auto", cache=cache_folder(os.environ))
-    progress("running the tasks", 0.2)
-    found = run_harness_tasks(trained, tasks, folder=folder, limit=limit)
-    return about(request) | {"data": None} | found
-
-
-def run_harness_tasks(
-    trained: TrainedModel, tasks: list[str], *, folder: Path | None, limit: int | None
-) -> dict[str, Any]:
-    """Return `tasks`, the metrics of each task, and `samples`, how many samples all of them had.
+    """Return the metrics of tasks of lm-eval. Its data must be on this machine: nothing is downloaded.
 
     `folder` has task files of one's own. Raises UserError if lm-eval is missing or does not know a task.
     """
+    progress("loading the weights", 0.0)
+    trained = open_trained(request.weights, "auto", cache=cache_folder(os.environ))
+    progress("running the tasks", 0.2)
     if find_spec("lm_eval") is None:
         raise UserError("K071", "tasks need the package 'lm_eval', which is not installed", where="--tasks",
                         fix="pip install 'trimaran[eval]'")  # fmt: skip
@@ -107,7 +100,8 @@ def run_harness_tasks(
         bootstrap_iters=0, verbosity="ERROR",
     )  # fmt: skip
     samples = sum(each.get("effective", 0) for each in answer.get("n-samples", {}).values())
-    return {"tasks": {name: _numbers(metrics) for name, metrics in answer["results"].items()}, "samples": samples}
+    numbers = {name: _numbers(metrics) for name, metrics in answer["results"].items()}
+    return about(request) | {"data": None, "tasks": numbers, "samples": samples}
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
@@ -122,18 +116,8 @@ def about(request: EvalRequest) -> dict[str, Any]:
     run_dir = str(weights.run.path) if weights.run else None
     step = weights.step
     if step is None and weights.run is not None:
-        step = _saved_step(request)
+        step = saved_step(weights.run)
     return {"run_dir": run_dir, "model": str(weights.path), "step": step, "time": time.time(), "version": VERSION}
-
-
-def _saved_step(request: EvalRequest) -> int | None:
-    """Return the step whose weights a run saved at its end."""
-    from trimaran.app.runs.run_state import RunState
-
-    assert request.weights.run is not None
-    state = RunState(request.weights.run, only_status=True)
-    state.refresh()
-    return max((event.step for event in state.events_of_kind("saved")), default=None)
 
 
 def save_evaluation(request: EvalRequest, found: dict[str, Any]) -> None:

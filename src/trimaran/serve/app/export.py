@@ -78,7 +78,13 @@ def make_request(
             why = WHY_NOT.get(to, "this format cannot hold it")
             fix = f"use {' or '.join(allowed)}, or leave {option} out" if allowed else f"leave {option} out"
             raise UserError("A001", f"{option} {value} is not for --to {to}: {why}", where=option, fix=fix)
-    _refuse_model(run, to, quantise)
+    family, is_weights = run.read_recipe().model.kind, to in ("hf", "dcp")
+    if not family.is_language_model and (quantise or not is_weights):
+        why = f"has the family {family.name} of a plug-in" if family.is_plugin else f"takes {family.reads}"
+        what = "quantised exports" if is_weights else f"{to} exports of Trimaran"
+        raise UserError("K070", f"{what} are of language models: this one {why}",
+                        where="--quantise" if is_weights else f"--to {to}",
+                        fix="export it with --to hf, in fp32 or bf16")  # fmt: skip
     if dtype is not None and quantise is not None:
         raise UserError("A001", "quantised weights have no other dtype", where="--dtype",
                         fix="leave --dtype or --quantise out")  # fmt: skip
@@ -87,16 +93,6 @@ def make_request(
         raise UserError("A001", f"--merge is for --to hf: {why}", where="--merge", fix="leave --merge out")
     return ExportRequest(run=run, form=_form(run, to, merge=merge, quantise=quantise), dtype=dtype, quantise=quantise,
                          check=check)  # fmt: skip
-
-
-def _refuse_model(run: RunDirectory, to: Format, quantise: Quantise | None) -> None:
-    """Raise UserError for models that take more than token ids, where a format has no place for that."""
-    family, where = run.read_recipe().model.kind, f"--to {to}" if to not in ("hf", "dcp") else "--quantise"
-    if not family.is_language_model and (to not in ("hf", "dcp") or quantise):
-        why = f"has the family {family.name} of a plug-in" if family.is_plugin else f"takes {family.reads}"
-        what = f"{to} exports of Trimaran" if to not in ("hf", "dcp") else "quantised exports"
-        raise UserError("K070", f"{what} are of language models: this one {why}", where=where,
-                        fix="export it with --to hf, in fp32 or bf16")  # fmt: skip
 
 
 def _form(run: RunDirectory, to: Format, *, merge: bool, quantise: Quantise | None) -> Form:
@@ -172,13 +168,8 @@ def export(
     if as_json:
         facts |= {"path": str(target), "bytes": size, "seconds": round(time.monotonic() - began, 3)}
         typer.echo(json.dumps(facts))
-    else:
-        typer.echo(f"step {facts['step']} is in {target} ({show_bytes(size)})")
-        _show_check(found)
-
-
-def _show_check(found: dict[str, Any]) -> None:
-    """Print what the comparison found, and what the format had no place for."""
+        return
+    typer.echo(f"step {facts['step']} is in {target} ({show_bytes(size)})")
     if left_out := found.get("tokenizer_left_out"):
         typer.echo(f"  without the tokenizer: {left_out}")
     if (check := found.get("check")) is None:

@@ -27,10 +27,10 @@ from trimaran.checkpoint.step_dirs import step_of
 from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import Recipe, UserError, show_count, show_seconds
 from trimaran.core.version import VERSION
-from trimaran.data import TokenShards
 from trimaran.data.text.prepare_text import cache_folder
-from trimaran.data.text.tokenizer import Tokenizer, load_tokenizer
+from trimaran.data.text.tokenizer import Tokenizer
 from trimaran.models.resolve import model_text
+from trimaran.nets import Network
 from trimaran.runs.evaluation_records import read_evaluations
 from trimaran.serve.app.export import ExportRequest
 from trimaran.serve.exports.compare_logits import (
@@ -52,10 +52,10 @@ from trimaran.serve.exports.graph_exports import (
     write_program,
 )
 from trimaran.serve.exports.torchao_weights import hf_logits, quantise_hf_folder, quantise_linears
-from trimaran.serve.open_weights import open_trained
+from trimaran.serve.open_weights import open_trained, tokenizer_of
 from trimaran.serve.settings import TrainedWeights
 from trimaran.serve.trained_model import TrainedModel, stored_dtype
-from trimaran.train.generation.generate import TOKENIZER, open_saved_tokenizer, save_tokenizer
+from trimaran.train.generation.generate import save_tokenizer
 
 CARD = "README.md"
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -96,12 +96,13 @@ def model_card(request: ExportRequest, manifest: Manifest, folder: str) -> str:
     folder = folder.removeprefix(".").removesuffix(".draft")
     state = RunState(request.run)
     state.refresh()
+    plan = state.plan.model_dump(mode="json", exclude_defaults=True, exclude={"prediction"})
     sections = (
         ("Training", _card_training(state, manifest)),
         ("Evaluation", _card_evaluation(state, manifest)),
         ("Load it", _usage(request, folder)),
         ("Versions", [f"{name} {number}" for name, number in _versions()]),
-        ("Plan", [f"`{state.plan}`", "", "```json", json.dumps(_plan_tree(state), indent=2), "```"]),
+        ("Plan", [f"`{state.plan}`", "", "```json", json.dumps(plan, indent=2), "```"]),
         ("Recipe", ["```yaml", state.run.recipe.read_text(encoding="utf-8").rstrip(), "```"]),
     )
     front = yaml.safe_dump(_front_matter(request, state, manifest), sort_keys=False, allow_unicode=True)
@@ -110,17 +111,9 @@ def model_card(request: ExportRequest, manifest: Manifest, folder: str) -> str:
     lines += [f"{model}, trained with Trimaran; the checkpoint of step {manifest.step}."]
     for title, body in sections:
         if body:
-            lines += [
-                "",
-                f"## {title}",
-                "",
-                *(_bullets(body) if title in ("Training", "Evaluation", "Versions") else body),
-            ]
+            bullet = "- " if title in ("Training", "Evaluation", "Versions") else ""
+            lines += ["", f"## {title}", "", *(f"{bullet}{line}" for line in body)]
     return "\n".join(lines) + "\n"
-
-
-def _bullets(lines: list[str]) -> list[str]:
-    return [f"- {line}" for line in lines]
 
 
 def _front_matter(request: ExportRequest, state: RunState, manifest: Manifest) -> dict[str, Any]:
@@ -215,10 +208,6 @@ def _versions() -> Iterator[tuple[str, str]]:
             continue
 
 
-def _plan_tree(state: RunState) -> dict[str, Any]:
-    return state.plan.model_dump(mode="json", exclude_defaults=True, exclude={"prediction"})
-
-
 def export_step(request: ExportRequest, path: Path, target: Path, progress: Progress) -> dict[str, Any]:
     """Write the checkpoint in `path` to the new folder `target`. Return what is known of the export.
 
@@ -226,10 +215,11 @@ def export_step(request: ExportRequest, path: Path, target: Path, progress: Prog
     """
     refuse_occupied(target)
     refuse_damaged_weights(path)
-    write = {"dcp": _write_dcp, "hf": _write_hf, "merged": _write_hf, "adapter": _write_hf}.get(
-        request.form, _write_file
-    )
-    return write(request, path, target, progress)
+    if request.form == "dcp":
+        return _write_dcp(request, path, target, progress)
+    if request.form in ("hf", "merged", "adapter"):
+        return _write_hf(request, path, target, progress)
+    return _write_file(request, path, target, progress)
 
 
 def _write_dcp(request: ExportRequest, path: Path, target: Path, progress: Progress) -> dict[str, Any]:
@@ -253,34 +243,30 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _write_hf(request: ExportRequest, path: Path, target: Path, progress: Progress) -> dict[str, Any]:
     recipe = request.run.read_recipe()
-    add_files = partial(_add_files, request, path, tokenizer_of(request.run, recipe))
+    add_files = partial(_add_files, request, path, tokenizer_of(_weights(request, path), recipe))
     width = request.quantise
     if width not in ("int8", "int4"):
         _write_weights(request, recipe, path, target, add_files, progress)
     else:
-        with TemporaryDirectory(dir=_parent(target), prefix=".trimaran-export-") as scratch:
-            _write_weights(request, recipe, path, Path(scratch) / "plain", lambda folder: None, progress)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise not_written(target, error) from None
+        with TemporaryDirectory(dir=target.parent, prefix=".trimaran-export-") as scratch:
+            plain, quantised = Path(scratch) / "plain", Path(scratch) / "quantised"
+            _write_weights(request, recipe, path, plain, lambda folder: None, progress)
             progress("quantising", 0.5)
-            quantise_hf_folder(Path(scratch) / "plain", Path(scratch) / "quantised", width)
-            write_folder(target, lambda draft: _copy_folder(Path(scratch) / "quantised", draft, add_files))
+            quantise_hf_folder(plain, quantised, width)
+
+            def fill(draft: Path) -> None:
+                for file in quantised.iterdir():
+                    shutil.copyfile(file, draft / file.name)
+                add_files(draft)
+
+            write_folder(target, fill)
     if not request.check or not recipe.model.kind.in_transformers or recipe.model.trust_remote_code:
         return {}
-    trained = _open(request, path)
-    return {"check": _compare(request, trained, _hf_reader(request, target), target, progress).as_dict()}
-
-
-def _copy_folder(source: Path, draft: Path, add_files: Callable[[Path], None]) -> None:
-    for file in source.iterdir():
-        shutil.copyfile(file, draft / file.name)
-    add_files(draft)
-
-
-def _parent(target: Path) -> Path:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise not_written(target, error) from None
-    return target.parent
+    return {"check": _compare(request, _open(request, path), target, progress).as_dict()}
 
 
 def _write_weights(
@@ -315,7 +301,13 @@ def _write_file(request: ExportRequest, path: Path, target: Path, progress: Prog
             left_out = write_gguf(network, trained.tokenizer, draft / FILE, name=name, kind=kind, progress=progress)
             facts.update({"tokenizer_left_out": left_out} if left_out else {})
         else:
-            _write_graph(request, trained, draft)
+            module = graph_module(network, f"--to {request.form}")
+            if request.quantise in ("int8", "int4"):
+                quantise_linears(module, request.quantise)
+            if request.form == "onnx":
+                write_onnx(module, draft / ONNX, max_seq_len=network.max_seq_len)
+            else:
+                write_program(module, draft / PROGRAM, max_seq_len=network.max_seq_len)
         _add_files(request, path, None if request.form == "gguf" else trained.tokenizer, draft)
 
     try:
@@ -323,47 +315,30 @@ def _write_file(request: ExportRequest, path: Path, target: Path, progress: Prog
     except OSError as error:
         raise not_written(target, error) from None
     if request.check:
-        read = {"gguf": _gguf_reader, "onnx": _onnx_reader, "torch-export": _program_reader}[request.form]
-        facts["check"] = _compare(request, trained, read(target, trained), target, progress).as_dict()
+        facts["check"] = _compare(request, trained, target, progress).as_dict()
     return facts
 
 
-def _write_graph(request: ExportRequest, trained: TrainedModel, draft: Path) -> None:
-    network = trained.network
-    module = graph_module(network, f"--to {request.form}")
-    if request.quantise in ("int8", "int4"):
-        quantise_linears(module, request.quantise)
-    write = write_onnx if request.form == "onnx" else write_program
-    write(module, draft / (ONNX if request.form == "onnx" else PROGRAM), max_seq_len=network.max_seq_len)
-
-
-def _gguf_reader(target: Path, trained: TrainedModel) -> Logits:
-    spec = gguf_spec(trained.network)
-    check_rope_factors(target / FILE, spec)
-    return network_logits(with_rope(read_gguf(target / FILE), spec.block.rope))
-
-
-def _onnx_reader(target: Path, trained: TrainedModel) -> Logits:
-    return read_onnx(target / ONNX)
-
-
-def _program_reader(target: Path, trained: TrainedModel) -> Logits:
-    return read_program(target / PROGRAM)
-
-
-def _hf_reader(request: ExportRequest, target: Path) -> Logits:
-    """Return how a Hugging Face folder is read: by transformers, if it knows the model and is installed."""
+def _exported_logits(request: ExportRequest, network: Network, target: Path) -> Logits:
+    """Return how the export is read. A Hugging Face folder: by transformers, if it knows the model and is installed."""
+    if request.form == "onnx":
+        return read_onnx(target / ONNX)
+    if request.form == "torch-export":
+        return read_program(target / PROGRAM)
+    if request.form == "gguf":
+        spec = gguf_spec(network)
+        check_rope_factors(target / FILE, spec)
+        return network_logits(with_rope(read_gguf(target / FILE), spec.block.rope))
     recipe = request.run.read_recipe()
     if request.form != "adapter" and recipe.model.kind.reads != "images" and (logits := hf_logits(target)) is not None:
         return logits
     return network_logits(open_trained(TrainedWeights(path=target), "fp32", cache=None).network)
 
 
-def _compare(
-    request: ExportRequest, trained: TrainedModel, exported: Logits, target: Path, progress: Progress
-) -> LogitsDifference:
-    progress("comparing the logits", 0.5)
+def _compare(request: ExportRequest, trained: TrainedModel, target: Path, progress: Progress) -> LogitsDifference:
     network, precision = trained.network, request.precision
+    exported = _exported_logits(request, network, target)
+    progress("comparing the logits", 0.5)
     if request.form == "merged" and request.dtype is None and request.quantise is None:
         precision = stored_dtype(target)  # that of the base
     batches = sample_tokens(network.vocabulary, network.max_seq_len)
@@ -374,10 +349,12 @@ def _compare(
     return difference
 
 
+def _weights(request: ExportRequest, path: Path) -> TrainedWeights:
+    return TrainedWeights(path=path, run=request.run, step=step_of(path))
+
+
 def _open(request: ExportRequest, path: Path) -> TrainedModel:
-    return open_trained(
-        TrainedWeights(path=path, run=request.run, step=step_of(path)), "fp32", cache=cache_folder(os.environ)
-    )
+    return open_trained(_weights(request, path), "fp32", cache=cache_folder(os.environ))
 
 
 def _add_files(request: ExportRequest, path: Path, tokenizer: Tokenizer | None, folder: Path) -> None:
@@ -392,12 +369,3 @@ def refuse_other_base_of(recipe: Recipe, saved: dict[str, Any], progress: Progre
 
     refuse_other_base(recipe.model, saved, seed=recipe.train.seed, cache=cache_folder(os.environ),
                       report_progress=lambda fraction: progress("hashing the base", fraction))  # fmt: skip
-
-
-def tokenizer_of(run: Any, recipe: Recipe) -> Tokenizer | None:
-    """Return the run's tokenizer: that of its saved weights, or that of its data."""
-    if (run.model / TOKENIZER).is_file():
-        return open_saved_tokenizer(run.model)
-    if recipe.data.source == "shards" and recipe.data.path:
-        return TokenShards.open(Path(recipe.data.path)).tokenizer
-    return load_tokenizer(recipe.data.tokenizer)

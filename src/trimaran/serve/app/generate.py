@@ -15,7 +15,7 @@ from trimaran.runs.compile_cache import refuse_unusable
 from trimaran.serve.app.trained_weights import TrainedWeights, find_weights
 
 if TYPE_CHECKING:
-    from trimaran.serve.app.talk import GeneratedText
+    pass
 
 MAX_TOKENS = 65536
 MAX_SEED = 2**63 - 1
@@ -63,8 +63,15 @@ def generate(
     trimaran generate runs/shapes-tiny --chat --image photo.jpg --prompt "What is this?"
     trimaran generate ./Qwen2.5-0.5B --prompt "The sea" --top-p 0.9 --seed 7 --json
     """
-    _refuse_contradictions(chat=chat, system=system, as_json=as_json, prompt=prompt)
-    _refuse_nan(temperature=temperature or 0.0, top_p=top_p)
+    if system and not chat:
+        raise UserError("A001", "a text to continue has no system prompt", where="--system",
+                        fix="add --chat, or leave --system out")  # fmt: skip
+    if chat and as_json and prompt is None:
+        raise UserError("A001", "a chat on the terminal is not one JSON object", where="--json",
+                        fix="ask one question with --prompt, or leave --json out")  # fmt: skip
+    for option, value in (("--temperature", temperature or 0.0), ("--top-p", top_p)):
+        if math.isnan(value):
+            raise UserError("A001", f"{option} is not a number", where=option, fix="use a number such as 0.9")
     weights = find_weights(model, step)
     text = prompt if prompt is not None or chat else _own_prompt(weights)
     refuse_unusable(os.environ)
@@ -73,7 +80,11 @@ def generate(
     from trimaran.serve.open_weights import open_trained
     from trimaran.train.generation.sampling import Sampling
 
-    sampling = Sampling(temperature=_temperature(temperature, greedy=greedy), top_k=top_k, top_p=top_p, seed=seed)
+    if greedy and temperature:
+        raise UserError("A001", "--greedy is --temperature 0", where="--temperature",
+                        fix="leave one of the two out")  # fmt: skip
+    heat = 0.0 if greedy else DEFAULT_TEMPERATURE if temperature is None else temperature
+    sampling = Sampling(temperature=heat, top_k=top_k, top_p=top_p, seed=seed)
     trained, images = open_trained(weights, dtype, cache=cache_folder(os.environ)), image or []
     if chat and text is None:
         return talk(trained, sampling, system=system, images=images, max_tokens=tokens)
@@ -84,32 +95,11 @@ def generate(
         )
     else:
         result = continue_text(trained, sampling, text or "", images=images, max_tokens=tokens, shown=shown)
-    if as_json:
-        typer.echo(json.dumps(_facts(weights, text or "", result, is_chat=chat)))
+    if as_json:  # `text` includes a prompt that was continued, and is the answer in a chat
+        facts = {"run_dir": str(weights.run.path) if weights.run else None, "model": str(weights.path)}
+        facts |= {"step": weights.step, "prompt": text or "", "text": result.text if chat else f"{text}{result.text}"}
+        typer.echo(json.dumps(facts | {"completion": result.text} | result.numbers()))
     return result.exit_code
-
-
-def _refuse_contradictions(*, chat: bool, system: str, as_json: bool, prompt: str | None) -> None:
-    if system and not chat:
-        raise UserError("A001", "a text to continue has no system prompt", where="--system",
-                        fix="add --chat, or leave --system out")  # fmt: skip
-    if chat and as_json and prompt is None:
-        raise UserError("A001", "a chat on the terminal is not one JSON object", where="--json",
-                        fix="ask one question with --prompt, or leave --json out")  # fmt: skip
-
-
-def _refuse_nan(**options: float) -> None:
-    for name, value in options.items():
-        if math.isnan(value):
-            option = f"--{name.replace('_', '-')}"
-            raise UserError("A001", f"{option} is not a number", where=option, fix="use a number such as 0.9")
-
-
-def _temperature(temperature: float | None, *, greedy: bool) -> float:
-    if greedy and temperature:
-        raise UserError("A001", "--greedy is --temperature 0", where="--temperature",
-                        fix="leave one of the two out")  # fmt: skip
-    return 0.0 if greedy else DEFAULT_TEMPERATURE if temperature is None else temperature
 
 
 def _own_prompt(weights: TrainedWeights) -> str:
@@ -120,10 +110,3 @@ def _own_prompt(weights: TrainedWeights) -> str:
     from trimaran.app.runs.run_prompt import prompt_of_run
 
     return prompt_of_run(weights.run)
-
-
-def _facts(weights: TrainedWeights, prompt: str, result: "GeneratedText", *, is_chat: bool) -> dict[str, object]:
-    """Return the JSON object. `text` includes a prompt that was continued, and is the answer in a chat."""
-    where = {"run_dir": str(weights.run.path) if weights.run else None, "model": str(weights.path)}
-    text = result.text if is_chat else prompt + result.text
-    return where | {"step": weights.step, "prompt": prompt, "text": text, "completion": result.text} | result.numbers()

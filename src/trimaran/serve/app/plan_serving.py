@@ -160,11 +160,21 @@ def show_serving(answer: ServingAnswer, console: Console, *, price: float | None
     """Print the answer."""
     question, best = answer.question, answer.best
     traffic, facts = question.traffic, facts_table()
+    layout = f"tp {best.layout.tp} x pp {best.layout.pp}, {best.layout.weights} weights"
+    layout = f"{best.replicas} replicas of {layout}" if best.replicas > 1 else layout
     add_model(facts, question.outline)
     facts.add_row("cluster", str(question.cluster))
     facts.add_row("requests", f"prompts of {traffic.prompt_tokens:,} tokens, answers of {traffic.output_tokens:,}")
-    facts.add_row("plan", Text(_plan_text(best), style=f"bold {GREEN}"))
-    _add_memory(facts, best)
+    facts.add_row("plan", Text(layout, style=f"bold {GREEN}"))
+    memory = best.memory
+    terms = ", ".join(f"{name} {show_bytes(size)}" for name, size in memory.terms.items())
+    cache, per_token = (
+        show_bytes(memory.num_pages * memory.page_bytes),
+        show_bytes(memory.page_bytes / memory.page_size),
+    )
+    facts.add_row("memory", f"{terms}, cache {cache}: {show_bytes(memory.limit)} of a device")
+    facts.add_row("cache", f"{memory.cache_tokens:,} tokens of {per_token} a device, in {memory.num_pages:,} pages")
+    facts.add_row("longest", f"{best.max_context:,} tokens in one sequence")
     speed = f"{show_count(best.tokens_per_second)} tokens/s of all replicas, each with {best.most.running} requests"
     facts.add_row("speed", speed)
     if price is not None:
@@ -183,21 +193,6 @@ def show_serving(answer: ServingAnswer, console: Console, *, price: float | None
     if warning := caution(best):
         console.print(Text.assemble(("\nwarning  ", ORANGE), warning), soft_wrap=True)
     console.print(Text(f"\nnext  {serve_command(best)}"), soft_wrap=True)
-
-
-def _plan_text(plan: ServingPlan) -> str:
-    replicas = f"{plan.replicas} replicas of " if plan.replicas > 1 else ""
-    return f"{replicas}tp {plan.layout.tp} x pp {plan.layout.pp}, {plan.layout.weights} weights"
-
-
-def _add_memory(facts: Table, plan: ServingPlan) -> None:
-    memory = plan.memory
-    terms = ", ".join(f"{name} {show_bytes(size)}" for name, size in memory.terms.items())
-    cache = show_bytes(memory.num_pages * memory.page_bytes)
-    facts.add_row("memory", f"{terms}, cache {cache}: {show_bytes(memory.limit)} of a device")
-    per_token = show_bytes(memory.page_bytes / memory.page_size)
-    facts.add_row("cache", f"{memory.cache_tokens:,} tokens of {per_token} a device, in {memory.num_pages:,} pages")
-    facts.add_row("longest", f"{plan.max_context:,} tokens in one sequence")
 
 
 def _load_table(plan: ServingPlan) -> Table:

@@ -89,8 +89,9 @@ def serve(
         sizes=EngineSizes(max_running=max_running, max_step_tokens=max_step_tokens,
                           cache_bytes=None if cache_gb is None else int(cache_gb * 1e9)),
     )  # fmt: skip
+    folder = weights.run.path if weights.run is not None else weights.path
     settings = ServerSettings(
-        name=name or _name_of(weights), token=token or secrets.token_urlsafe(24), host=host, max_queue=max_queue,
+        name=name or folder.absolute().name, token=token or secrets.token_urlsafe(24), host=host, max_queue=max_queue,
         max_body_bytes=max_body_mb << 20, max_client_connections=max_client_connections, drain_seconds=drain_seconds,
         follow_after=_newest_step(weights) if follow else None,
     )  # fmt: skip
@@ -166,10 +167,6 @@ def _adapters(values: list[str]) -> dict[str, str]:
     return found
 
 
-def _name_of(weights: TrainedWeights) -> str:
-    return (weights.run.path if weights.run is not None else weights.path).absolute().name
-
-
 def _newest_step(weights: TrainedWeights) -> int:
     """Return the step after which checkpoints are new."""
     assert weights.run is not None, "only a run is followed"
@@ -185,7 +182,9 @@ def serve_model(config: EngineConfig, settings: ServerSettings, port: int, *, ha
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     raise_soft_limits()  # a connection is a file
     listening = listen(settings.host, port)
-    url = f"http://{_shown_host(settings.host)}:{listening.getsockname()[1]}"
+    host = settings.host
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{listening.getsockname()[1]}"
 
     def on_start(weights: str) -> None:
         facts = {"url": url, "model": settings.name, "adapters": [*config.adapters], "weights": weights}
@@ -218,8 +217,3 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError("W001", f"port {port} cannot be used: {error.strerror}", where="--port",
                         fix="name another port, or 0 for a free one") from None  # fmt: skip
     return listening
-
-
-def _shown_host(host: str) -> str:
-    """Return the host of the address to use on this machine."""
-    return "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host

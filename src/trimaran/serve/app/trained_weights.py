@@ -49,7 +49,11 @@ def find_weights(name: str, step: int | None, *, for_text: bool = True) -> Train
         raise UserError("A016", "a perception model generates no text", where=str(run.recipe),
                         fix="see its accuracy with `trimaran watch`")  # fmt: skip
     newest = newest_step(run.checkpoints)
-    if step is not None or (newest is not None and newest > _saved_step(run)):
+    is_newer = newest is not None
+    if step is None and newest is not None and run.model.is_dir():
+        saved = saved_step(run)
+        is_newer = saved is not None and newest > saved
+    if step is not None or is_newer:
         found = find_step(run.checkpoints, step, where=str(run.path))
         return TrainedWeights(path=found, run=run, step=step_of(found))
     if not run.model.is_dir():
@@ -57,15 +61,13 @@ def find_weights(name: str, step: int | None, *, for_text: bool = True) -> Train
     return TrainedWeights(path=run.model, run=run)
 
 
-def _saved_step(run: RunDirectory) -> float:
-    """Return the step whose weights `model/` holds; -1 if there is none, infinite if nobody knows."""
+def saved_step(run: RunDirectory) -> int | None:
+    """Return the step whose weights the run saved at its end; None if nobody knows."""
     from trimaran.app.runs.run_state import RunState
 
-    if not run.model.is_dir():
-        return -1
     state = RunState(run, only_status=True)
     state.refresh()
-    return max((event.step for event in state.events_of_kind("saved")), default=float("inf"))
+    return max((event.step for event in state.events_of_kind("saved")), default=None)
 
 
 def _no_weights(run: RunDirectory) -> UserError:

@@ -84,15 +84,10 @@ def vllm_options(request: VllmRequest) -> dict[str, Any]:
         options["max-num-batched-tokens"] = request.max_step_tokens
     if request.adapters:
         options |= _adapter_options(request.adapters)
-    check_options(options)
-    return options
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise unless vLLM documents every option, with a value of that type."""
     for name, value in options.items():
         assert name in OPTIONS, f"vllm serve has no --{name}"
         assert type(value) is OPTIONS[name], f"--{name} takes {OPTIONS[name].__name__}, not {value!r}"
+    return options
 
 
 def check_folder(folder: Path) -> None:

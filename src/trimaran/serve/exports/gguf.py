@@ -227,7 +227,7 @@ def write_gguf(
     if spec.block.rope.factor != 1:
         writer.add_tensor(ROPE_FACTORS, rope_factors(spec.block.rope, spec.head_dim))
     done, total = 0, spec.num_parameters
-    for tensor_name, tensor in _with_head(_stacked(network.disk_tensors(), spec), spec, config["model_type"]):
+    for tensor_name, tensor in _written_tensors(network.disk_tensors(), spec, config["model_type"]):
         written = _written_name(names, tensor_name)
         values = _permuted(tensor, tensor_name, spec).numpy() if config["model_type"] == "llama" else tensor.numpy()
         data, data_type = _encode(gguf, written, values, kind)
@@ -276,13 +276,20 @@ def rope_factors(rope: Rope, head_dim: int) -> np.ndarray:
     return (1.0 / (kept + (1 - kept) / rope.factor)).astype(np.float32)
 
 
-def _stacked(tensors: Iterable[tuple[str, Tensor]], spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors with the numbered experts of each layer stacked under one name, as llama.cpp has them."""
+def _written_tensors(
+    tensors: Iterable[tuple[str, Tensor]], spec: ModelSpec, model_type: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors, the numbered experts of each layer stacked under one name, as llama.cpp has them.
+
+    The embedding comes once more as a tied head if llama.cpp needs one.
+    """
     count = spec.block.experts.num_experts if spec.block.experts else 0
     waiting: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors:
         if not (found := EXPERT.fullmatch(name)):
             yield name, tensor.float()
+            if name == "model.embed_tokens.weight" and spec.tied and model_type in WITH_OWN_HEAD:
+                yield "lm_head.weight", tensor.float()
             continue
         key = f"{found[1]}.{found[3]}"
         parts = waiting.setdefault(key, {})
@@ -291,14 +298,6 @@ def _stacked(tensors: Iterable[tuple[str, Tensor]], spec: ModelSpec) -> Iterator
             yield key, torch.stack([parts[number] for number in range(count)])
             del waiting[key]
     assert not waiting, f"experts are missing: {list(waiting)}"
-
-
-def _with_head(tensors: Iterable[tuple[str, Tensor]], spec: ModelSpec, model_type: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, and the embedding once more as a tied head if llama.cpp needs one."""
-    for name, tensor in tensors:
-        yield name, tensor
-        if name == "model.embed_tokens.weight" and spec.tied and model_type in WITH_OWN_HEAD:
-            yield "lm_head.weight", tensor
 
 
 def _written_name(names: Any, name: str) -> str:

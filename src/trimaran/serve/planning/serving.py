@@ -147,28 +147,23 @@ def serving_memory(outline: Outline, layout: Layout, device: Device, traffic: Tr
 
 def _rank_memory(outline: Outline, part: RankPart, layout: Layout, device: Device, traffic: Traffic) -> ServingMemory:
     element_bytes = FP32_BYTES if computed_in(layout.weights, device) == "fp32" else 2
-    linear = _linear_weights(part, layout.tp)
+    layers = [(group.block, group) for group in part.layer_groups if isinstance(group.block, OutlineLayer)]
+    linear = sum(group.count * layer.dense_weights // layout.tp for layer, group in layers)  # these can be quantised
     terms = {
         "weights": Bytes(int(WEIGHT_BYTES[layout.weights] * linear + element_bytes * (part.parameters - linear))),
         "buffers": Bytes(_buffer_bytes(outline, part, layout, element_bytes, traffic)),
         "driver" if device.traits.has_own_memory else "process": Bytes(_outside_bytes(outline, layout, device)),
     }
     per_token = sum(
-        group.count * cache_bytes_per_token(group.block, layout.tp, element_bytes)
-        for group in part.layer_groups
-        if isinstance(group.block, OutlineLayer) and group.tower == outline.main
+        group.count * cache_bytes_per_token(layer, layout.tp, element_bytes)
+        for layer, group in layers
+        if group.tower == outline.main
     )
     limit, page_bytes = Bytes(int(traffic.memory_fraction * device.memory_bytes)), traffic.page_size * per_token
     num_pages = (limit - sum(terms.values())) // max(1, page_bytes)
     return ServingMemory(
         terms=terms, limit=limit, page_bytes=Bytes(page_bytes), num_pages=num_pages, page_size=traffic.page_size
     )
-
-
-def _linear_weights(part: RankPart, tp: int) -> int:
-    """Return how many weights of a rank are those of linear layers, which can be quantised."""
-    layers = [(group.block, group.count) for group in part.layer_groups if isinstance(group.block, OutlineLayer)]
-    return sum(count * layer.dense_weights // tp for layer, count in layers)
 
 
 def _buffer_bytes(outline: Outline, part: RankPart, layout: Layout, element_bytes: int, traffic: Traffic) -> int:

@@ -184,7 +184,16 @@ def plan_serving(question: ServingQuestion) -> ServingAnswer:
         tried += plans
         if fitting := [plan for plan in plans if plan.fits]:
             ranked = _ranked(fitting, question.goal)
-            return _answer(question, ranked, tried)
+            best = ranked[0]
+            lost = [(plan.layout, _why_slower(plan, best, question.goal)) for plan in ranked[1:]]
+            lost += [(plan.layout, _why_not(plan)) for plan in tried if not plan.fits]
+            return ServingAnswer(
+                question=question,
+                ranked=tuple(ranked),
+                lost=tuple(lost),
+                reasons=tuple(_reasons(question, best, tried)),
+                hints=tuple(_hints(question, best)),
+            )
     raise _no_fit(question, tried)
 
 
@@ -219,20 +228,18 @@ def tensor_degrees(outline: Outline, most: int) -> tuple[int, ...]:
 def _formats(question: ServingQuestion) -> Iterator[WeightFormat]:
     """Yield the formats to try, most precise first."""
     device = question.cluster.device
-    if question.weights is not None:
-        _refuse_format(question.weights, question.cluster)
-        yield question.weights
+    weights = question.weights
+    if weights is not None:
+        has_no_units = weights in ("fp8", "bf16") and weights not in device.peak_flops
+        if has_no_units and device.traits.has_data_sheet:
+            usable = [each for each in WEIGHT_FORMATS if each not in ("fp8", "bf16") or each in device.peak_flops]
+            raise UserError("P096", f"{device.name} has no {weights} arithmetic", where="--weights",
+                            fix=f"use {', '.join(usable)}")  # fmt: skip
+        yield weights
         return
     half = "bf16" if "bf16" in device.peak_flops else "fp16"
     yield half if device.traits.prefers_16_bits else "fp32"
     yield from (each for each in FEWER_BITS[device.kind] if each != "fp8" or "fp8" in device.peak_flops)
-
-
-def _refuse_format(weights: WeightFormat, cluster: Cluster) -> None:
-    if weights in ("fp8", "bf16") and weights not in cluster.device.peak_flops and cluster.device.traits.has_data_sheet:
-        usable = [each for each in WEIGHT_FORMATS if each not in ("fp8", "bf16") or each in cluster.device.peak_flops]
-        raise UserError("P096", f"{cluster.device.name} has no {weights} arithmetic", where="--weights",
-                        fix=f"use {', '.join(usable)}")  # fmt: skip
 
 
 def _layouts(question: ServingQuestion, weights: WeightFormat) -> Iterator[Layout]:
@@ -283,19 +290,6 @@ def _ranked(plans: list[ServingPlan], goal: ServingGoal) -> list[ServingPlan]:
 def _is_tie(score: float, best: float) -> bool:
     """Return whether a score is within TIE_RATIO of the best one; both may be negative, where more is better."""
     return abs(score) * TIE_RATIO >= abs(best) if best < 0 else score <= best * TIE_RATIO
-
-
-def _answer(question: ServingQuestion, ranked: list[ServingPlan], tried: list[ServingPlan]) -> ServingAnswer:
-    best = ranked[0]
-    lost = [(plan.layout, _why_slower(plan, best, question.goal)) for plan in ranked[1:]]
-    lost += [(plan.layout, _why_not(plan)) for plan in tried if not plan.fits]
-    return ServingAnswer(
-        question=question,
-        ranked=tuple(ranked),
-        lost=tuple(lost),
-        reasons=tuple(_reasons(question, best, tried)),
-        hints=tuple(_hints(question, best)),
-    )
 
 
 def _reasons(question: ServingQuestion, best: ServingPlan, tried: list[ServingPlan]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from trimaran.cost.roofline import (
     rates_of,
 )
 from trimaran.cost.stack_profiles import TIME_PROFILES, TRIMARAN_LAUNCHES, CommProfile
-from trimaran.machine import Cluster, Device
+from trimaran.machine import Cluster
 from trimaran.machine.device_catalogue import HOST_LAUNCH_SECONDS
 from trimaran.models import Outline, OutlineLayer, Tower
 from trimaran.serve.planning.serving import (
@@ -103,7 +103,17 @@ def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepW
     dtype = computed_in(layout.weights, device)
     rates = rates_of(device, "fp8" if layout.weights == "fp8" and "fp8" in device.peak_flops else dtype)
     is_captured = captures_steps(outline, layout, device)
-    shape = replace(_layer_shape(layout, device, FP32_BYTES if dtype == "fp32" else 2), is_captured=is_captured)
+    weights, read_bytes, factor = layout.weights, WEIGHT_BYTES[layout.weights], 1.0
+    if device.traits.has_kernels:
+        read_bytes = QUANTISED_READ_BYTES.get(weights, read_bytes)
+        factor = INTEGER_MATMUL_FACTOR if weights in ("int8", "int4") else 1.0
+    shape = LayerShape(
+        tp=layout.tp,
+        weight_bytes=read_bytes,
+        element_bytes=FP32_BYTES if dtype == "fp32" else 2,
+        matmul_factor=factor,
+        is_captured=is_captured,
+    )
     ring = ring_of(cluster.levels, layout.tp, 1)
     terms = dict.fromkeys(("matmul", "attention", "elementwise", "comm", "host"), 0.0)
     for part in serving_parts(outline, layout.tp, layout.pp):
@@ -120,14 +130,6 @@ def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepW
         outline.main.layers, rates, work, is_captured=is_captured, device_seconds=sum(terms.values())
     )
     return {name: Seconds(seconds) for name, seconds in terms.items()}
-
-
-def _layer_shape(layout: Layout, device: Device, element_bytes: int) -> LayerShape:
-    weights, read_bytes, factor = layout.weights, WEIGHT_BYTES[layout.weights], 1.0
-    if device.traits.has_kernels:
-        read_bytes = QUANTISED_READ_BYTES.get(weights, read_bytes)
-        factor = INTEGER_MATMUL_FACTOR if weights in ("int8", "int4") else 1.0
-    return LayerShape(tp=layout.tp, weight_bytes=read_bytes, element_bytes=element_bytes, matmul_factor=factor)
 
 
 @lru_cache(maxsize=1 << 14)

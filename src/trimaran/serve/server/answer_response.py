@@ -117,8 +117,12 @@ class AnswerResponse(Response):
         gone = asyncio.create_task(_wait_for_disconnect(receive))
         work = asyncio.create_task(produce(scope, receive, send))
         try:
-            while not gone.done() and not work.done() and (seconds := self._patience()) > 0:
-                await asyncio.wait({gone, work}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            while not gone.done() and not work.done():
+                waited = 0.0 if self._send_began is None else time.monotonic() - self._send_began
+                if waited >= self._max_send_seconds:
+                    break
+                left = self._max_send_seconds - waited
+                await asyncio.wait({gone, work}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if not gone.done() and not work.done():
                 # The response is not complete: the HTTP server closes the connection.
                 LOG.info("a client took nothing for %.0f s; its connection is closed", self._max_send_seconds)
@@ -133,10 +137,6 @@ class AnswerResponse(Response):
             await asyncio.gather(gone, work, return_exceptions=True)
         if not work.cancelled() and (error := work.exception()) is not None:
             raise error
-
-    def _patience(self) -> float:
-        """Return how many seconds from now the client has to take the event that is being sent."""
-        return self._max_send_seconds - (0.0 if self._send_began is None else time.monotonic() - self._send_began)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

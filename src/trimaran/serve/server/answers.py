@@ -269,12 +269,14 @@ class ChatFormat:
         return {"choices": [], "usage": usage_of(choices, num_per_prompt=len(choices))}
 
     def _choice(self, number: int, added: ChoiceDelta, **content: Any) -> dict[str, Any]:
-        logprobs = {"content": [self._record(each) for each in added.tokens]} if self.logprobs else None
+        logprobs = None
+        if self.logprobs:
+            records = [
+                self._token(each.token, each.logprob) | {"top_logprobs": [self._token(*one) for one in each.top]}
+                for each in added.tokens
+            ]
+            logprobs = {"content": records}
         return {"index": number, **content, "logprobs": logprobs, "finish_reason": added.finish}
-
-    def _record(self, record: TokenRecord) -> dict[str, Any]:
-        top = [self._token(token, value) for token, value in record.top]
-        return self._token(record.token, record.logprob) | {"top_logprobs": top}
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = token_text(self.tokenizer, token)

@@ -198,7 +198,10 @@ class EngineClient:
         """Add the requests of a call. Raises UserError if the server stops or the queue is full."""
         if self._is_stopping:
             raise stopping()
-        ticket = self._queue.submit(requests, free=self._num_free())
+        free = 0
+        if self._is_ready and self._pending is None and self.limits is not None:
+            free = self.limits.max_sequences - self._queue.num_running
+        ticket = self._queue.submit(requests, free=free)
         self._dispatch()
         return ticket
 
@@ -222,10 +225,6 @@ class EngineClient:
             for name in names:
                 self._process.send({"abort": name})
         self._dispatch()
-
-    def _num_free(self) -> int:
-        can_take = self._is_ready and self._pending is None and self.limits is not None
-        return self.limits.max_sequences - self._queue.num_running if can_take and self.limits else 0
 
     def _dispatch(self) -> None:
         """Send what the engine can take: requests, or the change of weights once nothing runs."""

@@ -122,7 +122,11 @@ class Server:
                 return 0  # a signal came before the engine was ready
             starting.result()
             engine = asyncio.create_task(self.client.run())
-            others = [engine, *self._followers()]
+            others = [engine]
+            run, after = self._config.weights.run, self._settings.follow_after
+            if run is not None and after is not None:
+                following = follow_run(run, self.client, after=after, seconds=self._settings.follow_seconds)
+                others.append(asyncio.create_task(following))
             on_start(self.client.weights.label)
             await asyncio.wait({http, engine}, return_when=asyncio.FIRST_COMPLETED)
             return 0 if self._draining is not None else EXIT_ENGINE_GONE
@@ -145,12 +149,6 @@ class Server:
         )
         limits = limits_of_process(settings.max_client_connections)
         return DrainingServer(http_config(application, ConnectionGuard(limits, error_response, on_refusal)))
-
-    def _followers(self) -> list[asyncio.Task[None]]:
-        run, after = self._config.weights.run, self._settings.follow_after
-        if run is None or after is None:
-            return []
-        return [asyncio.create_task(follow_run(run, self.client, after=after, seconds=self._settings.follow_seconds))]
 
     async def _start_engine(self, weights: TrainedWeights) -> EngineProcess:
         config = replace(self._config, weights=weights)

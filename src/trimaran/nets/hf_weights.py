@@ -222,15 +222,6 @@ def _parts(layout: PartsOf, name: str, parameter: Tensor, spec: ModelSpec) -> Se
     return layout(name, tuple(parameter.shape), spec)
 
 
-def _names_of_all(spec: ModelSpec) -> set[str]:
-    """Return the names of all tensors on disk of the complete model."""
-    with torch.device("meta"):
-        decoder = Decoder(spec)
-    named = dict(decoder.named_parameters()) | correction_biases(decoder)
-    layout = disk_layout(spec)
-    return {part.name for name, each in named.items() for part in _parts(layout, name, each, spec)}
-
-
 def _refuse_mismatch(
     parts: Mapping[str, Sequence[DiskPart]], sources: Mapping[str, Any], folder: Path, spec: ModelSpec
 ) -> None:
@@ -241,7 +232,10 @@ def _refuse_mismatch(
             missing.append(name)
         elif (found := sources[name].get_slice(name).get_shape()) != shape:
             misshapen.append(f"{name} {found} (the model has {shape})")
-    expected = _names_of_all(spec)
+    with torch.device("meta"):
+        complete = Decoder(spec)
+    layout, named = disk_layout(spec), dict(complete.named_parameters()) | correction_biases(complete)
+    expected = {part.name for name, each in named.items() for part in _parts(layout, name, each, spec)}
     _refuse_base_model(sources, expected, folder)
     # Some checkpoints contain a tied head, which is not read, and the oldest Llamas their rotary tables.
     others = (each for each in sources if each not in expected and each != HEAD and "rotary_emb" not in each)

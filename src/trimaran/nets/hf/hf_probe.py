@@ -181,13 +181,13 @@ def layer_masks(module: Any, positions: Tensor) -> Any:
 
 def _isolate(masks: list[Tensor | None]) -> bool:
     """Return whether no mask lets a token of the second document attend to the first."""
-    return all(
-        mask is not None and not _attended(mask)[..., NUM_TOKENS // 2 :, : NUM_TOKENS // 2].any() for mask in masks
-    )
-
-
-def _attended(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask == 0
+    for mask in masks:
+        if mask is None:
+            return False
+        attended = mask if mask.dtype == torch.bool else mask == 0
+        if attended[..., NUM_TOKENS // 2 :, : NUM_TOKENS // 2].any():
+            return False
+    return True
 
 
 def _given_masks(module: Any, arguments: Mapping[str, Any]) -> list[Tensor | None]:
@@ -284,7 +284,8 @@ def paged_difference(network: Network, device: torch.device) -> str:
     if reason := _difference_of_parts(module):
         return reason
     before = module.config._attn_implementation
-    tokens = _probe_tokens(network.vocabulary, device)
+    numbers = torch.arange(1, 2 * PROBE_TOKENS, device=device)
+    tokens = [numbers[:PROBE_TOKENS] % network.vocabulary, numbers[PROBE_TOKENS:] * 3 % network.vocabulary]
     try:
         whole = [module(input_ids=each[None], use_cache=False).logits[0, -1].float() for each in tokens]
         reason = "" if takes_scope(module) or use_paged_attention(module) else "has its own attention implementation"
@@ -301,13 +302,14 @@ def paged_difference(network: Network, device: torch.device) -> str:
 
 def _difference_of_parts(module: Any) -> str:
     """Return why sequences in one row would not be computed as they are alone, from the model's parts and config."""
-    kinds = getattr(module.config.get_text_config(), "layer_types", None) or ()
+    config = module.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
     own_code = "has its own attention implementation"
     reasons = {
         "takes no position_ids": "position_ids" not in signature(module.forward).parameters,
         "also mixes tokens with a convolution": any(isinstance(part, nn.Conv1d) for part in module.modules()),
         "has layers without attention scores": not ISOLATING_LAYERS.issuperset(kinds),
-        "attends in chunks": "chunked_attention" in kinds or bool(_option(module, "attention_chunk_size")),
+        "attends in chunks": "chunked_attention" in kinds or bool(getattr(config, "attention_chunk_size", None)),
         "has rotary frequencies that depend on the longest sequence": any(_rope_kinds(module)),
         own_code: not getattr(module, "_supports_attention_backend", False),
     }
@@ -320,15 +322,6 @@ def _rope_kinds(module: nn.Module) -> Iterator[bool]:
         found = getattr(part, "rope_type", "")
         for kind in found.values() if isinstance(found, Mapping) else [found]:
             yield isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
-
-
-def _option(module: Any, name: str) -> Any:
-    return getattr(module.config.get_text_config(), name, None)
-
-
-def _probe_tokens(vocabulary: int, device: torch.device) -> list[Tensor]:
-    numbers = torch.arange(1, 2 * PROBE_TOKENS, device=device)
-    return [numbers[:PROBE_TOKENS] % vocabulary, numbers[PROBE_TOKENS:] * 3 % vocabulary]
 
 
 def _difference_of_logits(network: Network, tokens: list[Tensor], whole: Tensor) -> str:
@@ -348,17 +341,14 @@ def _difference_of_logits(network: Network, tokens: list[Tensor], whole: Tensor)
         last = network.extend_pages(extension, inputs)[0].float()
         windows = extension.windows
     difference = (whole - last).abs().max() / whole.abs().max().clamp(min=torch.finfo(whole.dtype).tiny)
-    if not difference < _tolerance(network.module, tokens[0].device):
+    # Rounding alone makes half precision differ by more.
+    is_half = any(each.dtype != torch.float32 for each in network.module.parameters())
+    is_half = is_half or torch.is_autocast_enabled(tokens[0].device.type)
+    if not difference < (HALF_TOLERANCE if is_half else TOLERANCE):
         return f"computes other logits over pages, by {difference:.1e}"
     if windows != _windows_of(network.module.config, windows):
         return "does not tell its attention about its windows"
     return ""
-
-
-def _tolerance(module: nn.Module, device: torch.device) -> float:
-    """Return how much logits may differ by rounding alone."""
-    is_half = torch.is_autocast_enabled(device.type) or any(each.dtype != torch.float32 for each in module.parameters())
-    return HALF_TOLERANCE if is_half else TOLERANCE
 
 
 def _windows_of(config: Any, found: Mapping[int, int | None]) -> dict[int, int | None]:

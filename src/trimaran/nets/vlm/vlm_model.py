@@ -79,7 +79,7 @@ class Vlm(nn.Module):
             if self.projector is None:
                 return features, torch.zeros((), device=tokens.device)
             rows, *deep = self._project(features, tokens, images).chunk(self.spec.num_projections, -1)
-            placed, stream = (rows, self._token_index(tokens)), ()
+            placed, stream = (rows, self.context.shard(image_token_index(tokens, self.spec.image_token))), ()
         assert self.language is not None, "a stage after the projector has decoder layers"
         rotation = None if positions is None else self._rotation(positions)
         run = partial(
@@ -201,9 +201,6 @@ class Vlm(nn.Module):
             features = features.view(torch.bfloat16)  # they come from numpy, which has no bf16
         width = self.spec.feature_width * self.spec.num_projections
         return features.float() if len(features) else torch.zeros(1, width, device=tokens.device)
-
-    def _token_index(self, tokens: Tensor) -> Tensor:
-        return self.context.shard(image_token_index(tokens, self.spec.image_token))
 
     def _rotation(self, positions: Tensor) -> Rotation:
         """Return the rotation of this rank's tokens at `positions` [3, B, T]: time, row, column."""

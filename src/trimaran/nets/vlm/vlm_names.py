@@ -157,10 +157,6 @@ MEMORY_NAMES: Mapping[str, Mapping[str, str]] = {  # the first pattern that matc
 MEMORY_NAMES = {**MEMORY_NAMES, "internvl": MEMORY_NAMES["llava"]}
 
 
-def _own(name: str, spec: VlmSpec) -> DiskTensor:
-    return DiskTensor(name)
-
-
 def _qwen(name: str, spec: VlmSpec) -> DiskTensor:
     tower, _, rest = name.partition(".")
     if tower == "language":
@@ -353,5 +349,5 @@ FORMS: Mapping[Form, Callable[[str, VlmSpec], DiskTensor]] = {
     "internvl": _internvl,
     "internvl_chat": _internvl_chat,
     "internvl_internlm2": _internvl_internlm2,
-    "trimaran_vlm": _own,
+    "trimaran_vlm": lambda name, spec: DiskTensor(name),
 }

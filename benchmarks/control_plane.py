@@ -34,10 +34,10 @@ from benchmarks.control_plane_clients import NUM_CLIENTS, STEP_SECONDS, Fleet, O
 
 from trimaran.core import EXIT_AGAIN, Mesh, Plan, parse_recipe
 from trimaran.launch.supervise.channel import Channel
+from trimaran.launch.supervise.early_supervisor import Signals
 from trimaran.launch.supervise.node import AttemptSpec, NodeEvent, RankEnded
 from trimaran.launch.supervise.node_options import NodeOptions
 from trimaran.launch.supervise.remote_node_group import RemoteNodeGroup
-from trimaran.launch.supervise.signals import Signals
 from trimaran.launch.supervise.supervisor import Supervisor
 from trimaran.runs import Heartbeat, RunDirectory, create_run, lease
 from trimaran.runs.attempts import read_attempts

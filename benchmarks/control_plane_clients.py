@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 from trimaran.core import EXIT_AGAIN
+from trimaran.launch.supervise.key_store import StoreRelay
 from trimaran.launch.supervise.remote_node import record_of_heartbeat
-from trimaran.launch.supervise.store_relay import StoreRelay
 from trimaran.runs import Heartbeat, RunDirectory, lease
 from trimaran.runs.wire import FrameAuthenticator, FrameReader, frame, new_nonce, proof, unpack
 

@@ -162,7 +162,7 @@ def finish(name: str, child: subprocess.Popen[str], facts: Line, group: Path | N
 
 def measure(names: Sequence[str], asked: argparse.Namespace) -> None:
     """Measure the disk, then every run in turn, or all together."""
-    from trimaran.machine.probe.calibrate_disk import measure_disk  # noqa: PLC0415
+    from trimaran.machine.probe.calibrate import measure_disk  # noqa: PLC0415
 
     facts: Line = {}
     if any(name.endswith("/disk") for name in names):

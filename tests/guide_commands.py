@@ -48,7 +48,6 @@ REAL = {
         "trimaran jobs k8s-llm-first",
         "trimaran jobs k8s-llm-first --stop",
         "trimaran jobs k8s-llm-first --resume",
-        "trimaran launch --on k8s --check job.yaml",
     ),
     "ray": (
         f"trimaran launch {RECIPE} --on ray --site address=http://head:8265 --set cluster=4x8xH100",

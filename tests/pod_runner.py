@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import psutil
 
-from trimaran.launch import find_workloads, name_of
+from tests.k8s_requests import workload_of
 
 SUBNET = "10.79.0"
 ROOT = Path(__file__).parents[1]
@@ -133,10 +133,10 @@ class PodRunner:
     def __init__(
         self, documents: Sequence[Any], folder: Path, *, secret_values: Mapping[str, Mapping[str, str]] | None = None
     ) -> None:
-        (self.workload,) = find_workloads(documents)
+        self.workload = workload_of(documents)
         self.folder, self.network = folder, PodNetwork()
         self._secrets = secret_values or {}
-        self._maps = {name_of(each): each["data"] for each in documents if each["kind"] == "ConfigMap"}
+        self._maps = {each["metadata"]["name"]: each["data"] for each in documents if each["kind"] == "ConfigMap"}
         self._names: dict[str, str] = {}  # addresses of pods, by host name
         self.pods: list[Pod] = []
 
@@ -283,7 +283,7 @@ class JobController:
         spec = self.workload.spec
         assert spec["completionMode"] == "Indexed"
         assert spec["podReplacementPolicy"] == "Failed"  # a pod is replaced when it has ended, not before
-        assert self.workload.restart_policy == "Never"
+        assert self.workload.pod["restartPolicy"] == "Never"
         self.active: dict[int, Pod] = {}
         self.succeeded: set[int] = set()
         self.ends: list[tuple[int, int, str]] = []  # index, exit code, action

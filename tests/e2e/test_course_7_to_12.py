@@ -17,10 +17,7 @@ from trimaran.app import main
 from trimaran.runs import RunDirectory
 
 LESSONS = ("07-three-d.md", "08-precision.md", "09-vlm-data.md", "10-faults.md", "11-bottleneck.md", "12-clusters.md")
-EXIT_CODES = {  # of commands that find what is wrong
-    "trimaran checkpoints verify runs/ten": 1,
-    "trimaran launch --on k8s --check examples/course/12-clusters/broken.yaml": 2,
-}
+EXIT_CODES = {"trimaran checkpoints verify runs/ten": 1}  # of commands that find what is wrong
 STARTS_PROCESSES = "trimaran rehearse "  # which import torch: left to the slow tests
 
 

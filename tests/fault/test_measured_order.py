@@ -14,7 +14,7 @@ from tests.fault.harness import lines, wait_for
 from tests.fault.test_network import FakeNode, FollowerThread, node_group, present
 from trimaran.core import Recipe
 from trimaran.launch import Channel, RemoteNodeGroup, measure_link
-from trimaran.launch.supervise import link_probe
+from trimaran.launch.supervise.measure_links import MEASURE_LINK, serve_link
 from trimaran.runs import RunDirectory, read_measured_links, run_token, take_lease
 
 MEASURED = Recipe.model_validate({"nodes": {"order": "measured"}})
@@ -25,7 +25,7 @@ HEADS = "model.shape={layers: 2, hidden: 32, heads: 4, kv_heads: 4, ffn: 64}"
 def channel(tmp_path: Path) -> Iterator[Channel]:
     run = RunDirectory(tmp_path)
     made = Channel("127.0.0.1", run_token(run), own_node="a")
-    made.streams[link_probe.OPERATION] = link_probe.serve_link
+    made.streams[MEASURE_LINK] = serve_link
     with take_lease(run, address=made.address):
         yield made
     made.close()
@@ -33,7 +33,7 @@ def channel(tmp_path: Path) -> Iterator[Channel]:
 
 def follower(run: RunDirectory, name: str) -> FollowerThread:
     made = FollowerThread(run, FakeNode(name, 1))
-    made.channel.streams[link_probe.OPERATION] = link_probe.serve_link
+    made.channel.streams[MEASURE_LINK] = serve_link
     return made
 
 
@@ -108,7 +108,7 @@ def test_links_are_not_measured_if_switches_are_known(
 def test_a_node_that_cannot_be_measured_does_not_stop_the_start(tmp_path: Path, channel: Channel) -> None:
     run = RunDirectory(tmp_path)
     group, others = group_of(run, channel), [follower(run, "b"), follower(run, "c")]
-    del others[1].channel.streams[link_probe.OPERATION]  # an older version
+    del others[1].channel.streams[MEASURE_LINK]  # an older version
     assert names(group) == ["a", "b", "c"]
     assert read_measured_links(run).links.keys() == {frozenset("ab")}
     leave(*others)

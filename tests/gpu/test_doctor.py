@@ -20,7 +20,7 @@ from trimaran.machine import (
     parse_peers,
     parse_short_query,
     parse_topology,
-    run_nvidia_smi,
+    run_driver_tool,
 )
 
 pytestmark = pytest.mark.gpu
@@ -40,14 +40,14 @@ def test_a_healthy_gpu_passes(tmp_path: Path) -> None:
 
 
 def test_the_drivers_output_is_parsed() -> None:
-    gpus, driver = parse_full_query(run_nvidia_smi(FULL_QUERY))
+    gpus, driver = parse_full_query(run_driver_tool(FULL_QUERY))
     assert driver
     assert gpus
     assert all(gpu.memory > 2**30 and gpu.uuid.startswith("GPU-") and gpu.clocks for gpu in gpus)
     assert all(gpu.clocks.power_limit and gpu.clocks.max_pcie_width for gpu in gpus if gpu.clocks)
-    short, same = parse_short_query(run_nvidia_smi(SHORT_QUERY))
+    short, same = parse_short_query(run_driver_tool(SHORT_QUERY))
     assert (same, [(gpu.uuid, gpu.bus) for gpu in short]) == (driver, [(gpu.uuid, gpu.bus) for gpu in gpus])
-    ways, peers = parse_topology(run_nvidia_smi(TOPOLOGY_MATRIX)), parse_peers(run_nvidia_smi(PEER_MATRIX))
+    ways, peers = parse_topology(run_driver_tool(TOPOLOGY_MATRIX)), parse_peers(run_driver_tool(PEER_MATRIX))
     assert ways is not None
     assert len(ways) == len(peers) == len(gpus)
 

@@ -11,7 +11,7 @@ LAST_RESULT = "A row that failed is run again by the next call, and its last res
 CANNOT_SHOW = """\
 ## What one GPU cannot show
 
-All ranks share one device, and each calls itself another host (`TRIMARAN_SHARE_GPUS=1`, `shared_gpu.py`).
+All ranks share one device, and each calls itself another host (`TRIMARAN_SHARE_GPUS=1`, `fork_server_process.py`).
 So NCCL uses its socket transport over the loopback interface. These runs say nothing about:
 
 - NVLink, NVSwitch and NVLS, and NCCL's shared-memory and peer-to-peer transports;

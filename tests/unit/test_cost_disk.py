@@ -8,7 +8,7 @@ import pytest
 from trimaran.core import Mesh, Plan
 from trimaran.cost import Job, predict_equal
 from trimaran.machine import CPU, DEVICES, Calibration, Cluster, DiskRates, apply_calibration, measure_disk
-from trimaran.machine.probe import calibrate_disk
+from trimaran.machine.probe import calibrate
 from trimaran.models import PRESETS, outline_of
 
 SPEC = PRESETS["llama-3.1-8b"]
@@ -64,7 +64,7 @@ def test_a_cpu_rank_holds_the_buffers_and_not_the_states() -> None:
 
 
 def test_measured_rates_replace_the_assumed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate_disk, "FILE_BYTES", 1 << 24)
+    monkeypatch.setattr(calibrate, "FILE_BYTES", 1 << 24)
     measured = measure_disk(tmp_path, seconds=0.03)
     assert all(0 < rate < 1e3 for rate in measured.values())
     assert [*tmp_path.iterdir()] == []

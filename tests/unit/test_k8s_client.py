@@ -12,7 +12,7 @@ import yaml
 from tests.cases import slow
 from tests.k8s_requests import launch_request
 from trimaran.core import UserError
-from trimaran.launch import KINDS, JobRecord, KubernetesTarget, LaunchRequest, describe, new_record, read_logs
+from trimaran.launch import KINDS, JobRecord, KubernetesTarget, LaunchRequest, describe, new_record
 
 kmock: Any = pytest.importorskip("kmock")
 pytest.importorskip("kubernetes")
@@ -223,12 +223,3 @@ def test_commands_are_those_of_kubectl(server: Server, tmp_path: Path) -> None:
     assert commands.stop[3:5] == ["patch", "job.batch/first"]
     assert commands.resume == ["trimaran", "jobs", "k8s-llm-first", "--resume"]
     assert "canary" not in str(job)
-
-
-def test_logs_are_those_of_all_pods(server: Server, tmp_path: Path) -> None:
-    job = submitted(launch_request(kind="job"), tmp_path / "files")
-    for name in ("first-0", "first-1"):
-        server.add("v1", "pods", pod(name, "Running"))
-        server.api[f"get /api/v1/namespaces/llm/pods/{name}/log"] << f"step 1 of {name}\n"
-    logs = read_logs(job.details, job.native_id, tail_lines=10)
-    assert logs == {name: f"step 1 of {name}\n" for name in ("first-0", "first-1")}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.k8s_requests import launch_request
+from tests.k8s_requests import launch_request, workload_of
 from tests.pod_runner import expand
 from trimaran.app import main
 from trimaran.core import UserError, parse_recipe
@@ -18,9 +18,7 @@ from trimaran.launch import (
     KubernetesTarget,
     LaunchRequest,
     Target,
-    find_workloads,
     grace_seconds,
-    lint_manifest,
     open_target,
     site_section,
 )
@@ -81,9 +79,7 @@ def requests() -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "site"), requests())
-def test_manifests_are_valid_for_the_api_and_for_operators_and_have_no_mistakes(
-    kind: str, site: dict[str, Any]
-) -> None:
+def test_manifests_are_valid_for_the_api_and_for_operators(kind: str, site: dict[str, Any]) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
     trees = documents(launch_request(*METRICS, kind=kind, **site))
@@ -92,13 +88,12 @@ def test_manifests_are_valid_for_the_api_and_for_operators_and_have_no_mistakes(
             kubernetes_validate.validate(tree, VERSION, strict=True)
         else:
             assert tree["kind"] in {*MODELS, *NO_MODELS}
-    (workload,) = find_workloads(trees)
+    workload = workload_of(trees)
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": workload.pod}
     kubernetes_validate.validate(pod, VERSION, strict=True)
     if workload.spec:
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": workload.spec}
         kubernetes_validate.validate(job, VERSION, strict=True)
-    assert [str(each) for each in lint_manifest(trees)] == []
     survive_the_models_of_their_operators(trees, kind, own_runtime=kind == "trainjob" and not site.get("runtime"))
 
 
@@ -131,7 +126,7 @@ def test_the_validation_would_notice_a_wrong_field() -> None:
 def test_pods_are_as_operators_expect_them(kind: str) -> None:
     request = launch_request(cluster="2x8xH100", kind=kind)
     trees = documents(request)
-    (workload,) = find_workloads(trees)
+    workload = workload_of(trees)
     pod, (node,) = workload.pod, workload.pod["containers"]
     assert workload.pods == workload.spec["completions"] == 2
     assert pod["restartPolicy"] == "Never"
@@ -157,7 +152,7 @@ def test_pods_are_as_operators_expect_them(kind: str) -> None:
 
 
 def test_rdma_adds_one_capability_and_its_resource() -> None:
-    (workload,) = find_workloads(documents(launch_request(cluster="2x8xH100", rdma="rdma/hca")))
+    workload = workload_of(documents(launch_request(cluster="2x8xH100", rdma="rdma/hca")))
     (node,) = workload.pod["containers"]
     assert node["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
     assert node["resources"]["limits"]["rdma/hca"] == node["resources"]["requests"]["rdma/hca"] == "1"
@@ -169,7 +164,7 @@ def test_pods_get_the_recipe_and_the_plan_and_create_the_run_from_them() -> None
     data = of_kind(trees, "ConfigMap")["data"]
     assert parse_recipe(data["recipe.yaml"], name="map") == request.recipe
     assert data["plan.json"] == dump_plan(request.plan)
-    (node,) = find_workloads(trees)[0].pod["containers"]
+    (node,) = workload_of(trees).pod["containers"]
     assert node["command"] == [
         "python", "-m", "trimaran.launch", "/runs/first", "--create-from=/etc/trimaran/launch",
         "--nodes=2", "--ranks-per-node=2", "--address=auto",
@@ -180,12 +175,11 @@ def test_pods_get_the_recipe_and_the_plan_and_create_the_run_from_them() -> None
 
 def test_elastic_runs_have_pods_for_the_most_nodes_and_keep_the_fewest() -> None:
     trees = documents(launch_request("faults.ranks=[2, 8]"))
-    (workload,) = find_workloads(trees)
+    workload = workload_of(trees)
     assert workload.pods == workload.spec["completions"] == 4
     assert "--min-nodes=1" in workload.pod["containers"][0]["command"]
     assert of_kind(trees, "PodDisruptionBudget")["spec"]["minAvailable"] == 1
     assert workload.spec["successPolicy"] == {"rules": [{"succeededCount": 1}]}
-    assert lint_manifest(trees) == []
 
 
 def test_kueue_gets_a_label_and_a_suspended_job() -> None:
@@ -235,7 +229,7 @@ def test_the_same_request_gives_the_same_files() -> None:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_names_reach_the_supervisor_as_they_are(name: str) -> None:
     trees = documents(launch_request(name=name, run_dir=f"/runs/{name}", env={"MARK": name}))
-    (workload,) = find_workloads(trees)
+    workload = workload_of(trees)
     (node,) = workload.pod["containers"]
     environ = {"HF_TOKEN": "canary", "HOME": "/tmp"}
     assert [expand(word, environ) for word in node["command"]][3] == f"/runs/{name}"
@@ -273,6 +267,8 @@ def test_checks_name_what_is_missing() -> None:
     assert codes(launch_request(image="")) == ["L040"]
     assert codes(launch_request(run_dir="/elsewhere/first")) == ["L041"]
     assert codes(launch_request(image="trimaran:latest")) == ["L056"]
+    assert codes(launch_request(image="registry.example:5000/llm/trimaran")) == ["L056"]
+    assert codes(launch_request(image=f"registry/trimaran@sha256:{'0' * 64}")) == []
     assert codes(launch_request("telemetry.prometheus.port=9101")) == ["L058"]
     assert codes(launch_request(*METRICS)) == []
 
@@ -394,3 +390,15 @@ def test_the_guide_has_every_field_with_its_default_and_meaning() -> None:
     assert {name: meaning for name, (_, meaning) in rows.items()} == {
         name: field.description for name, field in KubernetesSite.model_fields.items()
     }
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "just text", "\x00", "- 1\n", "!!python/object:os.system x"])
+def test_launch_files_that_were_damaged_are_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(UserError, match="L044"):
+        KubernetesTarget().submit(launch_request(), tmp_path)
+
+
+def test_launch_files_that_are_gone_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="L044"):
+        KubernetesTarget().submit(launch_request(), tmp_path)

@@ -15,7 +15,7 @@ from tests.runs import new_run, start_ranks
 from tests.unit.test_launch_nodes import parse
 from trimaran.core import UserError
 from trimaran.launch import (
-    OPERATION,
+    RUN_FILES,
     Channel,
     FileReceiver,
     FileSender,
@@ -43,7 +43,7 @@ def head(tmp_path: Path) -> RunDirectory:
 @pytest.fixture
 def channel(head: RunDirectory) -> Iterator[Channel]:
     made = Channel("127.0.0.1", run_token(head))
-    made.operations[OPERATION] = answer_not_ready
+    made.operations[RUN_FILES] = answer_not_ready
     yield made
     made.close()
 
@@ -51,7 +51,7 @@ def channel(head: RunDirectory) -> Iterator[Channel]:
 @contextmanager
 def coordinating(head: RunDirectory, channel: Channel) -> Iterator[None]:
     with take_lease(head, address=channel.address) as lease:
-        channel.operations[OPERATION] = partial(answer_nodes, head, lease.holder)
+        channel.operations[RUN_FILES] = partial(answer_nodes, head, lease.holder)
         yield
 
 

@@ -280,7 +280,7 @@ def test_a_sidecar_dies_with_its_supervisor(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run", "telemetry.sample_seconds=0.1")
     code = (
         "import os, sys, time; from pathlib import Path; from trimaran.runs import RunDirectory\n"
-        "from trimaran.launch.supervise.sidecar_process import SidecarProcess\n"
+        "from trimaran.launch.supervise.side_processes import SidecarProcess\n"
         "SidecarProcess(RunDirectory(Path(sys.argv[1])), os.environ).start(0)\ntime.sleep(60)"
     )
     supervisor = subprocess.Popen([sys.executable, "-c", code, str(run.path)])

@@ -73,7 +73,7 @@ def test_a_process_of_a_plain_run_imports_nothing_that_it_does_not_use(statement
 
 def test_the_supervisor_is_started_by_a_process_that_has_imported_almost_nothing() -> None:
     modules = imported_by(
-        "import trimaran.launch.supervise.early_supervisor, trimaran.launch.supervise.warm_connection"
+        "import trimaran.launch.supervise.early_supervisor, trimaran.launch.supervise.fork_server_process"
     )
     heavy = {
         "pydantic",

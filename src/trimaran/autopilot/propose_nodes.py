@@ -8,7 +8,7 @@ from trimaran.core import Decision, Recipe
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.rules.balance import slow_computer
 from trimaran.doctor.step_breakdown import step_breakdown
-from trimaran.launch.supervise.replan import resized
+from trimaran.launch.supervise.next_attempt import resized
 from trimaran.runs.left_out_nodes import LEFT_OUT_FIELD, has_recovered, speedup_of
 
 MIN_UNCERTAINTY = 0.05  # of a step

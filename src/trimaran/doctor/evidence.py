@@ -9,7 +9,7 @@ from typing import Any
 from trimaran.core import SLOW_DETAILS, Finding, Plan, Recipe, UserError
 from trimaran.doctor.profile_evidence import read_snapshots, read_traces
 from trimaran.machine import parse_cluster
-from trimaran.machine.run_cluster import part_of
+from trimaran.machine.parse_cluster import part_of
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import Question
 from trimaran.runs import JsonlFollower, RunDirectory

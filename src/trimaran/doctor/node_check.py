@@ -1,6 +1,6 @@
 """`python -m trimaran.doctor.node_check RUN`: the preflight check of one node of a run, as a JSON object on stdout.
 
-The supervisor starts it (`launch/supervise/preflight_process.py`): `launch` may not import `doctor`.
+The supervisor starts it (`launch/supervise/side_processes.py`): `launch` may not import `doctor`.
 """
 
 import argparse

@@ -17,10 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trimaran.launch.supervise.early_supervisor import LATER, WARM, redirect_output, wait_for_arguments
-from trimaran.launch.supervise.fork_server_process import ForkServerProcess, start_fork_server
-from trimaran.launch.supervise.signals import Signals
-from trimaran.launch.supervise.warm_connection import fork_warm_or_start
+from trimaran.launch.supervise.early_supervisor import LATER, WARM, Signals, redirect_output, wait_for_arguments
+from trimaran.launch.supervise.fork_server_process import ForkServerProcess, fork_warm_or_start, start_fork_server
 from trimaran.runs.process_control import drop_unread_output, raise_soft_limits
 
 SIGNALS = Signals()
@@ -34,21 +32,21 @@ if __name__ == "__main__":
 
 from trimaran.core import EXIT_AGAIN, EXIT_USER, Plan, Recipe, UserError  # noqa: E402
 from trimaran.core.regular_files import append_regular_file  # noqa: E402
-from trimaran.launch.supervise.autopilot_process import autopilot_process  # noqa: E402
 from trimaran.launch.supervise.head_client import HeadClient, create_as_head_has_it  # noqa: E402
-from trimaran.launch.supervise.local_node import LocalNode  # noqa: E402
-from trimaran.launch.supervise.local_node_group import LocalNodeGroup  # noqa: E402
+from trimaran.launch.supervise.local_node import LocalNode, LocalNodeGroup  # noqa: E402
 from trimaran.launch.supervise.multi_node import run_on_several_nodes  # noqa: E402
+from trimaran.launch.supervise.next_attempt import cluster_of  # noqa: E402
 from trimaran.launch.supervise.node_options import (  # noqa: E402
     NodeOptions,
     add_node_flags,
+    given_token,
+    keep_token,
+    needed_token,
     parse_node_options,
     with_own_address,
 )
-from trimaran.launch.supervise.preflight_process import PreflightProcess  # noqa: E402
 from trimaran.launch.supervise.recovery_policy import EXIT_FAULT  # noqa: E402
-from trimaran.launch.supervise.replan import cluster_of  # noqa: E402
-from trimaran.launch.supervise.run_token import given_token, keep_token, needed_token  # noqa: E402
+from trimaran.launch.supervise.side_processes import PreflightProcess, autopilot_process  # noqa: E402
 from trimaran.launch.supervise.supervisor import Supervisor, file_lost_supervisor  # noqa: E402
 from trimaran.machine import Cluster  # noqa: E402
 from trimaran.models.hub_files import restore_missing_files  # noqa: E402

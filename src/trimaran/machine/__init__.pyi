@@ -1,76 +1,72 @@
 """Public names of `trimaran.machine`, and the modules that they come from. They are imported on first use."""
 
 from .calibration import (
-    Calibration as Calibration, Collectives as Collectives, apply_calibration as apply_calibration,
-    calibration_folder as calibration_folder, read_calibration as read_calibration,
+    apply_calibration as apply_calibration, Calibration as Calibration, calibration_folder as calibration_folder,
+    Collectives as Collectives, combined as combined, FittedRates as FittedRates, LinkFactors as LinkFactors,
+    read_calibration as read_calibration, with_fitted as with_fitted,
 )
 from .checks.between_nodes import (
     culprits as culprits, first_round as first_round, node_pairs as node_pairs, second_round as second_round,
 )
 from .checks.fabric_presets import (
-    FABRICS as FABRICS, FabricFacts as FabricFacts, load_presets as load_presets, preset_changes as preset_changes,
+    FabricFacts as FabricFacts, FABRICS as FABRICS, load_presets as load_presets, preset_changes as preset_changes,
     read_fabric as read_fabric,
 )
-from .checks.known_variables import known_names as known_names
 from .checks.machine_facts import (
-    DiskFacts as DiskFacts, Ecc as Ecc, Facts as Facts, Gpu as Gpu, GpuClocks as GpuClocks, HostFacts as HostFacts,
+    DiskFacts as DiskFacts, Facts as Facts, HostFacts as HostFacts,
     Interconnect as Interconnect, MachineMeasurements as MachineMeasurements, Nic as Nic,
     NodeMeasurements as NodeMeasurements, Pair as Pair, ProcessLimits as ProcessLimits,
     RunRequirements as RunRequirements, Versions as Versions,
 )
-from .checks.measure_machine import RendezvousOptions as RendezvousOptions, measure_devices as measure_devices
-from .checks.nvidia_smi import (
-    FULL_QUERY as FULL_QUERY, PEER_MATRIX as PEER_MATRIX, SHORT_QUERY as SHORT_QUERY,
-    TOPOLOGY_MATRIX as TOPOLOGY_MATRIX, parse_full_query as parse_full_query,
-    parse_gpu_nic_paths as parse_gpu_nic_paths, parse_peers as parse_peers, parse_short_query as parse_short_query,
-    run_nvidia_smi as run_nvidia_smi,
+from .checks.measure_machine import (
+    measure_devices as measure_devices, ProbeProcess as ProbeProcess, RendezvousOptions as RendezvousOptions,
 )
 from .checks.preflight import CHECKS as CHECKS, refuse_failed_checks as refuse_failed_checks, run_checks as run_checks
-from .checks.probe_process import ProbeProcess as ProbeProcess
 from .checks.read_machine import (
     is_port_in_use as is_port_in_use, read_disk as read_disk, read_facts as read_facts,
     read_interconnect as read_interconnect, read_nics as read_nics, visible as visible,
 )
 from .checks.software import (
-    known_bad as known_bad, misspelt as misspelt, within as within, wrong_algorithms as wrong_algorithms,
+    known_bad as known_bad, known_names as known_names, misspelt as misspelt, within as within,
+    wrong_algorithms as wrong_algorithms,
 )
 from .cluster import (
     Cluster as Cluster, DeviceGroup as DeviceGroup, DiskRates as DiskRates, Link as Link, refuse_mixed as refuse_mixed,
 )
 from .comm_result import (
     BUS_FACTORS as BUS_FACTORS, CommCurve as CommCurve, CommPair as CommPair, CommPoint as CommPoint,
-    CommResult as CommResult, read_comm_result as read_comm_result,
+    CommResult as CommResult, fit_link as fit_link, read_comm_result as read_comm_result,
 )
 from .cpu_rates import (
-    CpuRates as CpuRates, cpu_rates_path as cpu_rates_path, read_cpu_rates as read_cpu_rates,
+    cpu_rates_path as cpu_rates_path, CpuRates as CpuRates, read_cpu_rates as read_cpu_rates,
     write_cpu_rates as write_cpu_rates,
 )
 from .detect import (
     cpu_flops as cpu_flops, cpu_rates_file as cpu_rates_file, detect as detect, gpu_device as gpu_device,
     machine_name as machine_name, num_cores as num_cores, with_cpu_rates as with_cpu_rates,
 )
-from .device_catalogue import CPU as CPU, DEVICES as DEVICES, Device as Device, find_device as find_device
-from .fitted_rates import (
-    FittedRates as FittedRates, LinkFactors as LinkFactors, combined as combined, with_fitted as with_fitted,
+from .device_catalogue import CPU as CPU, Device as Device, DEVICES as DEVICES, find_device as find_device
+from .gpus import (
+    Ecc as Ecc, Gpu as Gpu, GpuClocks as GpuClocks,
+    FULL_QUERY as FULL_QUERY, gpu_links as gpu_links, GpuSampler as GpuSampler,
+    HARDWARE_THROTTLE_REASONS as HARDWARE_THROTTLE_REASONS, parse_full_query as parse_full_query,
+    parse_gpu_nic_paths as parse_gpu_nic_paths, parse_peers as parse_peers, parse_short_query as parse_short_query,
+    parse_topology as parse_topology, PEER_MATRIX as PEER_MATRIX, read_network as read_network,
+    run_driver_tool as run_driver_tool, SHORT_QUERY as SHORT_QUERY, THROTTLE_REASONS as THROTTLE_REASONS,
+    TOPOLOGY_MATRIX as TOPOLOGY_MATRIX,
 )
-from .gpu_topology import gpu_links as gpu_links, parse_topology as parse_topology, read_network as read_network
 from .host_limits import (
     cores_near as cores_near, count_oom_kills as count_oom_kills, cpu_quota as cpu_quota, free_bytes as free_bytes,
     free_tasks as free_tasks, numa_nodes as numa_nodes, openmp_threads as openmp_threads, pci_device as pci_device,
     total_and_used_bytes as total_and_used_bytes, total_bytes as total_bytes,
 )
-from .link_fit import fit_link as fit_link
-from .nvml import (
-    GpuSampler as GpuSampler, HARDWARE_THROTTLE_REASONS as HARDWARE_THROTTLE_REASONS,
-    THROTTLE_REASONS as THROTTLE_REASONS,
-)
 from .parse_cluster import parse_cluster as parse_cluster
-from .probe.calibrate_disk import measure_disk as measure_disk
+from .probe.calibrate import measure_disk as measure_disk
 from .probe.collective_calls import CommGroup as CommGroup, count_wrong as count_wrong
 from .probe.measure_comm import measure as measure
 from .probe.measure_cpu import stopped as stopped
-from .probe.probe_nodes import NodeRendezvous as NodeRendezvous, PAIR_SECONDS as PAIR_SECONDS
 from .probe.probe_ranks import (
     count_wrong_values as count_wrong_values, measure_all_reduce as measure_all_reduce,
-    measure_matmuls as measure_matmuls, run_forked as run_forked,
+    measure_matmuls as measure_matmuls, NodeRendezvous as NodeRendezvous, PAIR_SECONDS as PAIR_SECONDS,
+    run_forked as run_forked,
 )

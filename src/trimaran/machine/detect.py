@@ -1,10 +1,8 @@
 """Detects this machine: its GPUs and their links from the driver's tools, or its cores. Imports no torch."""
 
 import functools
-import json
 import os
 import re
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,17 +11,26 @@ from pathlib import Path
 import psutil
 
 from trimaran.core import Bytes, Flops, Seconds
-from trimaran.machine.calibration import apply_calibration, apply_measured, find_calibration
+from trimaran.machine.calibration import (
+    MIN_GLOO_LATENCY_SECONDS,
+    apply_calibration,
+    apply_measured,
+    find_calibration,
+    with_fitted,
+)
 from trimaran.machine.cluster import Cluster, Link, default_links
 from trimaran.machine.cpu_rates import CpuRates, cpu_rates_path, read_cpu_rates
 from trimaran.machine.device_catalogue import CPU, DEVICES, Device, model_words
-from trimaran.machine.fitted_rates import MIN_GLOO_LATENCY_SECONDS, with_fitted
-from trimaran.machine.gpu_topology import gpu_links, parse_topology, read_network
+from trimaran.machine.gpus import (
+    TOPOLOGY_MATRIX,
+    gpu_links,
+    list_gpus,
+    parse_topology,
+    read_network,
+    run_driver_tool,
+)
 
 MAX_CPU_RANKS = 8
-NVIDIA_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
-TOPOLOGY = ("nvidia-smi", "topo", "-m")
-ROCM_QUERY = ("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--json")
 DRIVER_FRACTION = 0.007  # of the memory that the driver lists, reserved by CUDA in every process
 UNKNOWN_GPU = replace(DEVICES["V100-16GB"], peak_flops={"fp32": Flops(15e12), "bf16": Flops(60e12)})
 
@@ -42,7 +49,7 @@ def detect(
     `calibrations` is the folder of measurements. Those of this machine replace the rates of the catalogue.
     `threads` is how many each rank of a CPU gets, if the user set OMP_NUM_THREADS.
     """
-    if gpus := _list_gpus(visible_devices) or _list_amd_gpus(visible_devices):
+    if gpus := list_gpus(visible_devices):
         cluster = _gpu_cluster(gpus, visible_devices)
         calibration = find_calibration(calibrations, machine_name(cluster))
         return apply_calibration(cluster, calibration) if calibration else cluster
@@ -195,7 +202,7 @@ def _gpu_cluster(gpus: Sequence[tuple[str, float]], visible: str | None) -> Clus
 
 def _read_gpu_links(device: Device, num_gpus: int, visible: str | None) -> tuple[Link, ...]:
     """Return the links between the visible GPUs; empty if the driver does not say: then the device's link counts."""
-    matrix = parse_topology(_run_tool(TOPOLOGY)) if num_gpus > 1 else None
+    matrix = parse_topology(run_driver_tool(TOPOLOGY_MATRIX)) if num_gpus > 1 else None
     if matrix is None:
         return ()
     chosen = (
@@ -204,35 +211,6 @@ def _read_gpu_links(device: Device, num_gpus: int, visible: str | None) -> tuple
     if len(chosen) != num_gpus or max(chosen) >= len(matrix):
         return ()  # chosen by UUID, or a container that counts differently
     return gpu_links([[matrix[row][column] for column in chosen] for row in chosen], device)
-
-
-def _list_gpus(visible: str | None) -> list[tuple[str, float]]:
-    if visible is not None and not visible.strip(", "):
-        return []
-    chosen = () if visible is None else (f"--id={visible}",)
-    rows = (line.rpartition(",") for line in _run_tool((*NVIDIA_QUERY, *chosen)).splitlines())
-    # A Grace-Blackwell or an iGPU may report `[N/A]`, which is not a memory size to plan with.
-    return [(name.strip(), float(memory)) for name, _, memory in rows if memory.strip().isdigit()]
-
-
-def _list_amd_gpus(visible: str | None) -> list[tuple[str, float]]:
-    if visible is not None and not visible.strip(", "):
-        return []
-    try:
-        cards = json.loads(_run_tool(ROCM_QUERY) or "{}")
-        pairs = [(str(card["Card Series"]), float(card["VRAM Total Memory (B)"]) / 2**20) for card in cards.values()]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []  # another version of the tool, or no card
-    chosen = range(len(pairs)) if visible is None else [int(each) for each in visible.split(",") if each.isdigit()]
-    return [pairs[index] for index in chosen if index < len(pairs)]
-
-
-def _run_tool(command: Sequence[str]) -> str:
-    """Return the output of a driver's tool; empty if there is no tool, no answer, or no such device."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def _file_name(text: str) -> str:

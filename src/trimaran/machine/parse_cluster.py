@@ -1,6 +1,11 @@
-"""Parses a cluster: `auto`, `8xH100`, `4x8xA100-80GB`, `4xA100-80GB+4xL40S`, `2xcpu` or a YAML file."""
+"""Parses a cluster: `auto`, `8xH100`, `4x8xA100-80GB`, `4xA100-80GB+4xL40S`, `2xcpu` or a YAML file.
+
+Also the cluster of a recipe, and the part of it that a run uses. `environment` is an argument: only entry points read
+it.
+"""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -8,12 +13,14 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trimaran.core import GIB, Bytes, Seconds, UserError
+from trimaran.core import GIB, Bytes, Recipe, Seconds, UserError
 from trimaran.core.parse_text import TextError, load_yaml
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.machine.calibration import (
     apply_calibration,
+    calibration_folder,
     find_calibration,
+    first_error,
     parse_calibration,
     read_calibration,
     with_network,
@@ -21,7 +28,6 @@ from trimaran.machine.calibration import (
 from trimaran.machine.cluster import LATENCY_SECONDS, Cluster, Link, mixed_cluster
 from trimaran.machine.detect import cpu_cluster, detect, machine_name
 from trimaran.machine.device_catalogue import find_device
-from trimaran.machine.validation_error import first_error
 
 MAX_FILE_BYTES = 1 << 16
 MAX_DEVICES = 1 << 20
@@ -211,3 +217,29 @@ def _link(file: LinkFile, num_devices: int) -> Link:
     latency = file.latency_us * 1e-6 if file.latency_us else LATENCY_SECONDS.get(file.name, LATENCY_SECONDS["network"])
     bandwidth = file.gb_per_second * 1e9
     return Link(name=file.name, devices=num_devices, bandwidth=bandwidth, latency=Seconds(latency), reached=reached)
+
+
+def cluster_of(recipe: Recipe, world_size: int, environment: Mapping[str, str]) -> Cluster:
+    """Return the part of the recipe's cluster that `world_size` ranks use."""
+    cluster = full_cluster(recipe, environment)
+    if cluster.world_size != world_size and cluster.device.traits.shares_cores and cluster.num_nodes == 1:
+        return parse_cluster(f"{world_size}xcpu", calibrations=calibration_folder(environment))
+    return part_of(cluster, world_size)
+
+
+def part_of(cluster: Cluster, world_size: int) -> Cluster:
+    """Return the part of a cluster that `world_size` ranks use: whole nodes, or a part of one."""
+    if cluster.world_size == world_size:
+        return cluster
+    per_node = min(world_size, cluster.devices_per_node)
+    if world_size % per_node:
+        raise UserError("C003", f"{world_size} devices do not fill equal nodes of {per_node}", where="faults.ranks",
+                        fix=f"use multiples of {per_node}")  # fmt: skip
+    # Of several kinds of devices it is not known which are left: the plan is for the one with the least memory.
+    return replace(cluster, num_nodes=world_size // per_node, devices_per_node=per_node, groups=())
+
+
+def full_cluster(recipe: Recipe, environment: Mapping[str, str]) -> Cluster:
+    """Return the recipe's cluster."""
+    visible, measured = environment.get("CUDA_VISIBLE_DEVICES"), calibration_folder(environment)
+    return parse_cluster(recipe.cluster, visible_devices=visible, calibrations=measured)

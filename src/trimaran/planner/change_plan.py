@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from trimaran.core import Mesh, Plan, Recipe, UserError, dump_recipe, parse_recipe
 from trimaran.core.autopilot_section import OTHER_CHANGEABLE_FIELDS
-from trimaran.machine.run_cluster import cluster_of
+from trimaran.machine.parse_cluster import cluster_of
 from trimaran.models import outline_if_known, spec_of
 from trimaran.models.hf_facts import cached_facts
 from trimaran.planner.question import Question

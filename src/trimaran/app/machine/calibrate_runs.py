@@ -13,8 +13,7 @@ from trimaran.app.recipe.calibrate_cpu import cluster_of_text
 from trimaran.app.recipe.options import RUNS
 from trimaran.core import UserError
 from trimaran.machine import Calibration, Cluster, calibration_folder
-from trimaran.machine.calibration import find_calibration
-from trimaran.machine.fitted_rates import MAX_SOURCES, SourceRun, combined, with_fitted
+from trimaran.machine.calibration import MAX_SOURCES, SourceRun, combined, find_calibration, with_fitted
 from trimaran.planner.measure.fit_rates import FitResult, fit_rates, median_error
 from trimaran.planner.measure.measured_run import MeasuredRun, PlanSteps, UnusableRunError, read_measured_run
 from trimaran.planner.measure.rate_model import (

@@ -9,8 +9,7 @@ from trimaran.cost.collective import NETWORK_HOP_FACTOR, REDUCE_HOP_FACTOR, Ring
 from trimaran.machine import Calibration, Cluster
 from trimaran.machine.calibration import Collectives
 from trimaran.machine.checks.between_nodes import culprits, suspects
-from trimaran.machine.comm_result import CommCurve, CommPair, CommResult
-from trimaran.machine.link_fit import LinkFit
+from trimaran.machine.comm_result import CommCurve, CommPair, CommResult, LinkFit
 
 RATES = {"all_reduce": "all_reduce", "all_gather": "all_gather", "all_to_all": "all_to_all", "send_recv": "send"}
 MAX_BANDWIDTH_ERROR = 0.3  # of a fitted bandwidth that a calibration takes

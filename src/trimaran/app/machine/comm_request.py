@@ -22,7 +22,7 @@ from trimaran.app.machine.machine_check import interface_to
 from trimaran.app.machine.measure_process import run_measurement
 from trimaran.core import Mesh, UserError
 from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.launch.supervise.shared_gpu import shared_gpu_environment
+from trimaran.launch.supervise.fork_server_process import shared_gpu_environment
 from trimaran.machine import Cluster, detect, num_cores
 from trimaran.machine.comm_result import CommCurve, CommPair, CommResult, make_points
 

@@ -11,8 +11,7 @@ from rich.text import Text
 from trimaran.app.machine.comm_links import find_outliers
 from trimaran.app.show.text_chart import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve
 from trimaran.core import show_bytes
-from trimaran.machine.comm_result import CommCurve, CommResult
-from trimaran.machine.link_fit import LinkFit
+from trimaran.machine.comm_result import CommCurve, CommResult, LinkFit
 
 COLORS = {"all_reduce": BLUE, "all_gather": GREEN, "reduce_scatter": ORANGE, "all_to_all": PURPLE, "broadcast": SKY,
           "send_recv": RED}  # fmt: skip

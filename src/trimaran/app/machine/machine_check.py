@@ -16,12 +16,16 @@ from trimaran.core import EXIT_DONE, EXIT_USER, Bytes, Plan, Recipe, Seconds, Us
 from trimaran.cost import STATE_BYTES
 from trimaran.cost.goodput import checkpoint_bytes
 from trimaran.machine import Cluster, calibration_folder, detect
-from trimaran.machine.checks.machine_facts import RunRequirements
-from trimaran.machine.checks.measure_machine import RendezvousOptions, gather_results, measure_devices, measure_nodes
+from trimaran.machine.checks.machine_facts import CheckResult, RunRequirements
+from trimaran.machine.checks.measure_machine import (
+    ProbeProcess,
+    RendezvousOptions,
+    gather_results,
+    measure_devices,
+    measure_nodes,
+)
 from trimaran.machine.checks.preflight import THIS_MACHINE, check_before_run, run_checks
-from trimaran.machine.checks.probe_process import ProbeProcess
 from trimaran.machine.checks.read_machine import is_port_in_use, read_disk, read_facts
-from trimaran.machine.checks.result import CheckResult
 
 if TYPE_CHECKING:
     from rich.table import Table

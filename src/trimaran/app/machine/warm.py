@@ -9,7 +9,7 @@ import typer
 
 from trimaran.app.recipe.options import Json
 from trimaran.core import UserError, show_seconds
-from trimaran.launch.supervise.warm_connection import ANSWER_SECONDS, IDLE_MINUTES, ask_warm, start_warm
+from trimaran.launch.supervise.fork_server_process import ANSWER_SECONDS, IDLE_MINUTES, ask_warm, start_warm
 from trimaran.runs.warm_protocol import LOG, runtime_folder
 
 Minutes = Annotated[

@@ -35,7 +35,7 @@ def runs_in(folders: Sequence[Path], environ: Mapping[str, str]) -> list[Path]:
 
 
 def _launched_runs(environ: Mapping[str, str]) -> Iterator[Path]:
-    from trimaran.launch.targets.job_records import read_records, state_folder
+    from trimaran.launch.targets.target import read_records, state_folder
 
     try:
         records = read_records(state_folder(environ))

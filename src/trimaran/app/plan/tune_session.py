@@ -21,7 +21,7 @@ from trimaran.app.recipe.prepare_data import check_data, prepare_data
 from trimaran.app.runs.live import print_plain
 from trimaran.app.show.progress_bar import progress_bar
 from trimaran.core import UserError
-from trimaran.launch.supervise.warm_connection import ask_warm, start_warm
+from trimaran.launch.supervise.fork_server_process import ask_warm, start_warm
 from trimaran.planner.measure.run_index import index_path, open_index
 from trimaran.planner.measure.trial_record import MeasuredTrial, TrialLimits, TrialStore, TuneCandidate
 from trimaran.planner.measure.tuner import StopReason, Tuner, TuneResult, TuneTask

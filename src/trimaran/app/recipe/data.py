@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from trimaran.app.recipe.options import Json, RecipeFile, Settings
 from trimaran.core import DataSection, Recipe, UserError, show_bytes, show_count
 from trimaran.data import TokenShards, pack
-from trimaran.machine.validation_error import first_error
+from trimaran.machine.calibration import first_error
 
 data = typer.Typer(help="Inspect the data of a recipe; pack text into token shards.", rich_markup_mode=None)
 

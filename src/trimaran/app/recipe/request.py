@@ -13,7 +13,7 @@ from trimaran.core import Plan, Recipe, UserError, did_you_mean, parse_recipe
 from trimaran.core.errors import collected, raise_together
 from trimaran.core.recipe import load_used_plugins
 from trimaran.core.regular_files import expand_user, read_regular_bytes
-from trimaran.launch.supervise.shared_gpu import SHARE_GPUS
+from trimaran.launch.supervise.fork_server_process import SHARE_GPUS
 from trimaran.machine import Cluster, calibration_folder, detect, parse_cluster
 from trimaran.machine.parse_cluster import MAX_DEVICES
 from trimaran.models import Outline, Spec, is_hub_name, outline_for, outline_if_known, refuse_freezing, spec_of

@@ -15,7 +15,7 @@ from trimaran.app.runs.store_notes import store_notes
 from trimaran.app.show.clean_console import print_plain
 from trimaran.app.show.logs import LogLine
 from trimaran.app.show.text_chart import ORANGE
-from trimaran.launch.supervise.incident_text import incident_text
+from trimaran.launch.supervise.investigate import incident_text
 
 FRAME_SECONDS = 0.25
 MAX_FRAME_SECONDS = 2.0

@@ -20,7 +20,7 @@ JOB_TARGETS = ("slurm", "k8s", "ray", "sky")
 
 def complete_job(incomplete: str) -> list[str]:
     """Return the ids of the jobs that complete `incomplete`."""
-    from trimaran.launch.targets.job_records import read_records, state_folder
+    from trimaran.launch.targets.target import read_records, state_folder
 
     return [job.id for job in read_records(state_folder(os.environ)) if job.id.startswith(incomplete)]
 
@@ -52,7 +52,7 @@ def jobs(
     trimaran jobs slurm-4711 --resume --wait
     """
     from trimaran.core import UserError
-    from trimaran.launch.targets.job_records import find_record, read_records, state_folder
+    from trimaran.launch.targets.target import find_record, read_records, state_folder
 
     folder = state_folder(os.environ)
     if job is None:
@@ -69,8 +69,7 @@ def _act(job: "JobRecord", *, stop: bool, resume: bool, wait: bool, as_json: boo
 
     from trimaran.app.show.clean_console import open_console
     from trimaran.app.train.launched_job import print_job, wait_for_job
-    from trimaran.launch.targets.job_records import job_id, state_folder, write_record
-    from trimaran.launch.targets.target import open_target
+    from trimaran.launch.targets.target import job_id, open_target, state_folder, write_record
 
     target = open_target(job.target)
     if stop:
@@ -91,7 +90,7 @@ def _act(job: "JobRecord", *, stop: bool, resume: bool, wait: bool, as_json: boo
 def _refuse_unfinished(job: "JobRecord") -> None:
     """Raise UserError if a job of the same files waits or runs, also one that was submitted later."""
     from trimaran.core import UserError
-    from trimaran.launch.targets.job_records import read_records, state_folder
+    from trimaran.launch.targets.target import read_records, state_folder
 
     if job.target not in JOB_TARGETS:
         return

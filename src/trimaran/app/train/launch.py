@@ -9,7 +9,7 @@ import typer
 from trimaran.app.recipe.options import Json, NoCheck, RecipeFile, Settings
 
 if TYPE_CHECKING:
-    from trimaran.launch.targets.target import SiteCheck, Target
+    from trimaran.launch.targets.target import SiteCheck
 
 
 def complete_target(incomplete: str) -> list[str]:
@@ -50,7 +50,7 @@ def launch(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write and show the files; submit nothing.")] = False,
     out: Out = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end; exit with its code.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Only check: the site file, the target, a manifest.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only check: the site file and the target.")] = False,
     no_check: NoCheck = False,
     as_json: Json = False,
 ) -> int:
@@ -60,14 +60,13 @@ def launch(
     read, compare and submit without Trimaran, and the command that submits them is shown.
 
     A site's defaults (partition, account, image, queue) are in ~/.config/trimaran/targets.yaml. `--check` checks it,
-    with a recipe also what the run needs; `--on k8s --check FILE.yaml` checks any Kubernetes manifest.
+    with a recipe also what the run needs.
 
     Exit codes: 0 submitted, or done with --wait; 2 a mistake or a failed check; with --wait those of `trimaran train`.
 
     \b
     trimaran launch recipes/stdlib-tiny.yaml --on slurm --set cluster=4x8xH100 --dry-run
     trimaran launch recipes/stdlib-tiny.yaml --on ssh --hosts a,b --set cluster=2x2xcpu --wait
-    trimaran launch --on k8s --check job.yaml
     trimaran launch --check
     """
     from trimaran.app.train.launch_request import LaunchOptions
@@ -75,10 +74,8 @@ def launch(
     from trimaran.launch.targets.target import open_target
 
     target = open_target(on)
-    if check and recipe and (manifest := _manifest(target, Path(recipe))) is not None:
-        return _print_checks(manifest, as_json=as_json)
     if hosts and Path(hosts).is_file():
-        from trimaran.launch.targets.hostfile import read_hostfile
+        from trimaran.launch.targets.ssh_session import read_hostfile
 
         hosts = ",".join(read_hostfile(Path(hosts)))
     options = LaunchOptions(run_dir=run_dir, hosts=hosts, site=site or [], check=not no_check)
@@ -86,14 +83,6 @@ def launch(
         return _print_checks(check_launch(target, recipe, settings or [], options), as_json=as_json)
     steps = LaunchSteps(dry_run=dry_run, out=out, wait=wait, as_json=as_json)
     return launch_on(target, recipe, settings or [], options, steps)
-
-
-def _manifest(target: "Target", file: Path) -> "list[SiteCheck] | None":
-    """Return the checks of a manifest of the target; None if `file` is not one, but a recipe."""
-    check_file = getattr(target, "check_file", None)
-    if check_file is None or not file.is_file() or "apiVersion:" not in file.read_text(errors="replace"):
-        return None
-    return check_file(file)
 
 
 def _print_checks(checks: "list[SiteCheck]", *, as_json: bool) -> int:

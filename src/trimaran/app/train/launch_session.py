@@ -21,7 +21,6 @@ from trimaran.app.train.launched_job import print_job, wait_for_job
 from trimaran.app.train.stored_run import refuse_occupied_store
 from trimaran.core import EXIT_DONE, UserError, dump_recipe
 from trimaran.core.errors import raise_together
-from trimaran.launch.targets.job_records import new_record, state_folder, write_record
 from trimaran.launch.targets.site_file import read_site_file, site_path
 from trimaran.launch.targets.target import (
     JobRecord,
@@ -29,8 +28,11 @@ from trimaran.launch.targets.target import (
     LaunchRequest,
     SiteCheck,
     Target,
+    new_record,
     open_target,
+    state_folder,
     target_names,
+    write_record,
 )
 from trimaran.runs import create_run
 from trimaran.runs.run_directory import dump_plan

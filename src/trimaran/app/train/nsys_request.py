@@ -13,7 +13,7 @@ from trimaran.app.recipe.options import RUNS, YAML, find_run, refuse_missing_ran
 from trimaran.app.recipe.recipe_tokenizer import with_model_tokenizer
 from trimaran.app.recipe.request import refuse_other_machine, resolve
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.machine.run_cluster import cluster_of
+from trimaran.machine.parse_cluster import cluster_of
 from trimaran.planner.measure.trial_record import TuneCandidate
 from trimaran.runs import free_run_path
 from trimaran.runs.profile_request import ProfileRequest

@@ -7,7 +7,7 @@ from typing import Any
 from trimaran.core import Plan, UserError
 from trimaran.core.parse_text import TextError, load_yaml
 from trimaran.core.regular_files import write_atomically
-from trimaran.launch.supervise.replan import resized
+from trimaran.launch.supervise.next_attempt import resized
 from trimaran.planner.change_plan import change_run, patch_between
 from trimaran.runs import RunDirectory
 

@@ -7,8 +7,8 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from trimaran.core.regular_files import read_regular_text
+from trimaran.launch.supervise.early_supervisor import SHOW_SIGNAL
 from trimaran.launch.supervise.local import LocalRun
-from trimaran.launch.supervise.signals import SHOW_SIGNAL
 
 PAUSED_NOTICE_SECONDS = 10.0
 

@@ -25,8 +25,7 @@ from trimaran.app.train.schedule_change import schedule_notice
 from trimaran.app.train.session import print_result
 from trimaran.core import EXIT_DONE, Recipe, UserError
 from trimaran.data import cache_folder
-from trimaran.launch.supervise.autopilot_process import autopilot_process
-from trimaran.launch.supervise.sidecar_process import SidecarProcess
+from trimaran.launch.supervise.side_processes import SidecarProcess, autopilot_process
 from trimaran.models import model_folder
 from trimaran.runs import RunDirectory, create_run, holds_run, open_run, writing
 from trimaran.runs.change_request import replace_plan, replace_recipe

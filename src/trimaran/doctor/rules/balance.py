@@ -10,7 +10,7 @@ from trimaran.doctor.evidence import Evidence, Line
 from trimaran.doctor.evidence_queries import valid_patch
 from trimaran.doctor.predicted_gain import MIN_GAIN_FRACTION, Patch, PredictedGain, best_patch, predicted_gain
 from trimaran.doctor.step_breakdown import MIN_STEPS, StepBreakdown, get_number, steady_steps, step_breakdown
-from trimaran.machine.nvml import HARDWARE_THROTTLE_REASONS
+from trimaran.machine.gpus import HARDWARE_THROTTLE_REASONS
 from trimaran.models import decoder_of, spec_of
 from trimaran.planner.balance_stages import MeasuredStages, balanced_cut, present_cut
 from trimaran.planner.rules.replica_rules import can_measure_rows

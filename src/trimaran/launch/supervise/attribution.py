@@ -1,14 +1,188 @@
-"""Fault attribution: which ranks are at fault and which are only affected, with evidence. Pure functions."""
+"""Fault attribution: which ranks are at fault and which are only affected, with evidence. Pure functions.
 
+First why each rank ended, from its exit code, its error event and the end of its log. Then which rank waits for which,
+from the numbers of the operations that ranks have begun. All ranks of a group begin the same operations in the same
+order. So a rank inside operation n waits for every member that has begun fewer than n, and a rank that has begun to
+receive n messages waits for a peer that has begun to send fewer. A rank that others wait for, and that waits for no
+other, is at fault.
+"""
+
+import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
-from trimaran.core import Cause
-from trimaran.launch.supervise.exit_cause import RankFault, read_exit
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, Cause
 from trimaran.launch.supervise.node import RankEnded
 from trimaran.launch.supervise.rank_report import Operation, RankReport
-from trimaran.launch.supervise.wait_graph import find_mismatch, find_waits, terminal_components
+from trimaran.runs.connection_lost import CONNECTION_LOST, GLOO_NOISE
+from trimaran.runs.out_of_memory import HOST_RAN_OUT, OUT_OF_MEMORY, memory_holes
+
+# What torch's watchdog logs before it aborts a rank whose NCCL peers are gone. NCCL reports a peer that was killed as a
+# remote or a system error, depending on how its socket was closed.
+NCCL_PEER_LOST = re.compile(
+    r"ncclRemoteError|remote process exited|closed by remote peer|Watchdog caught collective operation timeout"
+    r"|failed : (Connection reset by peer|Connection refused|Broken pipe)"
+)
+
+# The cause that a message at the end of a log stands for. The first match counts.
+CAUSE_PATTERNS: dict[Cause, re.Pattern[str]] = {
+    "oom": OUT_OF_MEMORY,
+    "mismatch": re.compile(
+        r"collective mismatch|mismatch between collectives|doesn't match expected size"
+        r"|[Mm]essage truncated|mismatch in collective sizes"  # NCCL
+    ),
+    "storage": re.compile(r"No space left on device|Disk quota exceeded|Read-only file system|Input/output error"),
+}
+CAUSE_OF_TYPE: dict[str, Cause] = {"OutOfMemoryError": "oom", "MemoryError": "oom", "LoaderFault": "data"}
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFault:
+    """Why one rank ended. `what` is a sentence whose subject is the rank.
+
+    `primary`: the rank failed by itself, not because it lost the connection to others.
+    """
+
+    cause: Cause
+    what: str
+    primary: bool = True
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_exit(code: int, error: Mapping[str, Any] | None, log_tail: str, *, oom_killed: bool = False) -> RankFault:
+    """Return why a rank ended, from its exit code, the data of its `error` event if any, and the end of its log."""
+    if error is not None:
+        return _read_error(error)
+    if code < 0:
+        return _read_signal(-code, log_tail, oom_killed=oom_killed)
+    if code == EXIT_DONE:
+        return RankFault(cause="exit", what="exited with code 0 before training was done")
+    if code == EXIT_AGAIN:
+        return RankFault(cause="preempted", what="was asked to stop", primary=False)
+    if code == EXIT_USER:
+        return RankFault(cause="user", what="reported a configuration error (exit code 2)")
+    if (cause := _cause_in_text(log_tail)) is not None:
+        return RankFault(cause=cause, what=f"exited with code {code}: {_line_with(CAUSE_PATTERNS[cause], log_tail)}")
+    return RankFault(cause="crash", what=f"exited with code {code} without an error event")
+
+
+def _read_error(error: Mapping[str, Any]) -> RankFault:
+    if "code" in error and error.get("cause") == "storage":
+        return RankFault(cause="storage", what=f"reported {error['code']}: {error['what']}", facts=dict(error))
+    if "code" in error:
+        what = f"reported a configuration error: {error['code']}: {error['what']}"
+        return RankFault(cause="user", what=what, facts=dict(error))
+    kind, message = str(error.get("type", "an error")), str(error.get("message", ""))
+    reported: Cause | None = next((each for each in CAUSES if each == error.get("cause")), None)
+    cause = reported or CAUSE_OF_TYPE.get(kind) or _cause_in_text(f"{kind}: {message}")
+    what = f"raised {kind}: {_first_line(message)}"
+    if cause is not None:
+        facts = {key: error[key] for key in ("sample_ids", "step") if key in error}
+        facts |= memory_holes(message) if cause == "oom" else {}
+        return RankFault(cause=cause, what=what, facts=facts)
+    if CONNECTION_LOST.search(message):
+        what = f"lost the connection to other ranks: {GLOO_NOISE.sub('', _first_line(message))}"
+        return RankFault(cause="network", what=what, primary=False)
+    return RankFault(cause="crash", what=what)
+
+
+def _read_signal(number: int, log_tail: str, *, oom_killed: bool) -> RankFault:
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    if number == signal.SIGKILL and oom_killed:
+        return RankFault(cause="oom", what=f"was killed by the kernel's OOM killer: {HOST_RAN_OUT}")
+    if number in CRASH_SIGNALS and (cause := _cause_in_text(log_tail)) is not None:
+        return RankFault(cause=cause, what=f"crashed with {name}: {_line_with(CAUSE_PATTERNS[cause], log_tail)}")
+    if number == signal.SIGABRT and NCCL_PEER_LOST.search(log_tail):
+        what = f"was aborted by torch's watchdog after other ranks were lost: {_line_with(NCCL_PEER_LOST, log_tail)}"
+        return RankFault(cause="network", what=what, primary=False)
+    return RankFault(cause="crash", what=f"{'crashed with' if number in CRASH_SIGNALS else 'was killed by'} {name}")
+
+
+def _cause_in_text(text: str) -> Cause | None:
+    return next((cause for cause, pattern in CAUSE_PATTERNS.items() if pattern.search(text)), None)
+
+
+def _line_with(pattern: re.Pattern[str], log_tail: str) -> str:
+    """Return the last line of a log that matches `pattern`."""
+    return next((line.strip()[:300] for line in reversed(log_tail.splitlines()) if pattern.search(line)), "")
+
+
+def _first_line(message: str) -> str:
+    return (message.strip().splitlines() or [""])[0][:300]
+
+
+# Operations whose inputs have the same size on all ranks. In others, such as scatter, only the root has inputs.
+SAME_SIZE_OPERATIONS = frozenset({"all_reduce", "all_gather", "_allgather_base", "all_gather_into_tensor", "broadcast",
+                                  "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor",
+                                  "barrier"})  # fmt: skip
+Edges = dict[int, dict[int, str]]
+
+
+def find_waits(reports: Mapping[int, RankReport]) -> Edges:
+    """Return, for each rank that waits, the ranks it waits for and the operation it waits in."""
+    edges: Edges = {}
+    for rank, report in reports.items():
+        reasons: dict[int, str] = {}
+        for operation in (each for each in report.operations if not each.done):
+            for member in report.groups.get(operation.group, ()):
+                peer = reports.get(member)
+                began = peer.arrived.get(operation.group, 0) if peer is not None else operation.number
+                if began < operation.number:
+                    text = f"operation {operation.number} of group {operation.group}, {operation}; it has begun {began}"
+                    reasons.setdefault(member, text)
+        for member, count in report.received.items():
+            peer = reports.get(member)
+            sent = peer.sent.get(rank, 0) if peer is not None else count
+            if sent < count:
+                reasons[member] = f"message {count} from it; it has begun to send {sent}"
+        if reasons:
+            edges[rank] = reasons
+    return edges
+
+
+def terminal_components(edges: Edges) -> list[frozenset[int]]:
+    """Return the strongly connected components that have no edge out: single ranks, or cycles of ranks."""
+    ranks = {*edges, *(peer for peers in edges.values() for peer in peers)}
+    reach = {rank: _reachable(rank, edges) for rank in ranks}
+    component = {rank: frozenset({rank} | {other for other in reach[rank] if rank in reach[other]}) for rank in ranks}
+    return sorted({component[rank] for rank in ranks if reach[rank] <= component[rank]}, key=sorted)
+
+
+def find_mismatch(reports: Mapping[int, RankReport]) -> dict[int, Operation] | None:
+    """Return the first operation of a group for which its ranks made different calls, by rank; None if there is none.
+
+    An operation that is done on all ranks does not count.
+    """
+    calls: dict[tuple[str, int], dict[int, Operation]] = {}
+    for rank, report in reports.items():
+        for operation in report.operations:
+            calls.setdefault((operation.group, operation.number), {})[rank] = operation
+    stuck = [each for _, each in sorted(calls.items(), key=lambda item: min(op.time for op in item[1].values()))]
+    for each in stuck:
+        if len({_kind(operation) for operation in each.values()}) > 1 and not all(op.done for op in each.values()):
+            return each
+    return None
+
+
+def _kind(operation: Operation) -> tuple[object, ...]:
+    has_sizes = operation.op in SAME_SIZE_OPERATIONS
+    return (operation.op, operation.sizes, operation.dtypes) if has_sizes else (operation.op,)
+
+
+def _reachable(rank: int, edges: Edges) -> set[int]:
+    seen: set[int] = set()
+    pending = list(edges.get(rank, ()))
+    while pending:
+        peer = pending.pop()
+        if peer not in seen:
+            seen.add(peer)
+            pending.extend(edges.get(peer, ()))
+    return seen
+
 
 MAX_STACK_CALLS = 4
 Events = Sequence[Mapping[str, Any]]
@@ -53,11 +227,11 @@ def attribute_hang(reports: Mapping[int, RankReport]) -> Attribution:
     """Return which ranks are at fault when all are alive and none makes progress."""
     ranks = sorted(reports)
     if stopped := [rank for rank in ranks if reports[rank].stopped]:
-        what = f"{name_ranks(stopped)} {_be(stopped)} stopped (SIGSTOP or a debugger)"
+        what = f"{name_ranks(stopped)} {is_or_are(stopped)} stopped (SIGSTOP or a debugger)"
         facts = [f"the process of rank {rank} is in state T (stopped)" for rank in stopped]
         return _hang(what, stopped, ranks, facts, reports)
     if silent := [rank for rank in ranks if not reports[rank].answered]:
-        return _hang(f"{name_ranks(silent)} {_be(silent)} stuck in code that holds the GIL", silent, ranks,
+        return _hang(f"{name_ranks(silent)} {is_or_are(silent)} stuck in code that holds the GIL", silent, ranks,
                      [_describe_silence(reports[rank]) for rank in silent], reports)  # fmt: skip
     if mismatch := find_mismatch(reports):
         return _attribute_mismatch(mismatch, reports)
@@ -84,8 +258,13 @@ def _attribute_deaths(
 ) -> Attribution:
     primary = {rank: fault for rank, fault in faults.items() if fault.primary}
     if all(fault.cause == "storage" and "code" in fault.facts for fault in primary.values()):
-        return _attribute_unwritten_checkpoint(primary, deaths)
-    cause = min((fault.cause for fault in primary.values()), key=_priority)
+        facts = next(iter(primary.values())).facts  # no rank is at fault: all report that the disk takes no more
+        codes = {str(each.rank): each.code for each in deaths}
+        return Attribution(cause="storage", what=facts["what"], evidence={"exit_codes": codes} | dict(facts))
+    cause = min(
+        (fault.cause for fault in primary.values()),
+        key=lambda each: CAUSE_PRIORITY.index(each) if each in CAUSE_PRIORITY else len(CAUSE_PRIORITY),
+    )
     suspects = sorted(primary)
     times = {each.rank: each.time for each in deaths}
     first = min((rank for rank in suspects if primary[rank].cause == cause), key=times.__getitem__)
@@ -103,24 +282,13 @@ def _attribute_deaths(
     return Attribution(cause=cause, what=what, suspects=tuple(suspects), victims=tuple(victims), evidence=evidence)
 
 
-def _attribute_unwritten_checkpoint(faults: Mapping[int, RankFault], deaths: Sequence[RankEnded]) -> Attribution:
-    """Blame the disk that cannot take the last checkpoint, which all ranks report, and no rank."""
-    facts = next(iter(faults.values())).facts
-    codes = {str(each.rank): each.code for each in deaths}
-    return Attribution(cause="storage", what=facts["what"], evidence={"exit_codes": codes} | dict(facts))
-
-
-def _priority(cause: Cause) -> int:
-    return CAUSE_PRIORITY.index(cause) if cause in CAUSE_PRIORITY else 99
-
-
 def _attribute_lost_connections(faults: Mapping[int, RankFault]) -> Attribution:
     """Blame the network if every rank that ended had lost the connection to others, and no rank failed by itself."""
     ranks = tuple(sorted(faults))
     facts = [f"rank {rank} {faults[rank].what}" for rank in ranks]
     if faults and all(fault.cause == "preempted" for fault in faults.values()):
         return Attribution(
-            cause="preempted", what=f"{name_ranks(ranks)} {_be(ranks)} asked to stop", evidence={"facts": facts}
+            cause="preempted", what=f"{name_ranks(ranks)} {is_or_are(ranks)} asked to stop", evidence={"facts": facts}
         )
     if not faults:
         return Attribution(cause="unknown", what="no rank reported anything")
@@ -176,7 +344,8 @@ def _hang(
     reports: Mapping[int, RankReport],
 ) -> Attribution:
     victims = tuple(rank for rank in ranks if rank not in suspects)
-    evidence = _evidence([*_locations(suspects, reports), *facts], suspects, reports)
+    locations = [f"rank {rank} is at {call}" for rank in suspects if (call := reports[rank].user_call) is not None]
+    evidence = _evidence([*locations, *facts], suspects, reports)
     return Attribution(cause="hang", what=what, suspects=tuple(suspects), victims=victims, evidence=evidence)
 
 
@@ -185,12 +354,6 @@ def _evidence(facts: Sequence[str], suspects: Sequence[int], reports: Mapping[in
     files = [f"rank-{rank}.stacks.txt" for rank in (suspects or sorted(reports))]
     steps = {str(rank): each.step for rank, each in reports.items() if each.answered}
     return {"facts": list(facts), "calls": calls, "steps": steps, "files": files}
-
-
-def _locations(suspects: Sequence[int], reports: Mapping[int, RankReport]) -> list[str]:
-    """Return the source line that each of `suspects` is at, as facts."""
-    calls = {rank: reports[rank].user_call for rank in suspects}
-    return [f"rank {rank} is at {call}" for rank, call in calls.items() if call is not None]
 
 
 def _sites(ranks: Mapping[int, Any], reports: Mapping[int, RankReport]) -> dict[str, str]:
@@ -237,5 +400,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _be(ranks: Sequence[int]) -> str:
+def is_or_are(ranks: Sequence[int]) -> str:
+    """Return the verb that follows `name_ranks`."""
     return "is" if len(ranks) == 1 else "are"

@@ -12,12 +12,45 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimaran.launch.supervise import store_relay
 from trimaran.launch.supervise.connection_server import AUTHENTICATION_SECONDS, Connection, ConnectionServer
-from trimaran.launch.supervise.coordinator_relay import CoordinatorRelay
-from trimaran.launch.supervise.key_store import AttemptStores
-from trimaran.launch.supervise.store_relay import RelayAnswers
+from trimaran.launch.supervise.key_store import RELAY, AttemptStores, RelayAnswers, StoreRelay
 from trimaran.runs.wire import ChannelClient, Record, WireError
+
+
+class CoordinatorRelay:
+    """Answers the ranks of `attempt` by passing what they ask to the coordinator, to which `client` is connected.
+
+    If that connection breaks, those of the ranks are closed too: what they have set may not have arrived. Make and use
+    it in the thread of `server`.
+    """
+
+    def __init__(self, server: ConnectionServer, client: ChannelClient, *, attempt: int) -> None:
+        self._upstream = server.adopt(client, lambda _, message: self._relay.receive(message))
+        self._relay = StoreRelay(attempt, self._upstream.reply)
+        self._ranks: set[Connection] = set()
+
+    def answer(self, connection: Connection, request: Record) -> None:
+        """Reply to a rank now, or when the coordinator has answered."""
+        if not self._upstream.is_open:
+            connection.close()
+            return
+        self._ranks.add(connection)
+        self._relay.answer(request, connection.reply)
+
+    def flush(self) -> None:
+        """Send the requests that wait, unless an earlier message is still on its way."""
+        self._relay.flush()
+
+    def forget(self, connection: Connection) -> None:
+        """Forget a rank whose connection is closed; close those of all ranks if it is the one to the coordinator."""
+        self._ranks.discard(connection)
+        if connection is self._upstream:
+            for rank in [*self._ranks]:
+                rank.close()
+
+    def close(self) -> None:
+        self._upstream.close()
+
 
 WAIT_SECONDS, WAIT_SECONDS_WITH_NODES = 1.0, 0.02  # for input; so much later than necessary is a silent node noticed
 SILENT_SECONDS = 5.0  # a node that has sent nothing for longer is lost
@@ -149,8 +182,11 @@ class Channel:
         name = str(request.get("op"))
         if name == "exchange":
             self._exchange(connection, request)
-        elif name == store_relay.OPERATION:
-            self._answer_relay(connection, request)
+        elif name == RELAY:
+            answers = self._answers_to.get(connection)
+            if answers is None:
+                answers = self._answers_to[connection] = RelayAnswers(connection.reply, self._unsent)
+            answers.answer(request, self._stores, client=connection, now=time.monotonic())
         elif (operation := self.operations.get(name)) is not None:
             try:
                 connection.reply(operation(request))
@@ -190,12 +226,6 @@ class Channel:
             mailbox.changed.set()
         if self._relay is not None:
             self._relay.forget(connection)
-
-    def _answer_relay(self, connection: Connection, message: Record) -> None:
-        answers = self._answers_to.get(connection)
-        if answers is None:
-            answers = self._answers_to[connection] = RelayAnswers(connection.reply, self._unsent)
-        answers.answer(message, self._stores, client=connection, now=time.monotonic())
 
     def _exchange(self, connection: Connection, request: Record) -> None:
         """Take a node's messages and reply with those for it. A new session of a node gets a new mailbox."""

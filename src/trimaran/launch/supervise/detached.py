@@ -152,8 +152,9 @@ def main(words: Sequence[str]) -> int:
     command = list(words[len(before) + 1 :])
     flags = parser.parse_args(before)
     process = DetachedProcess(flags.folder, flags.name, logs=flags.logs)
+    names = flags.secrets.split(",") if flags.secrets else []
     actions: dict[str, Callable[[], dict[str, Any]]] = {
-        "start": lambda: process.start(command, secrets=_secrets(flags.secrets)),
+        "start": lambda: process.start(command, secrets=read_secrets(names, sys.stdin.buffer) if names else {}),
         "state": process.state,
         "stop": lambda: process.send(signal.Signals[f"SIG{flags.signal}"]),
     }
@@ -180,10 +181,6 @@ def _follow(process: DetachedProcess, offset: int) -> int:
     if state["state"] == "lost":
         sys.stderr.write(f"process {state['pid']} is gone without an exit code; see {process.log}\n")
     return code
-
-
-def _secrets(names: str) -> dict[str, str]:
-    return read_secrets(names.split(","), sys.stdin.buffer) if names else {}
 
 
 def _read(path: Path) -> dict[str, Any] | None:

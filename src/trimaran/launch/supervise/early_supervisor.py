@@ -1,4 +1,4 @@
-"""Starts the supervisor of a run before the command knows the run, so that torch loads while the command plans.
+"""The signals of a supervisor, and its start before the command knows the run: torch loads while the command plans.
 
 The supervisor starts the fork server first of all, then imports its own modules, then waits for its arguments. Only the
 standard library is imported here: the command calls `start_early` before it imports anything else.
@@ -11,9 +11,59 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 
-from trimaran.launch.supervise.signals import HANDLED_SIGNALS
 from trimaran.runs.process_control import die_with_parent
+
+SHOW_SIGNAL = signal.SIGUSR1
+HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, SHOW_SIGNAL)
+SIGNAL_TEXTS = {
+    signal.SIGINT: "Ctrl-C (SIGINT)",
+    signal.SIGHUP: "SIGHUP: the command or the terminal that started it is gone",
+}
+
+
+class Signals:
+    """Records signals instead of dying from them.
+
+    `stop_requested`: stop with a checkpoint. `kill_requested`: stop at once. `show_requested`: log what the ranks are
+    doing; the code that does so resets it.
+
+    Repeated SIGTERMs count as one: schedulers send it to every process of a job, and some of these forward it. A second
+    SIGINT, or a SIGQUIT, requests a kill.
+    """
+
+    def __init__(self) -> None:
+        self.stop_requested, self.kill_requested, self.show_requested = False, False, False
+        self._last, self._presses = 0, 0
+
+    def listen(self) -> None:
+        """Handle the signals from now on, and those that were blocked until now. Call it from the main thread."""
+        for number in HANDLED_SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored under `nohup`
+                signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == SHOW_SIGNAL:
+            self.show_requested = True
+            return
+        self._presses += number == signal.SIGINT
+        self.kill_requested |= number == signal.SIGQUIT or self._presses > 1
+        self.stop_requested, self._last = True, number
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that a shell expects of a command that a signal ended."""
+        return 128 + self._last
+
+    @property
+    def name(self) -> str:
+        """The last signal that requested a stop; empty if none did."""
+        if not self._last:
+            return ""
+        return SIGNAL_TEXTS.get(signal.Signals(self._last), signal.Signals(self._last).name)
+
 
 OPTIONS_WITHOUT_RUN = ("--help", "--dry-run")
 LATER = "--arguments-from="  # a descriptor that the supervisor reads its other arguments from, as a JSON list

@@ -1,4 +1,4 @@
-"""A node that follows a coordinator: what its supervisor does while another node coordinates the run."""
+"""This machine's part of a run on several machines, and what it does while another node coordinates the run."""
 
 import logging
 import os
@@ -11,20 +11,84 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from trimaran.core import EXIT_AGAIN, UserError
+from trimaran.core import EXIT_AGAIN, Plan, UserError
 from trimaran.launch.supervise.channel import EXCHANGE_SECONDS, SILENT_SECONDS, Channel
-from trimaran.launch.supervise.file_stream import FileSender
-from trimaran.launch.supervise.head_client import write_run_files
+from trimaran.launch.supervise.early_supervisor import Signals
+from trimaran.launch.supervise.fork_server_process import ForkServerProcess
+from trimaran.launch.supervise.head_client import RUN_FILES, FileSender, answer_not_ready, write_run_files
 from trimaran.launch.supervise.local_node import LocalNode
-from trimaran.launch.supervise.measure_links import link_record, try_to_measure
+from trimaran.launch.supervise.measure_links import MEASURE_LINK, link_record, read_switches, serve_link, try_to_measure
+from trimaran.launch.supervise.next_attempt import cluster_of
 from trimaran.launch.supervise.node import AttemptSpec
-from trimaran.launch.supervise.node_order import read_switches
+from trimaran.launch.supervise.node_options import NodeOptions, split_head
+from trimaran.launch.supervise.rank_report import show_ranks
 from trimaran.launch.supervise.remote_node import record_of_event, record_of_heartbeat
-from trimaran.launch.supervise.show_ranks import show_ranks
-from trimaran.launch.supervise.signals import Signals
+from trimaran.launch.supervise.side_processes import PreflightProcess
 from trimaran.runs import RunDirectory
-from trimaran.runs.lease import LeaseHolder
+from trimaran.runs.lease import LeaseHolder, run_token
+from trimaran.runs.rank_environment import without_unusable, worker_environment
 from trimaran.runs.wire import ChannelClient, Record
+
+
+class NodeAgent:
+    """Lives as long as this machine takes part, as coordinator or follower: the rank memories outlive role changes.
+
+    Make it in the thread that stays to the end, see `LocalNode`. `check`: check whether the run can work here.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        node_options: NodeOptions,
+        *,
+        check: bool = True,
+        fork_server: ForkServerProcess | None = None,
+    ) -> None:
+        self.run, self.node_options = run, node_options
+        self.token, self.recipe = run_token(run), run.read_recipe()
+        plan, interface = run.read_plan(), node_options.interface
+        device = cluster_of(self.recipe, plan.mesh.world_size).device
+        self.kind, self._on_cpu = device.kind, device.traits.shares_cores
+        num_ranks = node_options.ranks or -(-plan.mesh.world_size // node_options.num_at_start)
+        nodes, where = -(-plan.mesh.world_size // num_ranks), f"node {node_options.name}"
+        self.preflight = PreflightProcess(run, kind=self.kind, nodes=nodes, where=where) if check else None
+        ours = {
+            "GLOO_SOCKET_IFNAME": interface,
+            "NCCL_SOCKET_IFNAME": interface,
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
+        }
+        self.per_node, given = frozenset(ours), without_unusable(os.environ)
+        self.is_head = node_options.own_disk and node_options.is_head
+        port = split_head(node_options.head)[1] if self.is_head else 0
+        self.channel = Channel(node_options.address, self.token, port=port, own_node=node_options.name)
+        self.channel.streams[MEASURE_LINK] = serve_link
+        if self.is_head:
+            self.channel.operations[RUN_FILES] = answer_not_ready
+        alone = {"TRIMARAN_OWN_DISK": node_options.name} if node_options.own_disk else {}
+        self.node = LocalNode(
+            run,
+            num_ranks=num_ranks,
+            environment={
+                **(os.environ | self.environment(plan)),
+                **{name: given.get(name, ours[name]) for name in ours},
+                **alone,
+            },
+            faults=self.recipe.faults,
+            name=node_options.name,
+            fork_server=fork_server,
+        )
+
+    def environment(self, plan: Plan) -> dict[str, str]:
+        """Return the variables of the ranks of `plan` on top of our environment."""
+        deterministic, debug = self.recipe.train.deterministic, self.recipe.faults.debug
+        return worker_environment(os.environ, plan, on_cpu=self._on_cpu, deterministic=deterministic, debug=debug)
+
+    def close(self) -> None:
+        if self.preflight is not None:
+            self.preflight.cancel()
+        self.node.close()
+        self.channel.close()
+
 
 log = logging.getLogger(__name__)
 

@@ -1,20 +1,130 @@
-"""Investigates an attempt in trouble: files an incident at once, then collects evidence before the ranks are killed."""
+"""Investigates an attempt in trouble: files an incident at once, then collects evidence before the ranks are killed.
+
+Also an incident as a few lines of text, and what a coordinator writes of nodes to the bad-node memory
+(`runs/bad_nodes.py`).
+"""
 
 import logging
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import Incident
+from trimaran.core import Incident, UserError, show_seconds
 from trimaran.launch.supervise.attempt_watch import AttemptWatch
-from trimaran.launch.supervise.attribution import Attribution, attribute_fault
-from trimaran.launch.supervise.node import on_all_nodes
+from trimaran.launch.supervise.attribution import Attribution, attribute_fault, is_or_are, name_ranks
+from trimaran.launch.supervise.node import Node, NodeLost, on_all_nodes
 from trimaran.launch.supervise.rank_report import read_rank_reports
 from trimaran.runs import IncidentLog, RunDirectory
+from trimaran.runs.bad_nodes import Kind, add_observation, bad_nodes_file, observe
+
+MAX_FACTS = 3
+MAX_FILES = 2
+MAX_SAMPLES = 8
+ACTION_TEXTS = {
+    "continued": "the run continued",
+    "skipped": "the update was skipped, and the run continued",
+    "rewound": "restored the last good state, and left these samples out",
+    "quarantined": "left the sample out and restarted",
+    "restarted": "restarted from the newest state",
+    "replanned": "changed the plan and restarted",
+    "resized": "restarted with another number of ranks",
+    "saved": "saved a checkpoint",
+    "waited": "waited",
+    "stopped": "stopped the run",
+    "finished": "the run is done: training was finished and saved before",
+}
+
+
+def incident_text(incident: Incident) -> str:
+    """Return the lines about `incident`. The command line, the live view and the documentation show the same."""
+    suspects, victims = incident.suspects, incident.victims
+    ranks = f"{name_ranks(suspects)} {is_or_are(suspects)} at fault" if suspects else "no rank is at fault"
+    ranks += f"; {name_ranks(victims)} {is_or_are(victims)} affected" if victims else ""
+    action, why = "none yet", incident.evidence.get("why")
+    if incident.action is not None:
+        action = ACTION_TEXTS.get(incident.action, incident.action)
+        action = f"{action}: {why}" if why and why not in action else action
+    rows = [("ranks", [ranks]), ("evidence", _evidence(incident)), ("action", [action]), ("cost", [_cost(incident)])]
+    lines = [headline(incident)]
+    for name, texts in rows:
+        shown = [text for text in texts if text]
+        lines += [f"  {name + ':' if index == 0 else '':<10}{text}" for index, text in enumerate(shown)]
+    return "\n".join(lines)
+
+
+def headline(incident: Incident) -> str:
+    """Return the first line: the incident's number, its cause, the step, and what happened."""
+    when = f" after step {incident.step}" if incident.step else ""
+    return f"{incident.id}  {incident.cause}{when}: {incident.what}"
+
+
+def _evidence(incident: Incident) -> list[str]:
+    facts: Sequence[str] = incident.evidence.get("facts", ())
+    files: Sequence[str] = incident.evidence.get("files", ())
+    left = len(facts) - MAX_FACTS
+    more = [f"and {left} more fact{'' if left == 1 else 's'}"] if left > 0 else []
+    samples = incident.evidence.get("sample_ids", ())
+    shown = f"samples {', '.join(map(str, samples[:MAX_SAMPLES]))}{' ...' if len(samples) > MAX_SAMPLES else ''}"
+    # A name without a folder is in the incident's own folder.
+    paths = [file if "/" in file else f"incidents/{incident.id}/{file}" for file in files[:MAX_FILES]]
+    see = [f"see {', '.join(paths)}"] if paths else []
+    return [*facts[:MAX_FACTS], *more, *([shown] if samples else []), *see]
+
+
+def _cost(incident: Incident) -> str:
+    cost = incident.cost
+    parts = []
+    if "seconds_to_detect" in cost:
+        parts.append(f"detected in {cost['seconds_to_detect']:.1f} s")
+    if "seconds_to_recover" in cost:
+        parts.append(f"first new step after {cost['seconds_to_recover']:.1f} s")
+    if "seconds_to_stop" in cost:
+        parts.append(f"stopped in {cost['seconds_to_stop']:.1f} s")
+    if "lost_steps" in cost:
+        lost = round(cost["lost_steps"])
+        repeated = f"{lost} step{'' if lost == 1 else 's'} repeated" if lost else "no step lost"
+        if "max_lost_steps" in cost:  # as the ranks stated it before
+            most, seconds = round(cost["max_lost_steps"]), show_seconds(cost.get("max_lost_seconds", 0.0))
+            repeated += f" (at most {most}, about {seconds})"
+        parts.append(repeated)
+    if "slowdown" in cost:
+        parts.append(f"each step takes {cost['slowdown']:.1f} times as long")
+    return ", ".join(parts)
+
 
 log = logging.getLogger(__name__)
+
+# What the check of a node found, if a part of the node is broken: GPU memory errors, a network card that is down, wrong
+# results of an all-reduce, a node that is slow with every partner. All other codes may be a person's mistake.
+HARDWARE_CODES = frozenset({"H003", "H006", "H016", "H018"})
+MAX_LOST_FRACTION = 0.5  # of all nodes; if more are lost at once, the network or the scheduler is the reason
+
+
+def note_lost_nodes(run: RunDirectory, nodes: Sequence[Node], lost: Iterable[NodeLost], *, incident: str) -> None:
+    """Note the nodes whose supervisor is gone. One loss makes no node bad: it may be a preemption."""
+    hosts = {node.name: getattr(node, "host", "") for node in nodes}  # empty for the coordinator's own node
+    gone = [each for each in lost if hosts.get(each.node)]
+    if 0 < len(gone) <= MAX_LOST_FRACTION * len(nodes):
+        for each in gone:
+            _note(run, hosts[each.node], "lost", each.what, incident=incident)
+
+
+def note_unfit_node(run: RunDirectory, host: str, error: UserError) -> None:
+    """Note a node whose check found a broken part."""
+    if error.code in HARDWARE_CODES:
+        _note(run, host, "hardware", f"{error.code}: {error.what}", incident="")
+
+
+def _note(run: RunDirectory, host: str, kind: Kind, why: str, *, incident: str) -> None:
+    path = bad_nodes_file(os.environ)
+    try:
+        add_observation(path, observe(host, kind, why, run=str(run.location), incident=incident))
+    except OSError as error:
+        log.warning("the bad-node memory %s cannot be written: %s", path, error)
+
 
 POLL_SECONDS = 0.02
 MAX_NAMED_NODES = 6  # in an incident; with more lost nodes, their number
@@ -32,7 +142,11 @@ class Investigation:
 
 def investigate(run: RunDirectory, watch: AttemptWatch, incidents: IncidentLog, *, step: int) -> Investigation:
     """File an incident for the trouble that `watch` has seen, with the ranks at fault and evidence. Kills no rank."""
-    since, dead = _since(watch), bool(watch.unexpected_exits())
+    deaths = [each.time for each in watch.unexpected_exits()]
+    silences = [each.heartbeat.entered for each in watch.silent.values()]
+    losses = [each.since for each in watch.lost if each.since]
+    since = min([*deaths, *silences, *losses], default=time.monotonic())
+    dead = bool(deaths)
     first = _attribute_at_once(run, watch)
     known: Mapping[str, Any] = {"attempt": watch.spec.attempt, "step": step, "suspects": first.suspects}
     incident = incidents.notice(first.cause, first.what, victims=first.victims, evidence=first.evidence, **known)
@@ -50,7 +164,9 @@ def investigate(run: RunDirectory, watch: AttemptWatch, incidents: IncidentLog, 
         watch.poll()
     final = _attribute_with_reports(run, watch, folder)
     evidence = final.evidence | ({"folder": str(folder.relative_to(run.path))} if folder.exists() else {})
-    evidence |= _section(watch)
+    if watch.silent:
+        longest = max(watch.silent.values(), key=lambda each: each.seconds)
+        evidence |= {"section": longest.heartbeat.section}
     named = noticed if dead and final.suspects == first.suspects else time.monotonic()
     incident = incidents.amend(
         incident,
@@ -71,20 +187,6 @@ def loss_bound(watch: AttemptWatch) -> dict[str, float]:
     prefix = "node_" if any("fork server" not in each.what for each in watch.lost) else ""
     found = {name: bound.get(prefix + name) for name in ("steps", "seconds")}
     return {f"max_lost_{name}": each for name, each in found.items() if each is not None}
-
-
-def _section(watch: AttemptWatch) -> dict[str, str]:
-    """Return the section of the rank that has been silent for longest, as evidence; nothing if none is silent."""
-    if not watch.silent:
-        return {}
-    return {"section": max(watch.silent.values(), key=lambda each: each.seconds).heartbeat.section}
-
-
-def _since(watch: AttemptWatch) -> float:
-    deaths = [each.time for each in watch.unexpected_exits()]
-    silences = [each.heartbeat.entered for each in watch.silent.values()]
-    losses = [each.since for each in watch.lost if each.since]
-    return min([*deaths, *silences, *losses], default=time.monotonic())
 
 
 def _attribute_at_once(run: RunDirectory, watch: AttemptWatch) -> Attribution:

@@ -12,8 +12,8 @@ import psutil
 
 from trimaran.core import UserError
 from trimaran.core.regular_files import append_regular_file
-from trimaran.launch.supervise.collect_reports import STOPPED_STATES, process_state
 from trimaran.launch.supervise.early_supervisor import WARM, stop_with_parent, take_early
+from trimaran.launch.supervise.rank_report import STOPPED_STATES, process_state
 from trimaran.runs import RunDirectory
 
 END_SECONDS = 3.0  # for a supervisor to end after SIGQUIT

@@ -1,17 +1,36 @@
-"""The ranks of this machine: forked by a fork server, watched by their heartbeats, killed with their process groups."""
+"""The ranks of this machine: forked by a fork server, watched by their heartbeats, killed with their process groups.
+
+Also the node group of a run on this machine only.
+"""
 
 import contextlib
+import json
 import logging
 import os
 import platform
+import select
 import signal
+import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 from trimaran.core import FaultsSection, Plan
-from trimaran.launch.supervise.collect_reports import (
+from trimaran.core.regular_files import append_regular_file
+from trimaran.launch.supervise.channel import Channel
+from trimaran.launch.supervise.deadline import Deadlines
+from trimaran.launch.supervise.fork_server_process import (
+    ForkServerProcess,
+    fork_server_environment,
+    shared_gpu_environment,
+    start_fork_server,
+)
+from trimaran.launch.supervise.node import AttemptSpec, Node, NodeEvent, NodeLost, RankEnded, RankSilent
+from trimaran.launch.supervise.rank_report import (
     ENDED_STATES,
     STOPPED_STATES,
     ReportTarget,
@@ -20,13 +39,96 @@ from trimaran.launch.supervise.collect_reports import (
     process_state,
     queued_seconds,
 )
-from trimaran.launch.supervise.deadline import Deadlines
-from trimaran.launch.supervise.fork_server_client import ForkServerClient
-from trimaran.launch.supervise.fork_server_process import ForkServerProcess, start_fork_server
-from trimaran.launch.supervise.node import AttemptSpec, NodeEvent, NodeLost, RankEnded, RankSilent
-from trimaran.launch.supervise.shared_gpu import shared_gpu_environment
-from trimaran.launch.supervise.sidecar_process import SidecarProcess
+from trimaran.launch.supervise.side_processes import SidecarProcess
 from trimaran.runs import Heartbeat, HeartbeatBoard, RunDirectory
+from trimaran.runs.held_directory import descriptor_of
+from trimaran.runs.lease import Lease, run_token
+
+MAX_DESCRIPTORS = 200  # in one message; the kernel's limit is 253
+
+
+@dataclass(slots=True)
+class ForkServerClient:
+    """A running fork server that belongs to a run. A child of this process dies with the thread that started it."""
+
+    process: ForkServerProcess
+    _run: RunDirectory
+    _received: bytes = b""  # without the lines that were returned
+    warm: bool = False  # torch is imported: ranks start at once
+
+    @classmethod
+    def bind(cls, process: ForkServerProcess, run: RunDirectory, fds: Sequence[int]) -> "ForkServerClient":
+        """Tell a fork server which run it serves, and pass it `fds`. Returns at once, while it imports torch."""
+        client, descriptor = cls(process, run), descriptor_of(run)
+        passed = [*fds, *([] if descriptor is None else [descriptor])]
+        message: dict[str, Any] = {"run": str(run.location.absolute()), "is_open": descriptor is not None}
+        if process.is_warm:
+            ours = {"environment": fork_server_environment(os.environ), "folder": os.getcwd()}
+            message |= {"process": ours}
+        with client._blocking() as control:
+            for first in range(0, len(passed), MAX_DESCRIPTORS):
+                socket.send_fds(control, [b"{}\n"], passed[first : first + MAX_DESCRIPTORS])
+            control.sendall(json.dumps({"bind": message}).encode() + b"\n")
+        return client
+
+    @property
+    def alive(self) -> bool:
+        return self.process.alive
+
+    def fork(self, ranks: Sequence[tuple[int, Mapping[str, str], Mapping[str, Sequence[int]]]]) -> None:
+        """Fork ranks, each with its environment, and with variables whose values are descriptors.
+
+        Descriptors are given by their place in the `fds` of `bind`, as the fork server has other numbers for them.
+        """
+        command = [
+            {"rank": rank, "environment": dict(environment), "descriptors": dict(descriptors)}
+            for rank, environment, descriptors in ranks
+        ]
+        with self._blocking() as control:
+            control.sendall(json.dumps({"start": command}).encode() + b"\n")
+
+    def measure(self, kind: str, *, devices: int, seconds: float, environment: Mapping[str, str]) -> None:
+        """Measure how fast the devices compute; the event `speed` has the answer."""
+        how = {"kind": kind, "devices": devices, "seconds": seconds, "environment": dict(environment)}
+        with self._blocking() as control:
+            control.sendall(json.dumps({"measure": how}).encode() + b"\n")
+
+    @contextmanager
+    def _blocking(self) -> Iterator[socket.socket]:
+        """Yield the socket to send on. `alive` says if the fork server is dead."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.process.control.setblocking(True)
+            yield self.process.control
+        self.process.control.setblocking(False)
+
+    def receive(self, *, wait: float = 0.0) -> list[dict[str, Any]]:
+        """Return the fork server's events since the last call; wait at most `wait` seconds for one."""
+        control, running = self.process.control, self.alive
+        poll = select.poll()
+        poll.register(control, select.POLLIN)
+        poll.poll(1000 * wait)
+        while True:
+            try:
+                data = control.recv(1 << 16)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                break
+            self._received += data
+        *lines, self._received = self._received.split(b"\n")
+        events = [json.loads(line) for line in lines]
+        self.warm |= any(each["event"] == "warm" for each in events)
+        if (self.warm or not running) and (printed := self.process.take_output()):
+            with contextlib.suppress(OSError), append_regular_file(self._run.agent_log) as log:
+                log.write(printed)  # while it imported torch; from now on it writes to the log itself
+        return events
+
+    def end(self) -> None:
+        """Kill the fork server; its ranks die with it."""
+        self.process.kill()
+
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +196,10 @@ class LocalNode:
         self._board.clear()
         self._board.first_rank = spec.first_rank
         self._deadlines.start()
-        self._deadlines.expected_seconds = _predicted_seconds(self._run.read_plan())
+        plan = self._run.read_plan()
+        # A step may take much longer than usual if its tensors are on disk.
+        prediction = plan.prediction if plan.offloads_to_disk else None
+        self._deadlines.expected_seconds = prediction.step_seconds if prediction else 0.0
         self._silent.clear()
         self._unreported.clear()
         self._polled = time.monotonic()
@@ -275,6 +380,58 @@ def _exists(group: int) -> bool:
     return any(process_group(pid) == group and process_state(pid) not in ENDED_STATES for pid in pids)
 
 
-def _predicted_seconds(plan: Plan) -> float:
-    """Return how long a step may be expected to take, if it is much longer than usual: tensors are on disk."""
-    return plan.prediction.step_seconds if plan.offloads_to_disk and plan.prediction else 0.0
+EnvironmentOf = Callable[[Plan], Mapping[str, str]]
+
+LOOPBACK = "127.0.0.1"
+
+
+class LocalNodeGroup:
+    """Implements `supervisor.NodeGroup` for one machine. `lease` is that of the run; `with` closes the node."""
+
+    def __init__(self, run: RunDirectory, lease: Lease, node: LocalNode, environment: EnvironmentOf) -> None:
+        self._lease, self._node, self._environment = lease, node, environment
+        self.token = run_token(run)
+        self._channel = Channel(LOOPBACK, self.token)
+        self.store = self._channel.address
+
+    def wait_for_nodes(self) -> list[Node] | None:
+        return [self._node]
+
+    def growth(self, nodes: Sequence[Node]) -> int | None:
+        return None
+
+    def leaving(self, nodes: Sequence[Node]) -> list[str]:
+        return []
+
+    def can_go_on(self) -> bool:
+        return True
+
+    def can_hand_over(self) -> bool:
+        return False
+
+    def environment(self, plan: Plan) -> Mapping[str, str]:
+        return {**self._environment(plan), "TRIMARAN_TERM": str(self._lease.term)}
+
+    def joined(self, nodes: Sequence[Node]) -> list[Node]:
+        return []
+
+    def exchange_keys(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]:
+        return self._channel.exchange_keys(attempt, prefix, written)
+
+    def end_attempt(self, attempt: int) -> None:
+        self._channel.end_attempt(attempt)
+
+    def count_refused(self) -> int:
+        return self._channel.num_refused
+
+    def holds(self) -> bool:
+        return self._lease.holds()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._node.close()
+        self._channel.close()

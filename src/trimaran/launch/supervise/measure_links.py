@@ -1,10 +1,16 @@
-"""Measures the links between the nodes of a run, in rounds of pairs, for the order of nodes.
+"""Measures the links between the nodes of a run, and orders the nodes: neighbours have fast links between them.
 
-Each node takes part in one pair of a round. So n nodes need n - 1 rounds, and all pairs of a round measure at the same
-time. Only pairs that were not measured before are; a restart with the same nodes measures nothing.
+Rings of NCCL, shards and pipeline stages connect neighbouring ranks, so that most of their traffic stays below one
+switch. Each node takes part in one pair of a round, so n nodes need n - 1 rounds. Only pairs that were not measured
+before are; a restart with the same nodes measures nothing. A link is measured over the channel of one node, which
+proves the run's token. The node that measures counts what it receives, so that what waits in buffers does not count.
+Both nodes of a pair measure at the same time, as both directions of a ring are busy at the same time.
 """
 
+import contextlib
 import logging
+import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +18,157 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trimaran.core import Seconds
-from trimaran.launch.supervise.link_probe import measure_link
-from trimaran.launch.supervise.node_groups import group_nodes
-from trimaran.launch.supervise.node_order import order_nodes
 from trimaran.runs import RunDirectory
 from trimaran.runs.measured_links import LinkSpeed, MeasuredLinks, Pair, read_measured_links, write_measured_links
+from trimaran.runs.wire import ChannelClient, frame
+
+MEASURE_LINK = "measure_link"  # the operation that `serve_link` answers
+CONNECT_SECONDS = 5.0
+NUM_PINGS = 8
+SETTLING_FRACTION = 0.3  # of the time, at its beginning: TCP starts slowly
+MAX_SEND_SECONDS = 5.0  # of one measurement, if the other side does not end it
+BLOCK_BYTES = 1 << 18
+READY, PING, STREAM = b"r", b"p", b"s"
+
+
+def serve_link(connection: socket.socket) -> None:
+    """Answer pings, and then send zeros until the other side has enough. The connection is closed at the end."""
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(MAX_SEND_SECONDS)
+        connection.sendall(READY)  # the rest of the connection is not made of frames
+        while (request := connection.recv(1)) == PING:
+            connection.sendall(PING)
+        until, zeros = time.monotonic() + MAX_SEND_SECONDS, bytes(BLOCK_BYTES)
+        while request == STREAM and time.monotonic() < until:
+            connection.sendall(zeros)
+
+
+def measure_link(address: str, token: str, *, seconds: float) -> LinkSpeed:
+    """Return the speed of the link from the node whose channel is at `address`. Raises OSError if there is none."""
+    connection, _, authenticator = ChannelClient(address, token, seconds=CONNECT_SECONDS).detach()
+    with connection:
+        connection.sendall(frame({"op": MEASURE_LINK}, authenticator))
+        _read_byte(connection, READY)
+        round_trip = math.inf
+        for _ in range(NUM_PINGS):
+            began = time.perf_counter()
+            connection.sendall(PING)
+            _read_byte(connection, PING)
+            round_trip = min(round_trip, time.perf_counter() - began)
+        connection.sendall(STREAM)
+        rate = _receive_rate(connection, seconds=seconds)
+    return LinkSpeed(round_trip=Seconds(round_trip), bytes_per_second=rate)
+
+
+def _receive_rate(connection: socket.socket, *, seconds: float) -> float:
+    """Return how many bytes arrive per second, without those of the first part of the time."""
+    began = time.perf_counter()
+    settled, end = began + SETTLING_FRACTION * seconds, began + seconds
+    block, num_received, counted_from, num_before = bytearray(BLOCK_BYTES), 0, began, 0
+    while (now := time.perf_counter()) < end:
+        if counted_from == began and now >= settled:
+            counted_from, num_before = now, num_received
+        connection.settimeout(end - now)
+        with contextlib.suppress(TimeoutError):
+            received = connection.recv_into(block)
+            if not received:
+                raise ConnectionError("the other node ended the measurement")
+            num_received += received
+    num_counted, took = num_received - num_before, time.perf_counter() - counted_from
+    if not num_counted:  # a link so slow that nothing arrived in time
+        num_counted, took = max(1, num_received), time.perf_counter() - began
+    return num_counted / took
+
+
+def _read_byte(connection: socket.socket, expected: bytes) -> None:
+    if connection.recv(1) != expected:
+        raise ConnectionError("the other node does not measure links")
+
+
+MIN_FACTOR = 2.0  # a group's links are at least so many times as fast as those that leave it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedNodes:
+    """Nodes that were merged at `seconds`, the geometric mean of an exchange between its two `parts`."""
+
+    nodes: tuple[str, ...]
+    seconds: float = 0.0
+    parts: tuple["MergedNodes", ...] = ()
+
+
+def group_nodes(nodes: Sequence[str], seconds: Mapping[Pair, float]) -> dict[str, tuple[str, ...]]:
+    """Return the groups that each node is in, from the largest; the groups have the form of switches.
+
+    A group is named after its first node. Differences below `MIN_FACTOR` are noise and make no group. A pair without
+    a time does not count; if two parts have no measured pair, they are as far apart as can be.
+    """
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(nodes, ())
+    if len(nodes) > 2:
+        _add_groups(_merge(sorted(nodes), seconds), found)
+    return found
+
+
+def _add_groups(cluster: MergedNodes, found: dict[str, tuple[str, ...]]) -> None:
+    """Add the groups inside of `cluster` to those of its nodes.
+
+    Links inside of a part that are much faster than those between the parts make it a group of its own.
+    """
+    for part in cluster.parts:
+        if part.parts and math.isfinite(part.seconds) and cluster.seconds >= MIN_FACTOR * part.seconds:
+            for node in part.nodes:
+                found[node] = (*found[node], min(part.nodes))
+        _add_groups(part, found)
+
+
+def _merge(nodes: Sequence[str], seconds: Mapping[Pair, float]) -> MergedNodes:
+    """Return the tree of clusters that begins with single nodes and always merges the two closest."""
+    clusters = [MergedNodes(nodes=(node,)) for node in nodes]
+    while len(clusters) > 1:
+        pairs = [(left, right) for index, left in enumerate(clusters) for right in clusters[index + 1 :]]
+        left, right = min(pairs, key=lambda pair: _between(*pair, seconds))
+        merged = MergedNodes(
+            nodes=(*left.nodes, *right.nodes), seconds=_between(left, right, seconds), parts=(left, right)
+        )
+        clusters = [merged if each is left else each for each in clusters if each is not right]
+    return clusters[0]
+
+
+def _between(left: MergedNodes, right: MergedNodes, seconds: Mapping[Pair, float]) -> float:
+    """Return the geometric mean over the pairs with one node in each: one interrupted measurement weighs little."""
+    pairs = (frozenset((one, other)) for one in left.nodes for other in right.nodes)
+    known = [math.log(seconds[pair]) for pair in pairs if pair in seconds]
+    return math.exp(sum(known) / len(known)) if known else math.inf
+
+
+TOPOLOGY = "TRIMARAN_TOPOLOGY"  # set on each node: its switches from the top, such as `spine1.leaf3`
+SLURM_ADDRESS, SLURM_PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"
+
+
+def read_switches(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the switches above this node, from the top: what the user says, else what Slurm does; empty if unknown.
+
+    Slurm writes `spine1.leaf3.node17`, with the pattern `switch.switch.node`.
+    """
+    if given := environment.get(TOPOLOGY, ""):
+        return tuple(given.split("."))
+    parts, kinds = (environment.get(name, "").split(".") for name in (SLURM_ADDRESS, SLURM_PATTERN))
+    return tuple(part for part, kind in zip(parts, kinds, strict=False) if kind == "switch" and part)
+
+
+def order_nodes(switches: Mapping[str, Sequence[str]], *, first: str = "") -> list[str]:
+    """Return the names of nodes by their switches and names. `first` comes first, and then those closest to it."""
+    names = sorted(switches, key=lambda name: (*switches[name], name))
+    if not first:
+        return names
+
+    def num_shared(name: str) -> int:
+        """Return how many switches of a node and of the first are the same, from the top."""
+        pairs = [*zip(switches[name], switches[first], strict=False)]
+        return next((level for level, (one, other) in enumerate(pairs) if one != other), len(pairs))
+
+    return sorted(names, key=lambda name: (name != first, -num_shared(name)))
+
 
 log = logging.getLogger(__name__)
 

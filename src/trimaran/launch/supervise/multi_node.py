@@ -5,7 +5,7 @@ other nodes and supervises all ranks. The others follow (`follower`). A node tha
 and takes over when the coordinator's lease has expired. A coordinator that loses its lease kills its ranks and follows.
 
 If the nodes have no disk in common, each has a run directory of its own, and one of them, the head, coordinates always.
-The others get recipe and plan from it and send it what their ranks write (`head_client`, `file_stream`).
+The others get recipe and plan from it and send it what their ranks write (`head_client`, `FileSender`).
 """
 
 import logging
@@ -16,15 +16,13 @@ from functools import partial
 from typing import Any
 
 from trimaran.core import EXIT_AGAIN, EXIT_USER, Action, Cause, Incident, UserError
-from trimaran.launch.supervise.autopilot_process import autopilot_process
-from trimaran.launch.supervise.file_stream import FileSender
-from trimaran.launch.supervise.follower import CoordinatorWatch, Follower, FollowerEnd
+from trimaran.launch.supervise.early_supervisor import Signals
+from trimaran.launch.supervise.follower import CoordinatorWatch, Follower, FollowerEnd, NodeAgent
 from trimaran.launch.supervise.fork_server_process import ForkServerProcess
-from trimaran.launch.supervise.head_client import OPERATION, HeadClient, answer_nodes
-from trimaran.launch.supervise.node_agent import NodeAgent
+from trimaran.launch.supervise.head_client import RUN_FILES, FileSender, HeadClient, answer_nodes
 from trimaran.launch.supervise.node_options import NodeOptions
 from trimaran.launch.supervise.remote_node_group import FencedError, RemoteNodeGroup
-from trimaran.launch.supervise.signals import Signals
+from trimaran.launch.supervise.side_processes import autopilot_process
 from trimaran.launch.supervise.supervisor import OpenIncident, Supervisor
 from trimaran.runs import IncidentLog, append_line, last_step
 from trimaran.runs.attempts import AttemptLog, read_attempts
@@ -135,7 +133,7 @@ class Participant:
         with lease, autopilot_process(self._agent.run, os.environ):
             run, incident = self._agent.run, self._take_over()
             if self._agent.is_head:
-                self._agent.channel.operations[OPERATION] = partial(answer_nodes, run, lease.holder)
+                self._agent.channel.operations[RUN_FILES] = partial(answer_nodes, run, lease.holder)
             try:
                 known: dict[str, Any] = {"highest_step": last_step(run), "open_incident": incident}
                 end = Supervisor(run, nodes, self._signals, held=self._held, **known).supervise()

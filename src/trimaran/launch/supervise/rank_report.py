@@ -1,22 +1,144 @@
-"""Reads rank reports: the stacks and collectives that ranks wrote when something was wrong, and their process state.
+"""Rank reports: the stacks and collectives that ranks write when something is wrong, and their process state.
 
-`collect_reports.py` fills a folder with them. The heartbeat thread of each rank (`train/process/heartbeat_thread.py`)
-writes `rank-N.json` and `rank-N.stacks.txt`; each node writes `process-N.json`. Any file may be missing or incomplete.
+`collect_reports` has ranks write them before they are killed. The heartbeat thread of each rank
+(`train/process/heartbeat_thread.py`) writes `rank-N.json` and `rank-N.stacks.txt`; each node writes `process-N.json`.
+`read_rank_reports` reads them; any file may be missing or incomplete. `show_ranks` shows them as text.
 """
 
 import contextlib
+import ctypes
 import json
 import linecache
+import logging
+import os
 import re
-from collections.abc import Iterable, Mapping
+import shutil
+import signal
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trimaran.core.regular_files import open_regular_file, read_regular_text
-from trimaran.launch.supervise.collect_reports import STOPPED_STATES
-from trimaran.runs import RunDirectory
+from trimaran.core import show_bytes
+from trimaran.core.regular_files import open_regular_file, read_regular_bytes, read_regular_text, write_atomically
+from trimaran.launch.supervise.node import Node, on_all_nodes
+from trimaran.runs import HeartbeatBoard, RunDirectory
+
+MAX_HEARTBEAT_AGE_SECONDS = 1.5  # a heartbeat thread that has not run for so long will not answer a request
+# Process states in /proc. An empty one stands for a process that is gone.
+STOPPED_STATES, ENDED_STATES = frozenset("Tt"), frozenset(("Z", "X", ""))
+DUMP_SECONDS = 0.3  # for a stack dump by faulthandler
+
+
+@dataclass(frozen=True, slots=True)
+class ReportTarget:
+    """A rank to report, its row in the heartbeat board and its process."""
+
+    rank: int
+    local_rank: int
+    pid: int
+
+
+def collect_reports(
+    run: RunDirectory,
+    board: HeartbeatBoard,
+    ranks: Sequence[ReportTarget],
+    folder: Path,
+    *,
+    seconds: float,
+    gently: bool,
+) -> None:
+    """Have `ranks` write their reports into `folder`, and wait at most `seconds` for them.
+
+    The heartbeat thread of a rank writes its report (`train/process/heartbeat_thread.py`). `process-N.json` has the
+    process states of a node whose first rank is N. A rank whose heartbeat thread does not run gets a signal, whose
+    handler writes its stacks without needing the main thread or the GIL. A stopped rank has to be continued for that;
+    with `gently` no rank gets the signal.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    processes = {each.rank: _process(each) for each in ranks}
+    if ranks:
+        write_atomically(folder / f"process-{min(processes)}.json", json.dumps([*processes.values()]))
+    for each in ranks:  # one file for each rank: nodes may request different folders at the same time
+        write_atomically(run.report_request(each.rank), json.dumps({"folder": str(folder.relative_to(run.path))}))
+    sizes = {each.rank: _size(run.stacks(each.rank)) for each in ranks}
+    request, requested = board.request_reports(), time.monotonic()
+    running = [each for each in ranks if processes[each.rank]["state"] not in STOPPED_STATES]
+    oldest = requested - MAX_HEARTBEAT_AGE_SECONDS
+    pending = [each for each in running if board.read(each.local_rank).alive > oldest]
+    if not gently:
+        _dump_stacks(run, [each for each in ranks if each not in pending], sizes, folder)
+    while pending and time.monotonic() < requested + seconds:
+        time.sleep(0.01)
+        pending = [
+            each for each in pending if board.read(each.local_rank).answered < request and process_state(each.pid)
+        ]
+    if not gently:
+        _dump_stacks(run, pending, sizes, folder)
+
+
+def _dump_stacks(run: RunDirectory, ranks: Sequence[ReportTarget], sizes: dict[int, int], folder: Path) -> None:
+    """Have faulthandler write the stacks of `ranks`, and copy what is new into `folder`."""
+    for each in ranks:
+        # To the main thread: another thread that handles the signal may have no Python stack.
+        ctypes.CDLL(None).tgkill(each.pid, each.pid, int(signal.SIGUSR2))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each.pid, signal.SIGCONT)  # a stopped process handles the signal once it continues
+    until = time.monotonic() + DUMP_SECONDS
+    while time.monotonic() < until and any(_size(run.stacks(each.rank)) <= sizes[each.rank] for each in ranks):
+        time.sleep(0.01)
+    time.sleep(0.02 if ranks else 0.0)  # for the rest of a dump that has begun
+    for each in ranks:
+        with contextlib.suppress(FileNotFoundError):
+            if data := read_regular_bytes(run.stacks(each.rank))[sizes[each.rank] :]:
+                (folder / f"rank-{each.rank}.stacks.txt").write_bytes(data)
+
+
+def _process(each: ReportTarget) -> dict[str, Any]:
+    """Return what /proc says about a rank's process; `state` is empty if it is gone."""
+    facts: dict[str, Any] = {"rank": each.rank, "pid": each.pid, "state": "", "wchan": ""}
+    with contextlib.suppress(OSError, IndexError):
+        facts["state"] = process_state(each.pid)
+        facts["wchan"] = Path(f"/proc/{each.pid}/wchan").read_text(encoding="utf-8", errors="replace")
+        status = Path(f"/proc/{each.pid}/status").read_text(encoding="utf-8", errors="replace")
+        lines = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        facts |= {key: lines[name].strip() for key, name in STATUS_FIELDS.items() if name in lines}
+    return facts
+
+
+def process_state(pid: int) -> str:
+    """Return the state letter of a process in /proc; an empty string if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
+def queued_seconds(pid: int) -> float:
+    """Return for how long the main thread of a process was ready to run and had no core; 0 if that is unknown."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def process_group(pid: int) -> int | None:
+    """Return the process group of a process; None if it is gone."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+STATUS_FIELDS = {"memory": "VmRSS", "threads": "Threads", "blocked_signals": "SigBlk"}
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
 
 LOG_TAIL_BYTES = 16384
 ATTEMPT_LINE = re.compile(r"^-- start \d+ --$", re.MULTILINE)  # separates the attempts in a rank's log
@@ -36,7 +158,8 @@ class StackCall:
     text: str
 
     def __str__(self) -> str:
-        return f"{_short(self.file)}:{self.line} in {self.function}" + (f": {self.text}" if self.text else "")
+        short = "/".join(Path(self.file).parts[-3:])
+        return f"{short}:{self.line} in {self.function}" + (f": {self.text}" if self.text else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +243,8 @@ class RankReport:
 
 def read_rank_reports(run: RunDirectory, folder: Path, ranks: Iterable[int]) -> dict[int, RankReport]:
     """Return what is known of each of `ranks`, from the files in `folder` and the ranks' logs."""
-    states = _states(folder)
-    return {rank: _report(run, folder, rank, states.get(rank, "")) for rank in ranks}
+    processes = _read_processes(folder)
+    return {rank: _report(run, folder, rank, processes.get(rank, {}).get("state", "")) for rank in ranks}
 
 
 def read_tail(path: Path) -> str:
@@ -186,13 +309,13 @@ def _operation(tree: dict[str, Any]) -> Operation:
     return Operation(**tree | {"sizes": sizes, "dtypes": tuple(tree.get("dtypes", ()))})
 
 
-def _states(folder: Path) -> dict[int, str]:
-    """Return the process states of all ranks. Each node writes a file with its own."""
-    found: dict[int, str] = {}
+def _read_processes(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return what is known of the processes of all ranks. Each node writes a file with its own."""
+    found: dict[int, dict[str, Any]] = {}
     for path in sorted(folder.glob("process*.json")):
         tree = _load(path)
         rows = tree if isinstance(tree, list) else []
-        found |= {row["rank"]: row.get("state", "") for row in rows if isinstance(row, dict) and "rank" in row}
+        found |= {row["rank"]: row for row in rows if isinstance(row, dict) and "rank" in row}
     return found
 
 
@@ -203,5 +326,50 @@ def _load(path: Path) -> Any:
         return None
 
 
-def _short(file: str) -> str:
-    return "/".join(Path(file).parts[-3:])
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 1.5
+STATES = {"T": "stopped by a signal", "t": "held by a debugger", "D": "waiting for a device or a disk", "Z": "dead"}
+MEMORY_TEXTS = {"resident": "resident", "allocated": "allocated on the device", "reserved": "reserved there"}
+
+
+def show_ranks(run: RunDirectory, nodes: Sequence[Node], ranks: Sequence[int], *, of: str = "") -> None:
+    """Collect the stacks and memory of `ranks`, write them to `logs/ranks.txt`, and log them.
+
+    A follower node shows only its own ranks: `of` is its name, and the file is `logs/ranks-NAME.txt`.
+    """
+    name = f"-{of}" if of else ""
+    folder, shown = run.incident(f"shown{name}"), run.ranks_shown.with_name(f"ranks{name}.txt")
+    try:
+        shutil.rmtree(folder, ignore_errors=True)  # reports of an earlier request
+        on_all_nodes(nodes, lambda node: node.collect_reports(folder, seconds=ANSWER_SECONDS, gently=True))
+        text = describe_ranks(folder, ranks)
+        write_atomically(shown, text)
+        log.info("the ranks at this moment:\n%s", text)
+    except OSError as error:
+        log.warning("the state of the ranks could not be written: %s", error)
+
+
+def describe_ranks(folder: Path, ranks: Sequence[int]) -> str:
+    """Return the rank reports in `folder` as text, rank by rank; the process state for a rank without a report."""
+    processes = _read_processes(folder)
+    return "\n".join(_describe(folder, rank, processes.get(rank, {})) for rank in ranks)
+
+
+def _describe(folder: Path, rank: int, process: dict[str, Any]) -> str:
+    report = _load(folder / f"rank-{rank}.json")
+    if not report:
+        state = STATES.get(str(process.get("state", "")), "native code holds the GIL")
+        why = (
+            f"process {process['pid']}, {process.get('memory', '?')}: {state}"
+            if process.get("pid")
+            else "it is not running"
+        )
+        return f"rank {rank} does not answer ({why})\n"
+    held = report.get("memory", {})
+    memory = ", ".join(f"{show_bytes(held[key])} {text}" for key, text in MEMORY_TEXTS.items() if key in held)
+    where = f"step {report.get('step')}, {report.get('section')} for {report.get('entered_seconds_ago', 0.0):.1f} s"
+    stacks = ""
+    with contextlib.suppress(OSError):
+        stacks = read_regular_text(folder / f"rank-{rank}.stacks.txt", errors="replace")
+    return f"rank {rank} on {report.get('host')}, process {report.get('pid')}: {where}; {memory}\n{stacks}"

@@ -13,7 +13,7 @@ from typing import Any
 from trimaran.core import UserError
 from trimaran.core.regular_files import read_regular_text
 from trimaran.launch.supervise.channel import SILENT_SECONDS, Mailbox
-from trimaran.launch.supervise.file_stream import FileReceiver
+from trimaran.launch.supervise.head_client import FileReceiver
 from trimaran.launch.supervise.measure_links import link_of_record
 from trimaran.launch.supervise.node import AttemptSpec, NodeEvent, NodeLost, RankEnded, RankSilent
 from trimaran.runs import Heartbeat, RunDirectory

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, Cause, Incident, Plan
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, Cause, Incident
 from trimaran.launch.supervise.attempt_watch import AttemptWatch
-from trimaran.launch.supervise.directory_watch import DirectoryWatch
+from trimaran.launch.supervise.early_supervisor import Signals
 from trimaran.launch.supervise.elastic_watch import ElasticReplicas, ElasticWatch
-from trimaran.launch.supervise.incident_text import headline
+from trimaran.launch.supervise.incident_watch import NetworkCheck, RankEventIncidents, StrangerCheck
 from trimaran.launch.supervise.intent import (
     AllStopped,
     Continue,
@@ -24,8 +24,7 @@ from trimaran.launch.supervise.intent import (
     StopRequests,
     next_intent,
 )
-from trimaran.launch.supervise.investigate import Investigation, investigate
-from trimaran.launch.supervise.network_check import NetworkCheck
+from trimaran.launch.supervise.investigate import Investigation, headline, investigate, note_lost_nodes
 from trimaran.launch.supervise.next_attempt import (
     GrowthPlanner,
     Rendezvous,
@@ -35,18 +34,54 @@ from trimaran.launch.supervise.next_attempt import (
     read_resize_request,
     recovery_options,
 )
-from trimaran.launch.supervise.node import AttemptSpec, Node, on_all_nodes
-from trimaran.launch.supervise.note_bad_nodes import note_lost_nodes
-from trimaran.launch.supervise.rank_events import RankEventIncidents
+from trimaran.launch.supervise.node import Node, on_all_nodes
+from trimaran.launch.supervise.rank_report import show_ranks
 from trimaran.launch.supervise.recovery_policy import EXIT_FAULT, Cycle, PolicyDecision, decide
-from trimaran.launch.supervise.show_ranks import show_ranks
-from trimaran.launch.supervise.signals import Signals
 from trimaran.launch.supervise.slow_rank_check import SlowRankCheck
-from trimaran.launch.supervise.stranger_check import StrangerCheck
 from trimaran.runs import IncidentLog, Journal, JsonlFollower, RunDirectory, last_step
 from trimaran.runs.attempts import AttemptLog, AttemptOutcome, read_attempts
 from trimaran.runs.held_directory import HeldDirectory
 from trimaran.runs.left_out_nodes import read_left_out
+from trimaran.runs.reserve import fill_reserve, remove_reserve
+
+DIRECTORY_SECONDS = 1.0  # between looks at the run directory
+
+
+class DirectoryWatch:
+    """Polled by the supervisor. `held` is its directory; None if files are opened by path, and moves go unnoticed."""
+
+    def __init__(
+        self, run: RunDirectory, incidents: IncidentLog, attempts: AttemptLog, *, held: HeldDirectory | None
+    ) -> None:
+        self._run, self._incidents, self._attempts, self.held = run, incidents, attempts, held
+        self._due = 0.0
+
+    def poll(self) -> None:
+        """Write lines that could not be written before, and take the reserve back, if there is room again."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + DIRECTORY_SECONDS
+        if not self.deleted:
+            self._incidents.flush()
+            self._attempts.flush()
+            fill_reserve(self._run.reserve)
+
+    @property
+    def moved(self) -> str:
+        """What happened to the directory if it was moved; empty if it was not."""
+        return self.held.explain("moved") if self.held is not None and self.held.place == "moved" else ""
+
+    @property
+    def deleted(self) -> bool:
+        return self.held is not None and self.held.place == "deleted"
+
+    def end(self) -> None:
+        """Write the last lines and delete the reserve: the run is over."""
+        self._incidents.flush()
+        self._attempts.flush()
+        remove_reserve(self._run.reserve)
+
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +96,7 @@ SupervisorOutcome = AttemptOutcome | Literal["killed", "fenced", "deleted"]
 
 
 class NodeGroup(Rendezvous, Protocol):
-    """The nodes of a run and where their ranks meet: one machine (`local_node_group`) or several."""
+    """The nodes of a run and where their ranks meet: one machine (`LocalNodeGroup`) or several."""
 
     def wait_for_nodes(self) -> list[Node] | None:
         """Return the nodes to start ranks on, once enough are present; None if too few come."""
@@ -210,7 +245,14 @@ class Supervisor:
         plan, before = self.run.read_plan(), self._highest_step
         number = self.attempts.begin(world_size=plan.mesh.world_size)
         log.info("start %d: %s on %s", number + 1, plan, ", ".join(node.name for node in nodes))
-        watch = self._start_ranks(nodes, plan, attempt_spec(self.run, plan, self.node_group, attempt=number))
+        spec = attempt_spec(self.run, plan, self.node_group, attempt=number)
+        if plan.is_elastic:
+            replicas = ElasticReplicas(num=plan.mesh.dp_replicate, restart=self.recipe.faults.restart)
+            watch: AttemptWatch = ElasticWatch(
+                self.run, nodes, spec, replicas, incidents=self.incidents, group=self.node_group
+            )
+        else:
+            watch = AttemptWatch(self.run, nodes, spec)
         outcome = self._watch(watch)
         investigation = None
         is_closing = watch.is_saved and not watch.not_done() and len(watch.of_kind("done")) == plan.mesh.world_size
@@ -238,13 +280,6 @@ class Supervisor:
             self._amend_stop(action="stopped", step=watch.highest_step)
             return self._over(self.signals.exit_code, f"ended at once by {self.signals.name}")
         return self._over(EXIT_DONE, "all steps are done") if outcome == "done" else self._stopped(watch)
-
-    def _start_ranks(self, nodes: Sequence[Node], plan: Plan, spec: AttemptSpec) -> AttemptWatch:
-        """Start the ranks and return what watches them."""
-        if plan.is_elastic:
-            replicas = ElasticReplicas(num=plan.mesh.dp_replicate, restart=self.recipe.faults.restart)
-            return ElasticWatch(self.run, nodes, spec, replicas, incidents=self.incidents, group=self.node_group)
-        return AttemptWatch(self.run, nodes, spec)
 
     def _finish(self, watch: AttemptWatch, investigation: Investigation | None) -> SupervisorEnd:
         """End a run whose training is done and saved. The code is 0, whatever happened to its ranks after that."""
@@ -283,8 +318,10 @@ class Supervisor:
             self._directory.poll()
             if self._directory.deleted:
                 return "deleted"
-            if self._lost_the_lease():
-                return "fenced"
+            if time.monotonic() >= self._lease_due:
+                self._lease_due = time.monotonic() + LEASE_SECONDS
+                if not self.node_group.holds():
+                    return "fenced"
             if self.signals.kill_requested:
                 return "killed"
             self._forward_requests(watch)
@@ -297,26 +334,17 @@ class Supervisor:
         reported.add(watch.events[num_read:])
         return outcome
 
-    def _lost_the_lease(self) -> bool:
-        now = time.monotonic()
-        if now < self._lease_due:
-            return False
-        self._lease_due = now + LEASE_SECONDS
-        return not self.node_group.holds()
-
     def _forward_requests(self, watch: AttemptWatch) -> None:
         """Ask the ranks to stop if a stop or another number of ranks was requested; a resize is a stop and a start."""
         before = self._intent
-        self._note_facts(self._stop_requests(), watch)
+        has_file = self.run.stop_request.exists()
+        requests = StopRequests(moved=self._directory.moved, signal=self.signals.name, stop_file=has_file)
+        self._note_facts(requests, watch)
         if isinstance(self._intent, Continue):
             self._note_facts(self._node_changes(watch), watch)
         if isinstance(before, Continue) and not isinstance(self._intent, Continue):
             for node in watch.nodes:
                 node.request_stop()
-
-    def _stop_requests(self) -> StopRequests:
-        has_file = self.run.stop_request.exists()
-        return StopRequests(moved=self._directory.moved, signal=self.signals.name, stop_file=has_file)
 
     def _node_changes(self, watch: AttemptWatch) -> NodeChanges:
         """Return which nodes leave and how many ranks are wanted. Elastic replicas come and go within the attempt."""

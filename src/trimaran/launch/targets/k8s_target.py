@@ -1,20 +1,33 @@
-"""Kubernetes: a TrainJob, a JobSet or an Indexed Job, with one pod for each node."""
+"""Kubernetes: writes a manifest, and submits, follows and stops jobs with the credentials of the user's kubeconfig.
 
-from collections.abc import Sequence
+The package `kubernetes` is an extra; it is imported when it is needed. The namespace is that of the objects, else that
+of the context. Nothing is retried: a person reads the answer.
+"""
+
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import yaml
 from pydantic import BaseModel
 
-from trimaran.core import UserError, show_bytes
-from trimaran.core.regular_files import read_regular_bytes
-from trimaran.launch.targets.kubernetes_files import k8s_client
-from trimaran.launch.targets.kubernetes_files.k8s_lint import lint_manifest
-from trimaran.launch.targets.kubernetes_files.k8s_manifest import dump_documents, job_documents, storage_documents
-from trimaran.launch.targets.kubernetes_files.k8s_pod import INSTANCE, grace_seconds
-from trimaran.launch.targets.kubernetes_files.k8s_site import KubernetesSite
-from trimaran.launch.targets.kubernetes_files.k8s_workloads import find_workloads
+from trimaran.core import EXIT_STUCK, EXIT_USER, UserError, show_bytes
+from trimaran.launch.targets.k8s_manifest import (
+    CONTAINER,
+    INSTANCE,
+    KubernetesSite,
+    dump_documents,
+    grace_seconds,
+    job_documents,
+    storage_documents,
+)
 from trimaran.launch.targets.target import (
     JobCommands,
     JobRecord,
@@ -27,10 +40,14 @@ from trimaran.launch.targets.target import (
 from trimaran.models import hub_repo_of
 
 JOB_FILE, STORAGE_FILE = "job.yaml", "storage.yaml"
-MAX_MANIFEST_BYTES = 4 << 20
 MAX_RECIPE_BYTES = 240 << 10  # `kubectl apply` keeps a copy in an annotation, of which there may be 256 KiB
 READ_FOR_PLAN = ("model.path", "model.adapter.path", "data.tokenizer", "cluster")  # by the machine that launches
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}|"
+                          r"xox[abp]-[A-Za-z0-9-]{10,})")  # fmt: skip
+REQUEST_SECONDS = 20.0  # for one answer of the API server
+DELETE_SECONDS = 900.0  # until all pods of a job have saved and are gone
+POLL_SECONDS = 1.0
 
 
 class KubernetesTarget:
@@ -44,27 +61,24 @@ class KubernetesTarget:
         """Return what was checked: the site's section, our own manifest, and what the cluster has."""
         image = [_checked("image", site.image or "none", _image_error(site))]
         checks = image if request is None else self.check_request(request)
-        return [*checks, *k8s_client.check_cluster(site, request)]
+        return [*checks, *check_cluster(site, request)]
 
     def check_request(self, request: LaunchRequest) -> list[SiteCheck]:
         """Return what can be said about a launch without asking the cluster, as a dry run does."""
         image = _checked("image", request.site.image or "none", _image_error(request.site))
         paths = [_checked("path", each.where, each) for each in _path_errors(request)]
-        return [image, *paths, *(_check_manifest(request) if request.site.image else [])]
-
-    def check_file(self, path: Path) -> list[SiteCheck]:
-        """Return what is wrong with anybody's manifest; one check without an error if nothing is."""
-        documents = read_documents(path)
-        found = lint_manifest(documents)
-        if not found:
-            names = [f"{each.kind}/{each.name}" for each in find_workloads(documents)]
-            return [SiteCheck(name=path.name, found=f"no mistakes in {', '.join(names) or 'it: it starts no pods'}")]
-        return [SiteCheck(name=path.name, found=each.what, error=each) for each in found]
+        return [image, *paths, *(_manifest_checks(request) if request.site.image else [])]
 
     def render(self, request: LaunchRequest) -> LaunchFiles:
         """Return `job.yaml`, and `storage.yaml` if the site has the volume claim created."""
-        apply = ["kubectl", *_context(request.site), "apply", "-f"]
-        files = {JOB_FILE: dump_documents(job_documents(request), header=_header(request))}
+        context = ["--context", request.site.context] if request.site.context else []
+        apply = ["kubectl", *context, "apply", "-f"]
+        header = (
+            "Written by `trimaran launch --on k8s`. Pods get the recipe and the plan below; the first creates the run."
+            "\nExit codes: 2 and 93 end the job; 75, and pods that Kubernetes evicts, are started again. A pod has "
+            f"{grace_seconds(request)} s to save."
+        )
+        files = {JOB_FILE: dump_documents(job_documents(request), header=header)}
         if storage := storage_documents(request):
             files[STORAGE_FILE] = dump_documents(storage, header="The volume of all runs. It outlives the jobs.")
         names = [name for name in (STORAGE_FILE, JOB_FILE) if name in files]
@@ -79,23 +93,36 @@ class KubernetesTarget:
 
     def submit_again(self, job: JobRecord) -> tuple[str, dict[str, Any]]:
         """Remove what is left of a job, and create it again: the run continues from its newest state."""
-        k8s_client.delete_job(job.details, job.native_id)
+        _delete_job(job.details, job.native_id)
         return _submit(Path(job.folder), job.details)
 
     def state(self, job: JobRecord) -> JobState:
         """Return the state of the job object and its pods."""
-        return k8s_client.job_state(job.details, job.native_id)
+        kind, name = KINDS[job.details["kind"]], job.native_id.rpartition("/")[2]
+        with open_api(str(job.details["context"]), str(job.details["namespace"])) as api:
+            found = api.get(kind.version, kind.kind, name)
+            if found is None:
+                return JobState(state="stopped", native="NotFound", reason="the job was deleted from the cluster")
+            return describe(found, api.pods(name), kind)
 
     def stop(self, job: JobRecord) -> None:
-        """Ask the pods to stop: they get SIGTERM, and their grace period is longer than a save."""
-        k8s_client.stop_job(job.details, job.native_id)
+        """Ask the pods to stop: they get SIGTERM, and their grace period is longer than a save.
+
+        The job is suspended. Kueue would resume it, so one in a queue is deleted.
+        """
+        kind, name = KINDS[job.details["kind"]], job.native_id.rpartition("/")[2]
+        with open_api(str(job.details["context"]), str(job.details["namespace"])) as api:
+            if job.details.get("queued"):
+                api.delete(kind.version, kind.kind, name)
+            else:
+                api.patch(kind.version, kind.kind, name, {"spec": {"suspend": True}})
 
     def commands(self, job: JobRecord) -> JobCommands:
         """Return the commands of `kubectl`."""
         details, name = job.details, job.native_id.rpartition("/")[2]
         tool = ["kubectl", *(["--context", details["context"]] if details.get("context") else [])]
         tool += ["--namespace", str(details["namespace"])]
-        target = f"{k8s_client.KINDS[details['kind']].resource}/{name}"
+        target = f"{KINDS[details['kind']].resource}/{name}"
         suspend = ["patch", target, "--type=merge", "--patch", '{"spec": {"suspend": true}}']
         return JobCommands(
             follow=[*tool, "logs", "--follow", "--prefix", "--max-log-requests=100", f"--selector={INSTANCE}={name}"],
@@ -104,46 +131,42 @@ class KubernetesTarget:
         )
 
 
-def read_documents(path: Path) -> list[Any]:
-    """Return the documents of a manifest; raise UserError if it is not YAML of Kubernetes objects."""
-    fix = "name a YAML file as `kubectl apply -f` takes it"
+def _submit(folder: Path, details: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Create the objects of the launch files; return the job's native id and details. Raises if the job exists.
+
+    All objects are first created as a trial, so that nothing is left of a job that the API server refuses.
+    """
+    storage = folder / STORAGE_FILE
+    documents = [*(_read_documents(storage) if storage.exists() else []), *_read_documents(folder / JOB_FILE)]
+    job = documents[-1]
+    namespace = str(within(job, "metadata", "namespace") or details.get("namespace") or "")
+    with open_api(str(details["context"]), namespace) as api:
+        _try_out(api, documents)
+        for tree in documents:
+            if api.create(tree):
+                continue
+            if tree is job:
+                raise _exists(str(tree["kind"]), name_of(tree))
+            if tree["kind"] != "PersistentVolumeClaim":
+                api.patch(tree["apiVersion"], tree["kind"], name_of(tree), tree)
+        return f"{api.namespace}/{name_of(job)}", {**details, "namespace": api.namespace}
+
+
+def _read_documents(path: Path) -> list[Any]:
+    """Return the objects of a launch file, which a person may have edited; raise UserError if it is no manifest."""
+    fix = "launch the run again, which writes the file anew"
     try:
-        raw = read_regular_bytes(path, follow_links=True, limit_bytes=MAX_MANIFEST_BYTES + 1)
+        documents = [each for each in yaml.safe_load_all(path.read_bytes()) if each is not None]
     except OSError as error:
         raise UserError("L044", f"the manifest cannot be read: {error.strerror}", where=str(path), fix=fix) from None
-    if len(raw) > MAX_MANIFEST_BYTES:
-        raise UserError("L044", f"the manifest is larger than {show_bytes(MAX_MANIFEST_BYTES)}", where=str(path),
-                        fix="check its jobs one by one")  # fmt: skip
-    try:
-        documents = [each for each in yaml.safe_load_all(raw) if each is not None]
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise UserError("L044", f"this is not YAML: {error.problem}", where=f"{path}{line}", fix=fix) from None
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
+    except (yaml.YAMLError, ValueError):
         raise UserError("L044", "this is not YAML", where=str(path), fix=fix) from None
-    if not any(isinstance(each, dict) and "kind" in each for each in documents):
+    if not documents or not all(isinstance(each, dict) and "kind" in each for each in documents):
         raise UserError("L044", "there is no Kubernetes object in it", where=str(path), fix=fix)
     return documents
-
-
-def _submit(folder: Path, details: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    storage = folder / STORAGE_FILE
-    documents = read_documents(storage) if storage.exists() else []
-    return k8s_client.submit(details, [*documents, *read_documents(folder / JOB_FILE)])
-
-
-def _context(site: KubernetesSite) -> list[str]:
-    return ["--context", site.context] if site.context else []
-
-
-def _header(request: LaunchRequest) -> str:
-    """Return the comments at the top of the manifest."""
-    lines = [
-        "Written by `trimaran launch --on k8s`. Pods get the recipe and the plan below; the first creates the run.",
-        f"Exit codes: 2 and 93 end the job; 75, and pods that Kubernetes evicts, are started again. A pod has "
-        f"{grace_seconds(request)} s to save.",
-    ]
-    return "\n".join(lines)
 
 
 def _checked(name: str, found: str, error: UserError | None = None) -> SiteCheck:
@@ -158,16 +181,46 @@ def _image_error(site: KubernetesSite) -> UserError | None:
                      )  # fmt: skip
 
 
-def _check_manifest(request: LaunchRequest) -> list[SiteCheck]:
+def _manifest_checks(request: LaunchRequest) -> list[SiteCheck]:
+    """Return the checks of the manifest that a launch writes."""
+    site, runs, server = request.site, PurePosixPath(request.site.runs), request.recipe.telemetry.prometheus
     documents = job_documents(request)
-    findings = lint_manifest(documents)
+    num_bytes: Any = sum(len(text.encode()) for each in documents for text in each.get("data", {}).values())
+    outside = too_large = unreachable = None
+    if runs not in PurePosixPath(request.run_dir).parents:
+        outside = UserError("L041", f"the run directory is not on the volume of the runs, which is mounted at {runs}",
+                            where=str(request.run_dir), fix=f"--run-dir {runs}/NAME, or set k8s.runs")  # fmt: skip
+    if num_bytes > MAX_RECIPE_BYTES:
+        too_large = UserError("L057", f"recipe and plan are larger than {show_bytes(MAX_RECIPE_BYTES)}, which a "
+                              "ConfigMap that `kubectl apply` creates may not be", where="recipe.yaml",
+                              fix="name data files by a pattern instead of one by one")  # fmt: skip
+    if site.pod_monitor and server.port and server.host in LOOPBACK:
+        unreachable = UserError("L058", f"the metrics are served at {server.host}, which Prometheus cannot reach in a "
+                                "pod", where="telemetry.prometheus.host", fix="--set telemetry.prometheus.host=0.0.0.0,"
+                                " or --site pod_monitor=false")  # fmt: skip
     checks = [
-        _checked("run directory", str(request.run_dir), _run_dir_error(request)),
-        _checked("recipe and plan", show_bytes(_recipe_bytes(documents)), _size_error(documents)),
-        _checked("metrics", str(request.recipe.telemetry.prometheus.port or "none"), _metrics_error(request)),
+        _checked("run directory", str(request.run_dir), outside),
+        _checked("recipe and plan", show_bytes(num_bytes), too_large),
+        _checked("metrics", str(server.port or "none"), unreachable),
     ]
-    checks += [_checked("manifest", each.what, each) for each in findings]
-    return checks if findings else [*checks, _checked("manifest", f"{request.site.kind} {job_name(request.name)}")]
+    if mistakes := _site_mistakes(site):
+        return [*checks, *(_checked("manifest", each.what, each) for each in mistakes)]
+    return [*checks, _checked("manifest", f"{site.kind} {job_name(request.name)}")]
+
+
+def _site_mistakes(site: KubernetesSite) -> list[UserError]:
+    """Return what the site's section must not put into a manifest. The message does not repeat a secret."""
+    found = [
+        UserError("L054", f"the value of {name} is in the manifest, where everyone who may list pods can read it",
+                  where=f"k8s.env.{name}", fix="put it into a Secret, and refer to it: valueFrom: {secretKeyRef: "
+                  "{name: ..., key: ...}}")
+        for name, value in site.env.items() if SECRET_VALUE.search(value)
+    ]  # fmt: skip
+    if "@" not in site.image and site.image.rpartition("/")[2].partition(":")[2] in ("", "latest"):
+        what = f"the image '{site.image}' has no fixed version: a replaced pod may get another"
+        fix = "name a tag other than latest, or a digest"
+        found.append(UserError("L056", what, where="k8s.image", fix=fix))
+    return found
 
 
 def _path_errors(request: LaunchRequest) -> list[UserError]:
@@ -188,44 +241,330 @@ def _path_errors(request: LaunchRequest) -> list[UserError]:
     if recipe.data.tokenizer == model.path:  # the model's own
         del paths["data.tokenizer"]
     here = {name: Path(path) for name, path in paths.items() if path and not hub_repo_of(path) and Path(path).exists()}
-    return [UserError("S054", f"{name} is a path of this machine, which the pods do not have",
-                      where=str(path), fix=_path_fix(name, path, request.site))
-            for name, path in here.items() if runs not in path.absolute().parents]  # fmt: skip
+    found = []
+    for name, path in here.items():
+        if runs in path.absolute().parents:
+            continue
+        there = runs / path.name
+        named = f"path: {there} in the recipe" if name.startswith("data.mixture.") else f"--set {name}={there}"
+        fix = f"put it on the volume {request.site.volume_claim} and name it as the pods see it: {named}"
+        if name in READ_FOR_PLAN:
+            fix = (f"put it on the volume {request.site.volume_claim}, mount that at {request.site.runs} here too, as "
+                   f"the plan needs the file, and name it there: --set {name}={there}")  # fmt: skip
+        what = f"{name} is a path of this machine, which the pods do not have"
+        found.append(UserError("S054", what, where=str(path), fix=fix))
+    return found
 
 
-def _path_fix(name: str, path: Path, site: KubernetesSite) -> str:
-    there = PurePosixPath(site.runs) / path.name
-    if name in READ_FOR_PLAN:
-        return (f"put it on the volume {site.volume_claim}, mount that at {site.runs} here too, as the plan needs the "
-                f"file, and name it there: --set {name}={there}")  # fmt: skip
-    named = f"path: {there} in the recipe" if name.startswith("data.mixture.") else f"--set {name}={there}"
-    return f"put it on the volume {site.volume_claim} and name it as the pods see it: {named}"
+@dataclass(frozen=True, slots=True)
+class JobKind:
+    """How the API server calls a job, and the conditions with which it is over."""
+
+    version: str
+    kind: str
+    resource: str
+    done: str
 
 
-def _run_dir_error(request: LaunchRequest) -> UserError | None:
-    runs = PurePosixPath(request.site.runs)
-    if runs in PurePosixPath(request.run_dir).parents:
-        return None
-    return UserError("L041", f"the run directory is not on the volume of the runs, which is mounted at {runs}",
-                     where=str(request.run_dir), fix=f"--run-dir {runs}/NAME, or set k8s.runs")  # fmt: skip
+KINDS = {
+    "trainjob": JobKind("trainer.kubeflow.org/v1alpha1", "TrainJob", "trainjob.trainer.kubeflow.org", "Complete"),
+    "jobset": JobKind("jobset.x-k8s.io/v1alpha2", "JobSet", "jobset.jobset.x-k8s.io", "Completed"),
+    "job": JobKind("batch/v1", "Job", "job.batch", "Complete"),
+}
+WAITING_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError",
+                   "CreateContainerError", "RunContainerError")  # fmt: skip
 
 
-def _recipe_bytes(documents: Sequence[dict[str, Any]]) -> Any:
-    return sum(len(text.encode()) for each in documents for text in each.get("data", {}).values())
+class Api:
+    """The API server of one context. Errors of the server are UserErrors of a kind that the user can act on."""
+
+    def __init__(self, client: Any, namespace: str) -> None:
+        self._client, self.namespace = client, namespace
+
+    def resource(self, version: str, kind: str) -> Any:
+        """Return the resource of a kind of object; raise UserError if the cluster does not have it."""
+        from kubernetes.dynamic.exceptions import ResourceNotFoundError  # noqa: PLC0415
+
+        try:
+            return self._client.resources.get(api_version=version, kind=kind)
+        except ResourceNotFoundError:
+            raise UserError("L059", f"the cluster has no {kind} ({version})", where="the cluster's API",
+                            fix=f"install what provides it, or leave it out: {LEAVE_OUT.get(kind, 'k8s.kind')}"
+                            ) from None  # fmt: skip
+
+    def create(self, tree: Mapping[str, Any], *, dry_run: bool = False) -> bool:
+        """Create an object; return False if there is one of this name."""
+        from kubernetes.dynamic.exceptions import ConflictError  # noqa: PLC0415
+
+        resource = self.resource(tree["apiVersion"], tree["kind"])
+        options = {"dry_run": "All"} if dry_run else {}
+        with self._errors(tree["kind"], name_of(tree)):
+            try:
+                resource.create(body=dict(tree), namespace=self.namespace, field_manager="trimaran",
+                                _request_timeout=REQUEST_SECONDS, **options)  # fmt: skip
+            except ConflictError:
+                return False
+        return True
+
+    def patch(self, version: str, kind: str, name: str, change: Mapping[str, Any]) -> None:
+        """Merge a change into an object."""
+        with self._errors(kind, name):
+            self.resource(version, kind).patch(
+                body=dict(change), name=name, namespace=self.namespace, content_type="application/merge-patch+json",
+                field_manager="trimaran", _request_timeout=REQUEST_SECONDS
+            )  # fmt: skip
+
+    def get(self, version: str, kind: str, name: str) -> dict[str, Any] | None:
+        """Return an object; None if there is none of this name."""
+        from kubernetes.dynamic.exceptions import NotFoundError  # noqa: PLC0415
+
+        with self._errors(kind, name):
+            try:
+                found = self.resource(version, kind).get(
+                    name=name, namespace=self.namespace, _request_timeout=REQUEST_SECONDS
+                )
+            except NotFoundError:
+                return None
+        return found.to_dict()
+
+    def pods(self, name: str) -> list[dict[str, Any]]:
+        """Return the pods of a job, the oldest first."""
+        with self._errors("Pod", name):
+            found = self.resource("v1", "Pod").get(
+                namespace=self.namespace, label_selector=f"{INSTANCE}={name}", _request_timeout=REQUEST_SECONDS
+            )
+        pods = listed(found.to_dict(), "items")
+        return sorted(pods, key=lambda pod: str(within(pod, "metadata", "creationTimestamp")))
+
+    def delete(self, version: str, kind: str, name: str) -> None:
+        """Delete an object after what it owns; pods get their grace period."""
+        from kubernetes.dynamic.exceptions import NotFoundError  # noqa: PLC0415
+
+        with self._errors(kind, name):
+            try:
+                self.resource(version, kind).delete(
+                    name=name, namespace=self.namespace, propagation_policy="Foreground",
+                    _request_timeout=REQUEST_SECONDS
+                )  # fmt: skip
+            except NotFoundError:
+                return
+
+    @contextmanager
+    def _errors(self, kind: str, name: str) -> Iterator[None]:
+        from kubernetes.client.exceptions import ApiException  # noqa: PLC0415
+        from urllib3.exceptions import HTTPError  # noqa: PLC0415
+
+        try:
+            yield
+        except ApiException as error:
+            raise _refused(error, kind, name) from None
+        except (HTTPError, OSError) as error:
+            raise _unreachable(self._client.configuration.host, error) from None
 
 
-def _size_error(documents: Sequence[dict[str, Any]]) -> UserError | None:
-    if _recipe_bytes(documents) <= MAX_RECIPE_BYTES:
-        return None
-    return UserError("L057", f"recipe and plan are larger than {show_bytes(MAX_RECIPE_BYTES)}, which a ConfigMap that "
-                     "`kubectl apply` creates may not be", where="recipe.yaml",
-                     fix="name data files by a pattern instead of one by one")  # fmt: skip
+LEAVE_OUT = {"PodMonitor": "--site pod_monitor=false", "TrainJob": "--site kind=jobset, or kind=job",
+             "TrainingRuntime": "--site kind=jobset, or kind=job", "JobSet": "--site kind=job",
+             "PodGroup": "--site gang=none"}  # fmt: skip
 
 
-def _metrics_error(request: LaunchRequest) -> UserError | None:
-    server = request.recipe.telemetry.prometheus
-    if not (request.site.pod_monitor and server.port and server.host in LOOPBACK):
-        return None
-    return UserError("L058", f"the metrics are served at {server.host}, which Prometheus cannot reach in a pod",
-                     where="telemetry.prometheus.host", fix="--set telemetry.prometheus.host=0.0.0.0, or "
-                     "--site pod_monitor=false")  # fmt: skip
+def _refused(error: Any, kind: str, name: str) -> UserError:
+    """Return the error for what the API server refuses; its message is what a person needs."""
+    summary = error.summary() if hasattr(error, "summary") else str(error.reason)
+    what = " ".join(str(summary).split())
+    fix = "ask for the permission: kubectl auth can-i create jobs" if error.status in (401, 403) else "see the message"
+    return UserError("L042", f"Kubernetes refuses it ({error.status}): {what}", where=f"{kind}/{name}", fix=fix)
+
+
+def _unreachable(host: str, error: Exception) -> UserError:
+    return UserError("L042", f"the API server does not answer: {type(error).__name__}", where=host,
+                     fix="try `kubectl get nodes`; name another context: --site context=NAME")  # fmt: skip
+
+
+@contextmanager
+def open_api(context: str, namespace: str = "") -> Iterator[Api]:
+    """Return the API server of a context of the kubeconfig."""
+    if find_spec("kubernetes") is None:
+        raise UserError("L042", "the package kubernetes is not installed", where="--on k8s",
+                        fix="pip install 'trimaran[k8s]', or submit job.yaml with kubectl")  # fmt: skip
+    from kubernetes import config  # noqa: PLC0415
+    from kubernetes.client import ApiClient, Configuration  # noqa: PLC0415
+    from kubernetes.client.exceptions import ApiException  # noqa: PLC0415
+    from kubernetes.dynamic import DynamicClient  # noqa: PLC0415
+    from urllib3.exceptions import HTTPError  # noqa: PLC0415
+
+    settings, file = Configuration(), os.environ.get("KUBECONFIG") or None
+    try:
+        config.load_kube_config(file, context=context or None, client_configuration=settings)
+        contexts, current = config.list_kube_config_contexts(file)
+        active = next((each for each in contexts if each["name"] == context), current)
+        namespace = namespace or active["context"].get("namespace") or "default"
+    except config.ConfigException as error:
+        raise UserError("L042", f"no usable kubeconfig: {error}", where="KUBECONFIG, or ~/.kube/config",
+                        fix="set KUBECONFIG, or name a context: --site context=NAME") from None  # fmt: skip
+    settings.retries = False
+    with ApiClient(settings) as client, tempfile.TemporaryDirectory(prefix="trimaran-k8s-") as folder:
+        try:
+            # The library's own cache is a file in /tmp that anybody could have written.
+            dynamic = DynamicClient(client, cache_file=str(Path(folder) / "api.json"))
+        except ApiException as error:
+            raise _refused(error, "API", settings.host) from None
+        except (HTTPError, OSError) as error:
+            raise _unreachable(settings.host, error) from None
+        yield Api(dynamic, namespace)
+
+
+def _try_out(api: Api, documents: Sequence[Mapping[str, Any]]) -> None:
+    """Let the API server check all objects without creating one.
+
+    It cannot check a TrainJob before its runtime exists, so only whether there are TrainJobs is asked.
+    """
+    job = documents[-1]
+    for tree in documents:
+        if tree["kind"] == "TrainJob":
+            api.resource(tree["apiVersion"], tree["kind"])
+            is_new = api.get(tree["apiVersion"], tree["kind"], name_of(tree)) is None
+        else:
+            is_new = api.create(tree, dry_run=True)
+        if tree is job and not is_new:
+            raise _exists(str(tree["kind"]), name_of(tree))
+
+
+def _exists(kind: str, name: str) -> UserError:
+    return UserError("L043", f"there is already a {kind} of this name", where=f"{kind}/{name}",
+                     fix=f"choose another run directory, or remove it: kubectl delete {kind.lower()} {name}"
+                     )  # fmt: skip
+
+
+def check_cluster(site: KubernetesSite, request: LaunchRequest | None) -> list[SiteCheck]:
+    """Return what the cluster says about a launch. A cluster that cannot be asked is no error here, but of `submit`."""
+    try:
+        with open_api(site.context, site.namespace) as api:
+            checks = [SiteCheck(name="cluster", found=f"namespace {api.namespace}"), _check_claim(api, site)]
+            kind = KINDS[site.kind]
+            checks.append(_asked("kind", lambda: str(api.resource(kind.version, kind.kind).group_version)))
+            if request is not None and site.image:
+                documents = job_documents(request)
+
+                def try_out() -> str:
+                    _try_out(api, documents)
+                    return f"{len(documents)} accepted"
+
+                checks.append(_asked("objects", try_out))
+            return checks
+    except UserError as error:
+        return [SiteCheck(name="cluster", found=f"not asked: {error.what}")]
+
+
+def _asked(name: str, question: Any) -> SiteCheck:
+    try:
+        return SiteCheck(name=name, found=question())
+    except UserError as error:
+        return SiteCheck(name=name, found=error.what, error=error)
+
+
+def _check_claim(api: Api, site: KubernetesSite) -> SiteCheck:
+    """Return whether the volume of the runs exists, and whether all nodes can mount it."""
+
+    def ask() -> str:
+        claim = api.get("v1", "PersistentVolumeClaim", site.volume_claim)
+        if claim is None and site.storage_class:
+            return f"{site.volume_claim} will be created"
+        modes = listed(claim, "spec", "accessModes")
+        if claim is not None and "ReadWriteMany" in modes:
+            return f"{site.volume_claim}, {within(claim, 'status', 'phase') or 'Pending'}"
+        what = f"has access mode {', '.join(modes)}" if claim is not None else "does not exist"
+        raise UserError("L059", f"the volume claim {site.volume_claim} {what}; pods on all nodes mount it",
+                        where="k8s.volume_claim", fix="name a claim with ReadWriteMany, or a class to create it in: "
+                        "--site storage_class=NAME")  # fmt: skip
+
+    return _asked("volume claim", ask)
+
+
+def describe(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], kind: JobKind) -> JobState:
+    """Return the state of a job object and its pods."""
+    conditions = {str(each.get("type")): each for each in listed(dict(job), "status", "conditions")
+                  if isinstance(each, dict) and each.get("status") == "True"}  # fmt: skip
+    running = [pod for pod in pods if within(dict(pod), "status", "phase") == "Running"]
+    nodes = tuple(sorted({str(within(dict(pod), "spec", "nodeName")) for pod in running}))
+    codes = [code for pod in pods if (code := _exit_code(pod)) is not None]
+    if kind.done in conditions:
+        return JobState(state="done", native=kind.done, exit_code=0)
+    if "Failed" in conditions:
+        final = [code for code in codes if code in (EXIT_USER, EXIT_STUCK)]
+        code = (final or [code for code in codes if code] or [None])[-1]
+        reason = f"{conditions['Failed'].get('reason', '')}: {conditions['Failed'].get('message', '')}".strip(": ")
+        return JobState(state="failed", native="Failed", reason=reason, exit_code=code)
+    is_suspended = "Suspended" in conditions or within(dict(job), "spec", "suspend") is True
+    if is_suspended and not running:
+        is_queued = "kueue.x-k8s.io/queue-name" in mapping(dict(job), "metadata", "labels")
+        return JobState(state="queued" if is_queued else "stopped", native="Suspended")
+    if running:
+        return JobState(state="running", native=f"{len(running)} of {len(pods)} pods run", nodes=nodes)
+    return JobState(state="queued", native="Pending", reason=next(filter(None, map(_why_waiting, pods)), ""))
+
+
+def _exit_code(pod: Mapping[str, Any]) -> int | None:
+    for each in listed(dict(pod), "status", "containerStatuses"):
+        code = within(each, "state", "terminated", "exitCode")
+        if within(each, "name") == CONTAINER and isinstance(code, int):
+            return code
+    return None
+
+
+def _why_waiting(pod: Mapping[str, Any]) -> str:
+    """Return why a pod does not start: its container cannot be created, or no node has room."""
+    for each in listed(dict(pod), "status", "containerStatuses"):
+        waiting = mapping(each, "state", "waiting")
+        if waiting.get("reason") in WAITING_REASONS:
+            return f"{waiting['reason']}: {waiting.get('message', '')}".strip(": ")
+    for each in listed(dict(pod), "status", "conditions"):
+        if within(each, "type") == "PodScheduled" and within(each, "status") == "False":
+            return f"{within(each, 'reason')}: {within(each, 'message') or ''}".strip(": ")
+    return ""
+
+
+def _delete_job(details: Mapping[str, Any], native_id: str, *, wait_seconds: float = DELETE_SECONDS) -> None:
+    """Delete a job that is over or stopped, and wait until its pods are gone. Raises if it still runs."""
+    kind, name = KINDS[details["kind"]], native_id.rpartition("/")[2]
+    with open_api(str(details["context"]), str(details["namespace"])) as api:
+        job = api.get(kind.version, kind.kind, name)
+        if job is None:
+            return
+        state = describe(job, api.pods(name), kind)
+        if state.state in ("running", "queued"):
+            raise UserError("L043", f"the job has not ended: {state.native}", where=f"{kind.kind}/{name}",
+                            fix="stop it first, or wait until it ends")  # fmt: skip
+        api.delete(kind.version, kind.kind, name)
+        until = time.monotonic() + wait_seconds
+        while api.get(kind.version, kind.kind, name) is not None or api.pods(name):
+            if time.monotonic() > until:
+                raise UserError("L043", "the pods of the job have not ended", where=f"{kind.kind}/{name}",
+                                fix=f"see kubectl get pods --selector={INSTANCE}={name}")  # fmt: skip
+            time.sleep(POLL_SECONDS)
+
+
+def within(tree: Any, *path: str | int) -> Any:
+    """Return the value at a path; None if there is nothing."""
+    for step in path:
+        if isinstance(step, int):
+            tree = tree[step] if isinstance(tree, list) and step < len(tree) else None
+        else:
+            tree = tree.get(step) if isinstance(tree, dict) else None
+    return tree
+
+
+def mapping(tree: Any, *path: str | int) -> dict[str, Any]:
+    """Return the mapping at a path; empty if there is none."""
+    found = within(tree, *path)
+    return found if isinstance(found, dict) else {}
+
+
+def listed(tree: Any, *path: str | int) -> list[Any]:
+    """Return the list at a path; empty if there is none."""
+    found = within(tree, *path)
+    return found if isinstance(found, list) else []
+
+
+def name_of(tree: Mapping[str, Any]) -> str:
+    """Return the name of an object."""
+    return str(within(tree, "metadata", "name") or within(tree, "metadata", "generateName") or "")

@@ -13,9 +13,16 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trimaran.core import UserError, show_bytes
 from trimaran.launch.supervise.detached import DetachedProcess
-from trimaran.launch.targets.node_command import node_command
 from trimaran.launch.targets.script_text import EXIT_CODES, SHARED_FUNCTIONS, commented, state_of_process
-from trimaran.launch.targets.target import JobCommands, JobRecord, JobState, LaunchFiles, LaunchRequest, SiteCheck
+from trimaran.launch.targets.target import (
+    JobCommands,
+    JobRecord,
+    JobState,
+    LaunchFiles,
+    LaunchRequest,
+    SiteCheck,
+    node_command,
+)
 from trimaran.machine import detect
 
 SCRIPT = "run.sh"

@@ -18,9 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trimaran.core import EXIT_AGAIN, UserError
 from trimaran.launch.supervise.detached import DetachedProcess
-from trimaran.launch.targets.node_command import node_command
 from trimaran.launch.targets.script_text import state_of_process
-from trimaran.launch.targets.site_variables import Variables
+from trimaran.launch.targets.site_file import Variables
 from trimaran.launch.targets.target import (
     JobCommands,
     JobRecord,
@@ -30,6 +29,7 @@ from trimaran.launch.targets.target import (
     SiteCheck,
     State,
     job_name,
+    node_command,
 )
 
 LOCAL = "local"
@@ -104,6 +104,13 @@ class RayTarget:
         site: RaySection = request.site
         wait_seconds = request.save_seconds * 2 + STOP_SECONDS
         command = node_command(request, python="", launch_folder="" if request.run_exists else ".")
+        resources = _resources(request)
+        # Ray would give every rank the threads of the whole node.
+        threads = max(1, int(resources["CPU"] // request.ranks_per_node))
+        addresses = list(site.node_addresses)
+        if not addresses and site.address == LOCAL and request.max_nodes > 1:
+            # All nodes of a local cluster have the IP address of this machine.
+            addresses = [f"127.0.0.{number}" for number in range(2, request.max_nodes + 2)]
         job = {
             "name": job_name(request.name),
             "run": str(request.run_dir),
@@ -111,11 +118,11 @@ class RayTarget:
             "nodes": request.num_nodes,
             "min_nodes": request.min_nodes,
             "max_nodes": request.max_nodes,
-            "resources_per_node": _resources(request),
+            "resources_per_node": resources,
             "python": site.python,
             "arguments": command[1:],
-            "node_addresses": list(_node_addresses(request)),
-            "environment": {"OMP_NUM_THREADS": str(_threads(request)), **site.environment},
+            "node_addresses": addresses,
+            "environment": {"OMP_NUM_THREADS": str(threads), **site.environment},
             "wait_seconds": site.wait_seconds,
             "stop_seconds": wait_seconds,
         }
@@ -178,18 +185,6 @@ def _resources(request: LaunchRequest) -> dict[str, float]:
     cpus = request.ranks_per_node if site.cpus_per_node is None else site.cpus_per_node
     gpus = {} if request.cluster.device.traits.shares_cores else {"GPU": request.ranks_per_node}
     return {"CPU": cpus, **gpus, **site.resources}
-
-
-def _threads(request: LaunchRequest) -> int:
-    """Return the threads of a rank. Ray would give every rank those of the whole node."""
-    return max(1, int(_resources(request)["CPU"] // request.ranks_per_node))
-
-
-def _node_addresses(request: LaunchRequest) -> Sequence[str]:
-    """Return the addresses of the supervisors. All nodes of a local cluster have the IP address of this machine."""
-    if request.site.node_addresses or request.site.address != LOCAL or request.max_nodes == 1:
-        return request.site.node_addresses
-    return [f"127.0.0.{number}" for number in range(2, request.max_nodes + 2)]
 
 
 def _local_error(request: LaunchRequest | None) -> UserError | None:

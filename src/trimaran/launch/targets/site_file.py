@@ -1,17 +1,45 @@
 """The site file: a site's defaults for each target, `~/.config/trimaran/targets.yaml`."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 from trimaran.core import UserError, did_you_mean
 from trimaran.core.parse_text import TextError, load_yaml
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.launch.targets.target import TARGET_CLASSES, target_names
-from trimaran.machine.validation_error import first_error
+from trimaran.machine.calibration import first_error
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SECRET_NAME = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY|(API|ACCESS|SECRET|PRIVATE)_KEY|CREDENTIALS?)$",
+    re.IGNORECASE,
+)
+
+
+def variable_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `names`; raise ValueError if one cannot be the name of a variable."""
+    for name in names:
+        if not VARIABLE.fullmatch(name):
+            raise ValueError(f"'{name}' is not the name of a variable")
+    return names
+
+
+def _without_secrets(values: dict[str, str]) -> dict[str, str]:
+    variable_names(tuple(values))
+    for name in values:
+        if SECRET_NAME.search(name):
+            raise ValueError(f"'{name}' looks like a secret, and its value would be in the launch files; "
+                             "pass secrets as the guide of the target says")  # fmt: skip
+    return values
+
+
+Variables = Annotated[dict[str, str], AfterValidator(_without_secrets)]
+
 
 MAX_SITE_BYTES = 1 << 16
 EXAMPLE = "slurm: {partition: gpu, account: llm}"

@@ -15,10 +15,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trimaran.core import EXIT_AGAIN, UserError
-from trimaran.launch.supervise.run_token import VARIABLE as RUN_TOKEN
-from trimaran.launch.targets.node_command import node_command
+from trimaran.launch.supervise.node_options import RUN_TOKEN
 from trimaran.launch.targets.script_text import EXIT_CODES, commented
-from trimaran.launch.targets.site_variables import Variables
+from trimaran.launch.targets.site_file import Variables
 from trimaran.launch.targets.target import (
     JobCommands,
     JobRecord,
@@ -28,6 +27,7 @@ from trimaran.launch.targets.target import (
     SiteCheck,
     State,
     job_name,
+    node_command,
 )
 
 JOB_FILE, SCRIPT = "job.yaml", "node.sh"

@@ -1,16 +1,199 @@
-"""The batch script of a run under Slurm: options, one supervisor a node, and what happens when the job ends."""
+"""The batch script of a run under Slurm: options, one supervisor a node, and what happens when the job ends.
+
+Also the section `slurm` of the site file, and how long a stop takes: the last checkpoint and the last step, as a run
+has measured them or as they are predicted.
+"""
 
 import hashlib
+import json
+import math
+import re
 import shlex
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from trimaran.core import EXIT_AGAIN, UserError
-from trimaran.launch.targets.node_command import node_command
-from trimaran.launch.targets.save_time import stop_time
-from trimaran.launch.targets.slurm_site import SlurmSite
-from trimaran.launch.targets.target import LaunchRequest, job_name
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from trimaran.core import EXIT_AGAIN, Seconds, UserError
+from trimaran.launch.targets.target import LaunchRequest, job_name, node_command
+from trimaran.runs import RunDirectory
+from trimaran.runs.line_files import last_lines, lines_from_end
+
+# Slurm's own lists of names: `n[1-4,7]`, `a100&ib`, `user@host`. No blanks and nothing that a shell or sbatch expands.
+WORD = re.compile(r"[A-Za-z0-9_.,:;@+=()&|*%/\[\]!^-]*")
+TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+
+
+def _is_word(text: str) -> str:
+    if not WORD.fullmatch(text):
+        raise ValueError("only letters, digits and _.,:;@+=()&|*%/[]!^- are allowed here")
+    return text
+
+
+def _is_time(text: str) -> str:
+    if text and not TIME.fullmatch(text):
+        raise ValueError(
+            "write a time limit as Slurm does: MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS"
+        )
+    return text
+
+
+def _is_option(text: str) -> str:
+    if not text.startswith("--") or any(ord(character) < 32 for character in text):
+        raise ValueError("write an option of sbatch as it is written there, on one line: --licenses=matlab:1")
+    return text
+
+
+def _is_line(text: str) -> str:
+    if "\0" in text or "\n" in text or "\r" in text:
+        raise ValueError("write one line of shell for each entry")
+    return text
+
+
+Word = Annotated[str, AfterValidator(_is_word)]
+Option = Annotated[str, AfterValidator(_is_option)]
+Line = Annotated[str, AfterValidator(_is_line)]
+
+
+class SlurmQueue(BaseModel):
+    """Where a job waits, and on whose account."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    partition: Annotated[Word, Field(description="partition; empty: the default one")] = ""
+    account: Annotated[Word, Field(description="account to charge")] = ""
+    qos: Annotated[Word, Field(description="quality of service")] = ""
+    constraint: Annotated[Word, Field(description="features that the nodes must have, such as `h100&ib`")] = ""
+    reservation: Annotated[Word, Field(description="reservation to run in")] = ""
+    exclude: Annotated[Word, Field(description="nodes to avoid, besides those known to be bad: `n[3,7]`")] = ""
+    time: Annotated[str, AfterValidator(_is_time), Field(description="time limit; empty: the partition's")] = ""
+    mail: Annotated[Word, Field(description="address that Slurm writes to when the job ends or fails")] = ""
+    options: Annotated[tuple[Option, ...], Field(description="other options of sbatch, such as `--licenses=x:1`")] = ()
+
+
+class SlurmNodes(SlurmQueue):
+    """What a job gets of each node, and what is prepared there."""
+
+    gres: Annotated[
+        Word, Field(description="devices by their name in Slurm, such as `gpu:h100`; empty: `--gpus-per-node`")
+    ] = ""
+    cpus_per_node: Annotated[int, Field(ge=0, description="cores of a node; 0: those that Slurm gives")] = 0
+    memory: Annotated[Word, Field(description="memory of a node; `0`: all of it; empty: as `exclusive` says")] = ""
+    exclusive: Annotated[bool, Field(description="whole nodes")] = True
+    container_image: Annotated[str, Field(description="image that pyxis runs the supervisors in")] = ""
+    container_mounts: Annotated[str, Field(description="mounts of that image, `HOST:CONTAINER,...`")] = ""
+    setup: Annotated[
+        tuple[Line, ...], Field(description="lines of shell before the start, such as `module load cuda`")
+    ] = ()
+    python: Annotated[str, Field(description="Python with Trimaran on the nodes; empty: the one that launches")] = ""
+    runs: Annotated[str, Field(description="folder of new run directories; empty: `runs` in the current folder")] = ""
+    shared_disk: Annotated[bool, Field(description="this machine sees the disk that the nodes share")] = True
+
+
+class SlurmSite(SlurmNodes):
+    """The whole section: queue, nodes, and how a run starts and continues."""
+
+    runner: Annotated[Literal["supervisor", "torchrun"], Field(description="what `srun` starts on each node")] = (
+        "supervisor"
+    )
+    chain: Annotated[
+        Literal["requeue", "array", "singleton"], Field(description="how a run continues after its time limit")
+    ] = "requeue"
+    chain_jobs: Annotated[int, Field(ge=2, le=1000, description="jobs of a chain that is not `requeue`")] = 10
+    rendezvous_port: Annotated[int, Field(ge=1024, le=65535, description="port of torchrun's rendezvous")] = 29400
+
+
+def time_seconds(text: str) -> float | None:
+    """Return the seconds of a time in Slurm's notation; None if it has no limit or is not given."""
+    found = TIME.fullmatch(text)
+    if found is None:  # UNLIMITED, INFINITE, NONE, empty
+        return None
+    days, *rest = (int(each) if each is not None else None for each in found.group("days", "first", "second", "third"))
+    first, second, third = rest
+    if days is not None:  # DAYS-HOURS[:MINUTES[:SECONDS]]
+        return 86400.0 * days + 3600.0 * (first or 0) + 60.0 * (second or 0) + (third or 0)
+    if third is not None:  # HOURS:MINUTES:SECONDS
+        return 3600.0 * (first or 0) + 60.0 * (second or 0) + third
+    return 60.0 * (first or 0) + (second or 0)  # MINUTES[:SECONDS]
+
+
+SLACK_SECONDS = 60
+NUM_SAVES = 5  # the longest of the last ones counts
+NUM_STEPS = 20
+MAX_EVENTS = 2000  # lines to look at, from the end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopTime:
+    """The seconds that a run needs to stop with a complete checkpoint, and whether they were measured."""
+
+    save_seconds: Seconds
+    step_seconds: Seconds
+    measured: bool
+
+    @property
+    def lead_seconds(self) -> int:
+        """How long before the end of its time a run must be asked to stop."""
+        return math.ceil(self.save_seconds) + math.ceil(self.step_seconds) + SLACK_SECONDS
+
+    def __str__(self) -> str:
+        how = "the longest of the last saves" if self.measured else "predicted"
+        save, step = math.ceil(self.save_seconds), math.ceil(self.step_seconds)
+        return f"{save} s for a save ({how}) + {step} s for a step + {SLACK_SECONDS} s = {self.lead_seconds} s"
+
+
+def stop_time(request: LaunchRequest) -> StopTime:
+    """Return how long a stop takes: as measured by the run if it has saved before, else as predicted."""
+    predicted = request.plan.prediction.step_seconds if request.plan.prediction else Seconds(0.0)
+    known = measured_stop_time(request.run_dir)
+    if known is None:
+        return StopTime(save_seconds=request.save_seconds, step_seconds=predicted, measured=False)
+    return known
+
+
+def measured_stop_time(run_dir: Path) -> StopTime | None:
+    """Return what the run in `run_dir` has measured; None if it has not saved yet."""
+    run, saves, uploads = RunDirectory(run_dir), [], [0.0]
+    for number, (_, line) in enumerate(_lines(run.events(0))):
+        event = _parse(line)
+        if event.get("kind") == "checkpoint":
+            saves.append(float(event.get("data", {}).get("seconds", 0.0)))
+        elif event.get("kind") == "upload":  # a run that stops waits until its store has the last checkpoint
+            uploads.append(float(event.get("data", {}).get("seconds", 0.0)))
+        if len(saves) == NUM_SAVES or number == MAX_EVENTS:
+            break
+    if not saves:
+        return None
+    steps = [float(_parse(line).get("step_seconds", 0.0)) for line in _last(run.metrics)]
+    save_seconds = Seconds(max(saves) + max(uploads))
+    return StopTime(save_seconds=save_seconds, step_seconds=Seconds(max(steps, default=0.0)), measured=True)
+
+
+def _lines(path: Path) -> Any:
+    try:
+        yield from lines_from_end(path)
+    except OSError:
+        return
+
+
+def _last(path: Path) -> list[bytes]:
+    try:
+        return last_lines(path, NUM_STEPS)
+    except OSError:
+        return []
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
 
 SCRIPT = "job.sbatch"
 MAX_LINE = 118
@@ -22,17 +205,29 @@ STOP_SIGNAL = "USR2"  # saves and ends; USR1 saves and goes on in the next job
 def script_lines(request: LaunchRequest, *, excluded: str = "") -> str:
     """Return the batch script. `excluded` are the nodes to avoid, as Slurm lists them."""
     site: SlurmSite = request.site
-    _refuse_control_characters(request)
+    if any(ord(character) < 32 for character in str(request.run_dir)):
+        raise UserError("L038", "the path of the run has a line break or another control character",
+                        where=f"--run-dir {str(request.run_dir)!r}", fix="choose a path without it")  # fmt: skip
+    needed = stop_time(request)
     parts = [
         "#!/bin/bash",
         *textwrap.wrap(_describe(request), MAX_LINE, initial_indent="# ", subsequent_indent="#   "),
         "# Submit it with `sbatch job.sbatch`, from the folder that it is in.",
         *(f"#SBATCH {quote_option(option)}" for option in batch_options(request, excluded=excluded)),
-        *_signal_lines(request),
+        f"# Before the time limit the job needs time to save: {needed}.",
+        "# Slurm looks at time limits about once a minute; the last term is for that.",
+        f"#SBATCH --signal=B:USR1@{min(needed.lead_seconds, MAX_LEAD_SECONDS)}",
         "",
-        *_variable_lines(request),
+        f"RUN={shlex.quote(str(request.run_dir))}",
+        *([] if request.run_exists else ["FOLDER=$PWD  # with recipe.yaml and plan.json"]),
+        f"PYTHON={shlex.quote(site.python or sys.executable)}",
+        "",
         *_trap_lines(site),
-        *_setup_lines(site),
+        *site.setup,
+        "# Names of nodes may not resolve on the nodes: use the address that Slurm itself uses.",
+        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "head=$(scontrol show node --oneliner \"$head\" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')",
+        "",
         *_step_lines(request),
         *_end_lines(site),
         *(_requeue_lines() if site.chain == "requeue" else _chain_lines(request)),
@@ -102,25 +297,6 @@ def _describe(request: LaunchRequest) -> str:
     return f"Run {job_name(request.name)}: {nodes} with {ranks}, plan {request.plan}"
 
 
-def _signal_lines(request: LaunchRequest) -> list[str]:
-    """Return the option `--signal`, and how its lead was computed."""
-    needed = stop_time(request)
-    return [
-        "# Before the time limit the job needs time to save: " + str(needed) + ".",
-        "# Slurm looks at time limits about once a minute; the last term is for that.",
-        f"#SBATCH --signal=B:USR1@{min(needed.lead_seconds, MAX_LEAD_SECONDS)}",
-    ]
-
-
-def _variable_lines(request: LaunchRequest) -> list[str]:
-    return [
-        f"RUN={shlex.quote(str(request.run_dir))}",
-        *([] if request.run_exists else ["FOLDER=$PWD  # with recipe.yaml and plan.json"]),
-        f"PYTHON={shlex.quote(python_of(request.site))}",
-        "",
-    ]
-
-
 def _trap_lines(site: SlurmSite) -> list[str]:
     """Return the handlers of the batch shell. Slurm signals only it, and the step only if the whole job must end."""
     if site.runner == "torchrun":  # which would kill its ranks; rank 0 reads the stop file
@@ -140,16 +316,6 @@ def _trap_lines(site: SlurmSite) -> list[str]:
         "trap 'forward stop' USR2",
         "trap 'asked=${asked:-again}' TERM",
         'say() { scontrol update JobId="$SLURM_JOB_ID" Comment="$1"; }',
-        "",
-    ]
-
-
-def _setup_lines(site: SlurmSite) -> list[str]:
-    return [
-        *site.setup,
-        "# Names of nodes may not resolve on the nodes: use the address that Slurm itself uses.",
-        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "head=$(scontrol show node --oneliner \"$head\" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')",
         "",
     ]
 
@@ -253,11 +419,6 @@ def _chain_lines(request: LaunchRequest) -> list[str]:
     ]
 
 
-def python_of(site: SlurmSite) -> str:
-    """Return the Python of the nodes."""
-    return site.python or sys.executable
-
-
 def _on_gpu(request: LaunchRequest) -> bool:
     return not request.cluster.device.traits.shares_cores
 
@@ -272,9 +433,3 @@ def _output(request: LaunchRequest) -> str:
     if not request.run_exists or "\\" in path:  # sbatch expands no %j in a name with a backslash
         return name
     return f"{path.replace('%', '%%')}/logs/{name}"
-
-
-def _refuse_control_characters(request: LaunchRequest) -> None:
-    if any(ord(character) < 32 for character in str(request.run_dir)):
-        raise UserError("L038", "the path of the run has a line break or another control character",
-                        where=f"--run-dir {str(request.run_dir)!r}", fix="choose a path without it")  # fmt: skip

@@ -1,9 +1,14 @@
-"""Runs on a Slurm cluster: a batch script with one supervisor a node, submitted by sbatch."""
+"""Runs on a Slurm cluster: a batch script with one supervisor a node, submitted by sbatch.
+
+Jobs, partitions and accounts are what Slurm's own commands say.
+"""
 
 import getpass
 import os
 import re
 import shlex
+import shutil
+import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,22 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, UserError, did_you_mean
-from trimaran.launch.targets.save_time import measured_stop_time, stop_time
 from trimaran.launch.targets.slurm_end import read_ends
-from trimaran.launch.targets.slurm_queries import (
-    SUBMIT_SECONDS,
-    find_missing,
-    first_line,
-    gpus_per_node,
-    has_pyxis,
-    list_partitions,
-    run_slurm,
-    show_jobs,
-    show_partition,
-    user_accounts,
+from trimaran.launch.targets.slurm_script import (
+    SCRIPT,
+    STOP_SIGNAL,
+    SlurmSite,
+    measured_stop_time,
+    script_lines,
+    stop_time,
+    time_seconds,
 )
-from trimaran.launch.targets.slurm_script import SCRIPT, STOP_SIGNAL, script_lines
-from trimaran.launch.targets.slurm_site import SlurmSite, time_seconds
 from trimaran.launch.targets.target import (
     JobCommands,
     JobRecord,
@@ -38,6 +37,103 @@ from trimaran.launch.targets.target import (
 )
 from trimaran.runs import RunDirectory
 from trimaran.runs.bad_nodes import bad_nodes_file, read_bad_nodes
+
+ASK_SECONDS = 30.0
+SUBMIT_SECONDS = 120.0
+# A field begins with a capital after a blank; values such as Comment and Command may have blanks in them.
+FIELD = re.compile(r"(?:^| )([A-Z][A-Za-z:/]*)=")
+UNKNOWN_JOB = "Invalid job id"
+
+
+def find_missing(*tools: str) -> list[str]:
+    """Return the commands of Slurm that are not installed here."""
+    return [tool for tool in tools if shutil.which(tool) is None]
+
+
+def run_slurm(
+    *command: str, folder: Path | None = None, seconds: float = ASK_SECONDS
+) -> subprocess.CompletedProcess[str]:
+    """Return what one of Slurm's commands answers, whatever its exit code; raise UserError if it cannot be run."""
+    try:
+        return subprocess.run(
+            command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except FileNotFoundError:
+        raise UserError("L030", f"the command {command[0]} is not installed here", where="--on slurm",
+                        fix="launch from a login node, or copy the launch files there") from None  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise UserError("L031", f"{command[0]} has not answered for {seconds:g} s", where="--on slurm",
+                        fix="check slurmctld with `scontrol ping`") from None  # fmt: skip
+
+
+def ask_slurm(*command: str) -> str:
+    """Return the output of one of Slurm's commands; raise UserError if it fails."""
+    done = run_slurm(*command)
+    if done.returncode != 0:
+        raise UserError("L031", f"{command[0]}: {first_line(done.stderr) or done.returncode}", where="--on slurm",
+                        fix="check slurmctld with `scontrol ping`, and SLURM_CONF")  # fmt: skip
+    return done.stdout.strip()
+
+
+def first_line(text: str) -> str:
+    """Return the first line that says something, without the name of the command before it."""
+    line = next((each for each in text.splitlines() if each.strip()), "")
+    return re.sub(r"^(?:[a-z_]+: )?(?:error: )?", "", line.strip())
+
+
+def parse_fields(line: str) -> dict[str, str]:
+    """Return the fields of one line of `scontrol show --oneliner`; a value reaches to the next field."""
+    found = list(FIELD.finditer(line))
+    ends = [each.start() for each in found[1:]] + [len(line)]
+    return {each.group(1): line[each.end() : end].strip() for each, end in zip(found, ends, strict=True)}
+
+
+def show_jobs(job_ids: Sequence[str]) -> list[dict[str, str]]:
+    """Return the fields of the jobs that Slurm still knows; a job array has one entry for each part of it."""
+    found = []
+    for job_id in job_ids:
+        done = run_slurm("scontrol", "show", "job", "--oneliner", job_id)
+        if done.returncode == 0:
+            found += [parse_fields(line) for line in done.stdout.splitlines() if line.startswith("JobId=")]
+        elif UNKNOWN_JOB not in done.stderr:
+            raise UserError("L031", f"scontrol: {first_line(done.stderr)}", where="--on slurm",
+                            fix="check slurmctld with `scontrol ping`")  # fmt: skip
+    return found
+
+
+def show_partition(name: str) -> dict[str, str] | None:
+    """Return the fields of a partition, or of the default one if `name` is empty; None if there is none."""
+    done = run_slurm("scontrol", "show", "partition", "--oneliner", *([name] if name else []))
+    found = [parse_fields(line) for line in done.stdout.splitlines() if line.startswith("PartitionName=")]
+    if name:
+        return found[0] if found and done.returncode == 0 else None
+    return next((each for each in found if each.get("Default") == "YES"), None)
+
+
+def list_partitions() -> list[str]:
+    """Return the names of all partitions."""
+    return sorted(set(ask_slurm("sinfo", "--noheader", "--format=%R").split()))
+
+
+def gpus_per_node(partition: str) -> int:
+    """Return the most GPUs that a node of a partition has."""
+    listed = ask_slurm("sinfo", "--noheader", f"--partition={partition}", "--format=%G")
+    found = [re.findall(r"(?:^|,)gpu(?::[^:(,]+)?:(\d+)", line) for line in listed.splitlines()]
+    return max((sum(map(int, counts)) for counts in found), default=0)
+
+
+def user_accounts(user: str) -> list[str] | None:
+    """Return the accounts of a user; None if the cluster keeps no accounts, or does not tell."""
+    if find_missing("sacctmgr"):
+        return None
+    done = run_slurm("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user}", "format=account")
+    return sorted(set(done.stdout.split())) if done.returncode == 0 and done.stdout.strip() else None
+
+
+def has_pyxis() -> bool:
+    """Return whether the pyxis plugin has added its options to srun."""
+    return "--container-image" in run_slurm("srun", "--help").stdout
+
 
 TOOLS = ("sbatch", "scontrol", "scancel", "sinfo", "srun")
 SHARED_DISKS = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph", "fuse.ceph", "glusterfs", "cifs", "9p"}
@@ -83,7 +179,9 @@ class SlurmTarget:
         """Return the batch script; a chain of jobs is submitted job by job."""
         site: SlurmSite = request.site
         many = site.chain_jobs if site.chain == "singleton" else 1
-        excluded = ",".join(name for name in (site.exclude, *_known_bad_nodes()) if name)
+        bad = sorted(read_bad_nodes(bad_nodes_file(os.environ)))
+        known_bad = [name for name in bad if NODE_NAME.fullmatch(name)]  # that are named as Slurm names nodes
+        excluded = ",".join(name for name in (site.exclude, *known_bad) if name)
         files = {SCRIPT: script_lines(request, excluded=excluded)}
         return LaunchFiles(files=files, main=SCRIPT, submit=[["sbatch", SCRIPT]] * many)
 
@@ -133,11 +231,6 @@ class SlurmTarget:
             stop=["scancel", f"--signal={STOP_SIGNAL}", "--batch", *ids],
             resume=["sbatch", f"--chdir={job.folder}", f"{job.folder}/{SCRIPT}"],
         )
-
-
-def _known_bad_nodes() -> list[str]:
-    """Return the nodes of the bad-node memory that are named as Slurm names nodes."""
-    return [name for name in sorted(read_bad_nodes(bad_nodes_file(os.environ))) if NODE_NAME.fullmatch(name)]
 
 
 def _name_of(fields: Mapping[str, str]) -> str:
@@ -194,23 +287,20 @@ def stands_for_chain(fields: Mapping[str, str]) -> tuple[int, int]:
 def _state_from_fields(fields: Mapping[str, str]) -> JobState:
     """Return the state of a job that Slurm knows. Only the comment of a job that has ended is the reason of its end."""
     native, code = fields.get("JobState", ""), _exit_code(fields.get("ExitCode", ""))
-    reason, comment, nodes = (_text(fields, key) for key in ("Reason", "Comment", "NodeList"))
-    known: dict[str, Any] = {"native": native, "nodes": tuple(_expand(nodes)) if nodes else ()}
+    given = {key: text for key, text in fields.items() if text not in ("None", "(null)")}
+    reason, comment, nodes = (given.get(key, "") for key in ("Reason", "Comment", "NodeList"))
+    known: dict[str, Any] = {"native": native, "nodes": ()}
+    if nodes:
+        done = run_slurm("scontrol", "show", "hostnames", nodes)
+        known["nodes"] = tuple(done.stdout.split()) if done.returncode == 0 else (nodes,)
     if native in QUEUED:
         return JobState(state="queued", reason=reason, **known)
     if native in RUNNING:
         return JobState(state="running", reason=reason, **known)
-    return JobState(state=_ended(native, code), exit_code=code, reason=comment or reason, **known)
-
-
-def _text(fields: Mapping[str, str], key: str) -> str:
-    return "" if fields.get(key) in ("None", "(null)") else fields.get(key, "")
-
-
-def _ended(native: str, code: int | None) -> State:
+    state: State = "stopped" if native == "CANCELLED" or code == EXIT_AGAIN else "failed"
     if native == "COMPLETED" and not code:
-        return "done"
-    return "stopped" if native == "CANCELLED" or code == EXIT_AGAIN else "failed"
+        state = "done"
+    return JobState(state=state, exit_code=code, reason=comment or reason, **known)
 
 
 def _exit_code(text: str) -> int | None:
@@ -219,11 +309,6 @@ def _exit_code(text: str) -> int | None:
     if not code.isdigit():
         return None
     return 128 + int(signal) if signal.isdigit() and int(signal) else int(code)
-
-
-def _expand(nodes: str) -> Sequence[str]:
-    done = run_slurm("scontrol", "show", "hostnames", nodes)
-    return done.stdout.split() if done.returncode == 0 else [nodes]
 
 
 def _state_from_run(job: JobRecord) -> JobState:

@@ -15,8 +15,7 @@ from typing import Any
 import trimaran
 from trimaran.core import Bytes, UserError, show_bytes
 from trimaran.launch.targets.host_probe import existing, source_digest
-from trimaran.launch.targets.hostfile import SshHost
-from trimaran.launch.targets.ssh_session import HostSession, SshAccess
+from trimaran.launch.targets.ssh_session import HostSession, SshAccess, SshHost
 from trimaran.launch.targets.target import LaunchRequest, SiteCheck
 
 Answers = dict[HostSession, dict[str, Any]]
@@ -286,7 +285,7 @@ def _comparable(name: str, found: Mapping[str, Any]) -> str:
 
 
 def _own_address(hosts: Sequence[str], own: Mapping[str, str]) -> str:
-    """Return the address that a node's supervisor will find: see `own_address.find_own_address`."""
+    """Return the address that a node's supervisor will find: see `find_own_address`."""
     for host in hosts:
         if _is_loopback(host):
             return own.get(host, host)

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from statistics import median
 
-from trimaran.machine.checks.machine_facts import Facts, Nic, Pair, PairSeconds
-from trimaran.machine.checks.result import CheckInfo, CheckResult, Problem
+from trimaran.machine.checks.machine_facts import CheckInfo, CheckResult, Facts, Nic, Pair, PairSeconds, Problem
 
 
 def network_cards(facts: Facts) -> CheckResult:

@@ -4,10 +4,9 @@ from collections import Counter
 from statistics import median
 
 from trimaran.core import show_bytes
-from trimaran.machine.checks.machine_facts import Facts, Gpu, GpuClocks
-from trimaran.machine.checks.result import CheckInfo, CheckResult, Problem
+from trimaran.machine.checks.machine_facts import CheckInfo, CheckResult, Facts, Problem
 from trimaran.machine.cluster import Cluster
-from trimaran.machine.gpu_topology import Matrix
+from trimaran.machine.gpus import Gpu, GpuClocks, Matrix
 
 MAX_USED_FRACTION = 0.05  # of a GPU's memory; more means that another program runs there, a desktop takes less
 

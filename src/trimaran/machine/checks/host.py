@@ -3,8 +3,7 @@
 import math
 
 from trimaran.core import GIB, Bytes, show_bytes, show_seconds
-from trimaran.machine.checks.machine_facts import Facts, RunRequirements
-from trimaran.machine.checks.result import CheckInfo, CheckResult, Problem
+from trimaran.machine.checks.machine_facts import CheckInfo, CheckResult, Facts, Problem, RunRequirements
 
 WARN_OPEN_FILES = 1024
 MIN_LOCKED_BYTES = 1 << 30  # that InfiniBand locks for its buffers

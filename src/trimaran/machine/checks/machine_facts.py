@@ -1,13 +1,14 @@
-"""What is known of a machine, as values. Checks read only these, so tests can describe any machine."""
+"""What is known of a machine, as values, and what a check says about it. Tests can describe any machine."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from trimaran.core import Bytes, Seconds
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.machine.cluster import Cluster
+from trimaran.machine.gpus import Gpu
 
 Kind = Literal["cuda", "cpu"]
 Version = tuple[int, ...]
@@ -30,47 +31,6 @@ class Versions:
     driver: str = ""
     driver_cuda: str = ""
     arch: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One GPU as nvidia-smi describes it; a value that it did not report is None."""
-
-    index: int
-    name: str
-    uuid: str = ""
-    bus: str = ""
-    memory: Bytes = ZERO_BYTES
-    used: Bytes = ZERO_BYTES
-    ecc: "Ecc | None" = None
-    clocks: "GpuClocks | None" = None
-    compute_mode: str = ""
-    mig: str = ""
-    reset_required: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ecc:
-    """Uncorrected memory errors of a GPU since the driver was loaded, and the state of its spare rows."""
-
-    enabled: bool | None = None
-    uncorrected: int = 0
-    reset_pending: bool = False
-    spare_rows_exhausted: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuClocks:
-    """What limits a GPU's speed. `throttle_reasons` are the driver's, without idle."""
-
-    throttle_reasons: tuple[str, ...] = ()
-    power_limit: float | None = None
-    default_power_limit: float | None = None
-    clock: float | None = None
-    default_clock: float | None = None
-    pcie_width: int | None = None
-    max_pcie_width: int | None = None
-    temperature: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,3 +185,70 @@ def version_of(text: str) -> Version:
             break
         numbers.append(int(part))
     return tuple(numbers)
+
+
+Status = Literal["pass", "warn", "fail", "skip"]
+WORST_FIRST: dict[Status, int] = {"fail": 0, "warn": 1, "pass": 2, "skip": 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """One line of the checklist: `what` was found, with its numbers, and a `fix` if something is wrong.
+
+    `fail`: a run would crash or compute wrong results. `warn`: it would be slower or is at risk.
+    `skip`: the check could not run, and `what` says why.
+    """
+
+    code: str
+    title: str
+    status: Status
+    what: str
+    fix: str = ""
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckInfo:
+    """A check's code and title. Its methods build the check's results."""
+
+    code: str
+    title: str
+
+    def passed(self, what: str, **evidence: Any) -> CheckResult:
+        return CheckResult(code=self.code, title=self.title, status="pass", what=what, evidence=evidence)
+
+    def warn(self, what: str, fix: str, **evidence: Any) -> CheckResult:
+        return CheckResult(code=self.code, title=self.title, status="warn", what=what, fix=fix, evidence=evidence)
+
+    def fail(self, what: str, fix: str, **evidence: Any) -> CheckResult:
+        return CheckResult(code=self.code, title=self.title, status="fail", what=what, fix=fix, evidence=evidence)
+
+    def skipped(self, why: str) -> CheckResult:
+        return CheckResult(code=self.code, title=self.title, status="skip", what=why)
+
+    def worst(self, problems: "list[Problem]", healthy: str, **evidence: Any) -> CheckResult:
+        """Return one result for all `problems`, with the status of the worst; a pass with `healthy` if none."""
+        if not problems:
+            return self.passed(healthy, **evidence)
+        fatal_first = sorted(problems, key=lambda each: not each.is_fatal)
+        fixes = list(dict.fromkeys(each.fix for each in fatal_first))
+        return CheckResult(
+            code=self.code,
+            title=self.title,
+            status="fail" if fatal_first[0].is_fatal else "warn",
+            what="; ".join(each.what for each in fatal_first),
+            fix="; ".join(fixes),
+            evidence=evidence,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One of possibly several things that a check found."""
+
+    what: str
+    fix: str
+    is_fatal: bool = False

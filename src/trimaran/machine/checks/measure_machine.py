@@ -1,17 +1,47 @@
-"""Measures devices and node pairs through the probe process, because only that one imports torch."""
+"""Measures devices and node pairs through the probe process, because only that one imports torch.
 
+The probe, `python -m trimaran.machine.probe`, imports torch; it is a process that exchanges JSON lines with us.
+"""
+
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trimaran.core import Seconds, UserError
+from trimaran.core.child_process import ChildProcess
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.machine.checks.between_nodes import first_round, second_round
-from trimaran.machine.checks.machine_facts import MachineMeasurements, NodeMeasurements, Pair
-from trimaran.machine.checks.probe_process import START_SECONDS, ProbeError, ProbeProcess
-from trimaran.machine.checks.result import CheckResult
+from trimaran.machine.checks.machine_facts import CheckResult, MachineMeasurements, NodeMeasurements, Pair
 from trimaran.machine.cluster import Cluster
 from trimaran.machine.detect import num_cores
+
+START_SECONDS = Seconds(120.0)  # timeout to import torch from a cold network disk
+
+
+class ProbeError(Exception):
+    """The probe process died, timed out, or answered with an error."""
+
+
+class ProbeProcess(ChildProcess):
+    """A probe process with its own `environment`. If it dies, the error is the last line of its standard error."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        super().__init__([sys.executable, "-m", "trimaran.machine.probe"], environment=environment)
+
+    def request(self, do: str, *, within: float, **order: Any) -> dict[str, Any]:
+        """Return the answer to a request. Raises `ProbeError` after `within` seconds, or if the answer is an error."""
+        try:
+            self.send({"do": do, **order})
+            answer = self.receive(seconds=within)
+        except TimeoutError:
+            raise ProbeError("the probe did not answer in time") from None
+        except (BrokenPipeError, EOFError):
+            raise ProbeError(self.last_stderr_line() or f"the probe exited with code {self.wait()}") from None
+        if error := answer.get("error"):
+            raise ProbeError(error)
+        return answer
+
 
 MEASURE_SECONDS = {"cpu": Seconds(0.4), "cuda": Seconds(1.0)}  # per measurement
 MAX_CPU_RANKS = 4  # in an all-reduce on a CPU, which only has to show that it works

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 from trimaran.core import Bytes, Plan, UserError
 from trimaran.machine.checks import between_nodes, devices, host, software
-from trimaran.machine.checks.machine_facts import Facts, Kind, RunRequirements
+from trimaran.machine.checks.machine_facts import CheckResult, Facts, Kind, RunRequirements
 from trimaran.machine.checks.read_machine import read_facts
-from trimaran.machine.checks.result import CheckResult
 
 Check = Callable[[Facts], CheckResult]
 THIS_MACHINE = "this machine"

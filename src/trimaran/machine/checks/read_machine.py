@@ -27,19 +27,20 @@ from trimaran.machine.checks.machine_facts import (
     ProcessLimits,
     Versions,
 )
-from trimaran.machine.checks.nvidia_smi import (
+from trimaran.machine.detect import num_cores
+from trimaran.machine.gpus import (
     FULL_QUERY,
     PEER_MATRIX,
+    PORT_RATE,
     SHORT_QUERY,
     TOPOLOGY_MATRIX,
     parse_full_query,
     parse_gpu_nic_paths,
     parse_peers,
     parse_short_query,
-    run_nvidia_smi,
+    parse_topology,
+    run_driver_tool,
 )
-from trimaran.machine.detect import num_cores
-from trimaran.machine.gpu_topology import PORT_RATE, parse_topology
 from trimaran.machine.host_limits import cpu_quota, free_tasks, numa_node_of, numa_nodes, pci_device
 
 MAX_WRITE_BYTES = 1 << 26  # of the file that measures the disk's speed
@@ -53,7 +54,7 @@ def read_facts(environment: Mapping[str, str], *, quick: bool, gpus: bool = True
     driver = ""
     if gpus:
         parse, query = (parse_short_query, SHORT_QUERY) if quick else (parse_full_query, FULL_QUERY)
-        found, driver = parse(run_nvidia_smi(query))
+        found, driver = parse(run_driver_tool(query))
     found = visible(found, environment.get("CUDA_VISIBLE_DEVICES"))
     return Facts(
         environment=environment,
@@ -119,11 +120,11 @@ def read_host() -> HostFacts:
 
 def read_interconnect(gpus: tuple[Gpu, ...], *, links: bool, sys: Path = Path("/sys")) -> Interconnect:
     """Return network cards and interfaces, and with `links` the driver's GPU topology."""
-    topology = run_nvidia_smi(TOPOLOGY_MATRIX) if links and gpus else ""
+    topology = run_driver_tool(TOPOLOGY_MATRIX) if links and gpus else ""
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     return Interconnect(
         topology=parse_topology(topology) or [],
-        peers=parse_peers(run_nvidia_smi(PEER_MATRIX)) if links and len(gpus) > 1 else [],
+        peers=parse_peers(run_driver_tool(PEER_MATRIX)) if links and len(gpus) > 1 else [],
         gpu_nic_paths=parse_gpu_nic_paths(topology),
         nics=read_nics(sys),
         gpu_numa=tuple(numa_node_of(pci_device(gpu.bus, sys)) for gpu in gpus if gpu.bus),

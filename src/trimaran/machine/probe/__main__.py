@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from trimaran.machine.probe.probe_nodes import NodeRendezvous
 from trimaran.machine.probe.probe_ranks import (
     START_SECONDS,
+    NodeRendezvous,
     cuda_versions,
     measure_all_reduce,
     measure_matmuls,

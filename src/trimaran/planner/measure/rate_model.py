@@ -11,7 +11,7 @@ from trimaran.cost import Job, predict
 from trimaran.cost.roofline import NON_LAYER_PRECISION, rate_name, rates_of
 from trimaran.cost.step_time import StepTime, step_time_of
 from trimaran.machine import Cluster, machine_name
-from trimaran.machine.fitted_rates import MAX_FACTOR, MIN_FACTOR, FittedRates, LinkFactors, with_fitted
+from trimaran.machine.calibration import MAX_FACTOR, MIN_FACTOR, FittedRates, LinkFactors, with_fitted
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import Question
 from trimaran.planner.measure.measured_run import MeasuredRun, PlanSteps, UnusableRunError

@@ -4,7 +4,7 @@ import logging
 import time
 from typing import Any
 
-from trimaran.machine.nvml import GpuSampler
+from trimaran.machine.gpus import GpuSampler
 from trimaran.runs.heartbeat import HeartbeatBoard
 from trimaran.runs.line_files import LineWriter
 from trimaran.runs.run_directory import RunDirectory

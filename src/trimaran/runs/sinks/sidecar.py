@@ -1,6 +1,6 @@
 """`python -m trimaran.runs.sinks.sidecar RUN NODE`: samples a node of a run; on node 0 it also feeds the sinks.
 
-The supervisor starts one process per node (`launch/supervise/sidecar_process.py`), which dies with it. It only reads
+The supervisor starts one process per node (`launch/supervise/side_processes.py`), which dies with it. It only reads
 and writes files of the run directory, so that training continues whatever happens to it or to a sink. It exits with 0
 on SIGTERM, or if there is nothing to do. The supervisor tells it what it would read from the recipe, as parsing needs
 pydantic, which takes longer to import than all the rest.

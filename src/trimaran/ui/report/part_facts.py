@@ -17,7 +17,7 @@ from trimaran.core import PHASES
 from trimaran.core.plan import predicted_comm
 from trimaran.core.regular_files import read_regular_text
 from trimaran.core.version import VERSION
-from trimaran.launch.supervise.incident_text import incident_text
+from trimaran.launch.supervise.investigate import incident_text
 from trimaran.models.resolve import model_text
 from trimaran.runs import RunDirectory
 from trimaran.runs.read.rank_table import read_rank_table

@@ -1,17 +1,21 @@
-"""Starts and restarts a node's sidecar, the process that samples the machine and feeds sinks.
+"""The processes beside the ranks of a node: its sidecar, the autopilot, and the check of the machine before a run.
 
-Nothing here raises or waits while ranks are running: a run works without its sidecar.
+A run works without them: where one cannot be started, or fails, that is logged.
 """
 
+import json
 import logging
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from trimaran.core import UserError
 from trimaran.core.regular_files import append_regular_file
+from trimaran.launch.supervise.early_supervisor import stop_with_parent
+from trimaran.machine import calibration_folder
 from trimaran.runs import RunDirectory
 from trimaran.runs.held_directory import descriptor_of
 from trimaran.runs.sinks.open_sinks import has_sinks
@@ -113,3 +117,75 @@ class SidecarProcess:
                 )
         except OSError as error:
             log.warning("the sidecar cannot be started: %s", error)
+
+
+@contextmanager
+def autopilot_process(run: RunDirectory, environment: Mapping[str, str]) -> Iterator[None]:
+    """Run the autopilot of a run whose recipe says `autopilot: act`; a run works without it, so nothing is raised.
+
+    There is no process for one that only advises: `trimaran doctor` advises the same.
+    """
+    process = _start(run, environment) if run.read_recipe().autopilot.mode == "act" else None
+    try:
+        yield
+    finally:
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _start(run: RunDirectory, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+    command = [sys.executable, "-m", "trimaran.autopilot", str(run.location.absolute())]
+    if (folder := calibration_folder(environment)) is not None:
+        command.append(f"--calibrations={folder}")
+    try:
+        with append_regular_file(run.agent_log.parent / "autopilot.log") as out:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+                preexec_fn=stop_with_parent,
+            )
+    except OSError as error:
+        log.warning("the autopilot cannot be started: %s", error)
+        return None
+
+
+TIMEOUT_SECONDS = 30.0  # half a second is usual, nearly all of it for imports
+
+
+class PreflightProcess:
+    """A preflight check, started by the constructor. `where` is the name of this machine in messages."""
+
+    def __init__(self, run: RunDirectory, *, kind: str, nodes: int = 1, where: str = "this machine") -> None:
+        command = [sys.executable, "-m", "trimaran.doctor.node_check", str(run.location.absolute())]
+        command += [f"--kind={kind}", f"--nodes={nodes}", f"--where={where}"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+        )
+
+    def wait_for_error(self) -> UserError | None:
+        """Wait for the check, and return why the run cannot work on this machine; None if it can."""
+        try:
+            output, _ = self._process.communicate(timeout=TIMEOUT_SECONDS)
+            error = json.loads(output) if self._process.returncode == 0 else None
+        except (subprocess.TimeoutExpired, ValueError):
+            error = None
+        if error is None:
+            self.cancel()
+            log.warning("the check of this machine failed; the run starts anyway, see `trimaran doctor`")
+        return UserError(**error) if error else None
+
+    def cancel(self) -> None:
+        """Kill the check."""
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()

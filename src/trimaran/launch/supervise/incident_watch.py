@@ -1,11 +1,14 @@
-"""Incidents from rank events that do not end the run: skipped updates, failed saves, damaged checkpoints."""
+"""Incidents that do not end the run: skipped updates, failed saves, a network below plan, a flood of connections."""
 
 import re
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 from typing import Any
 
 from trimaran.core import Action, Cause, Incident
-from trimaran.runs import IncidentLog
+from trimaran.launch.supervise.attempt_watch import AttemptWatch
+from trimaran.runs import IncidentLog, JsonlFollower, RunDirectory
 from trimaran.runs.reserve import DISK_REASONS
 
 VARIABLE_PARTS = re.compile(r"[\w.,]*\d[\w.,]*( [KMG]?i?B)?")
@@ -151,3 +154,85 @@ def _list_refused(refused: list[dict[str, Any]]) -> str:
 
 def _used_descriptors(data: dict[str, Any]) -> float:
     return data["descriptors"] / data["limit"]
+
+
+NUM_STEPS = 5  # in a row; their median counts
+MIN_FACTOR = 10.0  # of the predicted time
+MIN_EXCESS_SECONDS = 0.2  # per step above the predicted time
+MIN_STEP_FRACTION = 0.5  # of the step that communication takes
+
+
+def is_below_plan(comm: Sequence[float], steps: Sequence[float], *, expected: float) -> bool:
+    """Return whether communication takes far longer than `expected`. All in seconds per step."""
+    if len(comm) < NUM_STEPS:
+        return False
+    usual = median(comm)
+    is_slower = usual > MIN_FACTOR * expected and usual > expected + MIN_EXCESS_SECONDS
+    return is_slower and usual > MIN_STEP_FRACTION * median(steps)
+
+
+class NetworkCheck:
+    """Reads the step metrics of one attempt on several nodes, and files one incident if the network is below plan."""
+
+    def __init__(self, run: RunDirectory, log: IncidentLog, watch: AttemptWatch) -> None:
+        self._run, self._log, self._watch = run, log, watch
+        self._lines = JsonlFollower(run.metrics, backlog=0)
+        self._comm: deque[float] = deque(maxlen=NUM_STEPS)
+        self._steps: deque[float] = deque(maxlen=NUM_STEPS)
+        self._num_changes = 0
+        self._read_plan()
+        self._done = len(watch.nodes) < 2 or run.read_plan().prediction is None
+
+    def _read_plan(self) -> None:
+        """Start over with the prediction of the run's plan."""
+        prediction = self._run.read_plan().prediction
+        self._expected = prediction.time.get("comm", 0.0) if prediction else 0.0
+        self._comm.clear()
+        self._steps.clear()
+
+    def poll(self) -> None:
+        if self._done:
+            return
+        if len(changes := self._watch.of_kind("change")) > self._num_changes:
+            self._num_changes = len(changes)
+            self._read_plan()
+        for step in self._lines.new():
+            self._comm.append(step["phases"].get("comm", 0.0))
+            self._steps.append(step["step_seconds"])
+        if is_below_plan(self._comm, self._steps, expected=self._expected):
+            self._done = True
+            self._log.notice(
+                "network",
+                f"the network is below plan: communication takes {median(self._comm):.2g} s per step, "
+                f"{self._expected:.2g} s were predicted",
+                attempt=self._watch.spec.attempt,
+                step=self._watch.highest_step,
+                action="continued",
+                evidence={"comm_seconds": median(self._comm), "expected_seconds": self._expected},
+            )
+
+
+MIN_REFUSED, MIN_REFUSED_PER_RANK = 100, 10  # ranks that connect all at once may be refused a few times too
+
+
+class StrangerCheck:
+    """Files one incident for an attempt if more than a few connections were refused during it."""
+
+    def __init__(self, log: IncidentLog, watch: AttemptWatch, count_refused: Callable[[], int]) -> None:
+        self._log, self._watch, self._count_refused = log, watch, count_refused
+        self._before, self._done = count_refused(), False
+        self._min_refused = max(MIN_REFUSED, MIN_REFUSED_PER_RANK * watch.spec.world_size)
+
+    def poll(self) -> None:
+        if self._done or (refused := self._count_refused() - self._before) < self._min_refused:
+            return
+        self._done = True
+        self._log.notice(
+            "network",
+            f"another program connects to the supervisor's port without the run's token: {refused:,} connections "
+            "were refused",
+            attempt=self._watch.spec.attempt,
+            step=self._watch.highest_step,
+            action="continued",
+            evidence={"refused": refused},
+        )

@@ -1,1 +1,0 @@
-"""Kubernetes manifests: what they contain, what is wrong with those of others, and the client that submits them."""

@@ -23,7 +23,7 @@ from trimaran.app import main
 from trimaran.core import Recipe
 from trimaran.runs import AttemptLog, IncidentLog, Journal, RunDirectory, append_line, create_run, dump_plan
 from trimaran.train import read_rank_info, run_worker
-from trimaran.ui import MAX_POINTS, Html, curve, facts_of, page_of, round_scale, spread, tag, tick_labels
+from trimaran.ui import MAX_POINTS, Html, curve, even_axis, even_labels, facts_of, page_of, spread, tag
 
 SECONDS = 6.0  # of a core: 2.8 were measured, and 4.3 with thirty other processes on two cores
 BROWSER = shutil.which("chromium")
@@ -290,20 +290,20 @@ def test_downsampling_keeps_minimum_and_maximum() -> None:
     ],
 )
 def test_tick_labels_are_round_and_distinct(values: list[float], unit: str, labels: list[str]) -> None:
-    assert tick_labels(round_scale(values, unit=unit), unit) == labels
+    assert even_labels(even_axis(values, unit), unit) == labels
 
 
 def test_a_wide_range_has_a_logarithmic_scale() -> None:
-    scale = round_scale([0.03, 20.0], unit="number", may_log=True)
-    assert tick_labels(scale, "number") == ["0.01", "0.1", "1", "10", "100"]
-    assert scale.position(1.0) == pytest.approx(500)
+    axis = even_axis([0.03, 20.0], "number", may_log=True)
+    assert even_labels(axis, "number") == ["0.01", "0.1", "1", "10", "100"]
+    assert axis.place(1.0) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("values", [[-3.0, 5.0], [-2.0, -1.0], [1e-9, 1e9], [5.0, 5.0], [-5.0], [1e300], [0.1 + 0.2]])
 def test_a_scale_covers_all_of_its_values(values: list[float]) -> None:
-    scale = round_scale(values, unit="number")
-    assert scale.low <= min(values)
-    assert scale.high >= max(values) - 1e-9 * abs(max(values))
+    axis = even_axis(values, "number")
+    assert axis.low <= min(values)
+    assert axis.high >= max(values) - 1e-9 * abs(max(values))
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:

@@ -24,8 +24,8 @@ from trimaran.ui import (
     LABEL_GAP,
     MAX_LABEL,
     Curve,
+    FigureAxis,
     Plot,
-    Scale,
     end_labels,
     facts_of,
     page_of,
@@ -167,13 +167,13 @@ def test_end_labels_are_moved_apart(tops: list[float]) -> None:
 
 
 def test_lines_have_names_at_their_ends_and_a_single_line_its_value() -> None:
-    scale = Scale(low=0.0, high=10.0)
+    axis = FigureAxis(0.0, 10.0)
     curves = [
         Curve(name=name, kind="blue", points=[(1.0, 9.0), (2.0, value)]) for name, value in (("a", 5.0), ("b", 5.2))
     ]
-    both = end_labels(Plot(title="", unit="number", curves=curves, levels={"predicted": 10.0}), scale)
+    both = end_labels(Plot(title="", unit="number", curves=curves, levels={"predicted": 10.0}), axis)
     assert [each.text for each in both] == ["predicted", "b", "a"]
-    (alone,) = end_labels(Plot(title="", unit="number", curves=curves[:1]), scale)
+    (alone,) = end_labels(Plot(title="", unit="number", curves=curves[:1]), axis)
     assert (alone.text, alone.top) == ("5", 0.5)
 
 

@@ -11,8 +11,7 @@ pytest.importorskip("nicegui")
 from tests.sources import FILES, name_of, nodes_of
 from trimaran.app import Status
 from trimaran.planner import GOALS, MEANING, PHASE_MEANING
-from trimaran.ui import COLUMNS, FILTERS, OUTSIDE, PAGES, POINT_KINDS, TEXTS, chinese, language_of, say_in, speaking
-from trimaran.ui.web.language import say
+from trimaran.ui import COLUMNS, FILTERS, OUTSIDE, PAGES, POINT_KINDS, TEXTS, chinese, language_of, say, speaking
 
 WEB = [path for path in FILES if name_of(path).startswith("ui/web/")]
 
@@ -22,7 +21,7 @@ def said() -> dict[str, str]:
     found: dict[str, str] = {}
     for path in WEB:
         for node in nodes_of(path):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("say", "say_in"):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "say":
                 texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
                 found |= {text: name_of(path) for text in texts if isinstance(text, str)}
     return found
@@ -54,4 +53,4 @@ def test_a_text_is_said_in_the_chosen_language() -> None:
     assert say("{count} min ago", count=3) == "3 min ago"
     with speaking("zh"):
         assert say("{count} min ago", count=3) == "3 分钟前"
-    assert say_in("zh", "a text without a translation") == "a text without a translation"
+        assert say("a text without a translation") == "a text without a translation"

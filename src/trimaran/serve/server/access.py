@@ -1,7 +1,8 @@
 """Who may talk to the server, and how much: one ASGI application around the API.
 
 A request has to name an allowed host, must not come from a page of another site, has to carry the token, and its body
-is limited in size and time. Probes (/health, /ready) need no token: they say nothing about the model.
+is limited in size and time. Probes (/health, /ready) need no token: they say nothing about the model. The web page
+(`ui/web/security.py`) has the same rules for hosts, origins and bodies.
 """
 
 import asyncio
@@ -59,8 +60,7 @@ class AccessMiddleware:
         if host is None:
             raise UserError("U006", "this server does not answer to that host name", where="the header Host",
                             fix="use the address that the server printed")  # fmt: skip
-        origins = [value for name, value in headers if name == b"origin"]
-        if origins and origins != [f"http://{host}".encode()]:
+        if not is_own_origin(headers, host):
             raise UserError("U006", "the request comes from a page of another site", where="the header Origin",
                             fix="send it from a program, or through a server of that site")  # fmt: skip
         if scope["path"] not in OPEN_PATHS and not self._has_token(headers):
@@ -78,20 +78,11 @@ class AccessMiddleware:
         lengths = [value for name, value in headers if name == b"content-length"]
         if lengths and lengths[0].isdigit() and int(lengths[0]) > self._max_body_bytes:
             raise self._too_large()
-        parts: list[bytes] = []
-        size = 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                while True:
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        return None
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > self._max_body_bytes:
-                        raise self._too_large()
-                    if not message.get("more_body"):
-                        return b"".join(parts)
+                return await read_body(receive, self._max_body_bytes)
+        except OverflowError:
+            raise self._too_large() from None
         except TimeoutError:
             raise UserError("U018", f"the body did not arrive within {BODY_SECONDS:.0f} seconds", where="the body",
                             fix="send it faster, or in smaller requests") from None  # fmt: skip
@@ -138,6 +129,28 @@ def allowed_host(headers: RawHeaders, hosts: Sequence[str] | None) -> str | None
     found = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
     match = HOST.fullmatch(found[0]) if len(found) == 1 else None
     return found[0] if match and (hosts is None or match["name"] in hosts) else None
+
+
+def is_own_origin(headers: RawHeaders, host: str, *, required: bool = False) -> bool:
+    """Return whether a request comes from a page of this server. One without Origin does, unless it is required."""
+    found = [value for name, value in headers if name == b"origin"]
+    return found == [f"http://{host}".encode()] if found or required else True
+
+
+async def read_body(receive: Receive, max_bytes: int) -> bytes | None:
+    """Return the body of a request; None if the client has gone. Raise OverflowError if the body is longer."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > max_bytes:
+            raise OverflowError(size)
+        if not message.get("more_body"):
+            return b"".join(parts)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

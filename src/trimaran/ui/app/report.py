@@ -37,7 +37,7 @@ def report(run: RunName, others: Others = None, out: Out = None, steps: Steps = 
     trimaran report runs/stdlib-tiny --steps 200:300 --json
     trimaran report runs/stdlib-tiny runs/stdlib-demo --json
     """
-    from trimaran.ui.report.write_page import write_page
+    from trimaran.ui.report.markup import write_page
 
     directories = [find_run(each) for each in (run, *(others or ()))]
     facts, page, name = _comparison(directories, steps) if others else _single(directories[0], steps)
@@ -51,8 +51,8 @@ def report(run: RunName, others: Others = None, out: Out = None, steps: Steps = 
 
 def _single(run: "RunDirectory", steps: str | None) -> tuple[dict[str, Any], Any, str]:
     """Return the facts about a run, the function that makes a page of them, and the name of its file."""
-    from trimaran.ui.report.page import page_of
     from trimaran.ui.report.run_feed import RunFeed, read_range
+    from trimaran.ui.report.run_sections import page_of
 
     feed = RunFeed(run)
     facts = feed.refresh()
@@ -61,8 +61,7 @@ def _single(run: "RunDirectory", steps: str | None) -> tuple[dict[str, Any], Any
 
 def _comparison(runs: "list[RunDirectory]", steps: str | None) -> tuple[dict[str, Any], Any, str]:
     from trimaran.core import UserError
-    from trimaran.ui.report.compare_facts import compare_runs
-    from trimaran.ui.report.compare_sections import compare_page
+    from trimaran.ui.report.run_comparison import compare_page, compare_runs
 
     if steps:
         raise UserError("A042", "runs are compared over all of their steps", where="--steps",

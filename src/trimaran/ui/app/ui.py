@@ -38,9 +38,9 @@ def ui(
         raise UserError("W004", "the web page needs the nicegui package", where="trimaran ui",
                         fix="pip install 'trimaran[ui]'")  # fmt: skip
     from trimaran.app.show.error_language import chosen_language
+    from trimaran.ui.web.frame import WebState
     from trimaran.ui.web.runs_root import check_runs_root
     from trimaran.ui.web.server import bind, open_browser, serve
-    from trimaran.ui.web.web_state import WebState
 
     root = check_runs_root(runs or RUNS, named=runs is not None)
     state = WebState(runs=root, may_write=write, language=chosen_language(os.environ))

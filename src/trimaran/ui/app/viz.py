@@ -99,8 +99,8 @@ def viz(
                         fix="leave one of them out")  # fmt: skip
     view = build_view(name, read_subject(what or plan, run, cluster, settings or [], controls or [], comm))
     if html is not None:
+        from trimaran.ui.report.markup import write_page
         from trimaran.ui.report.view_page import view_page
-        from trimaran.ui.report.write_page import write_page
 
         write_page(html, view_page(view), option="--html")
     if as_json:

@@ -1,24 +1,260 @@
 """The server of `trimaran mcp`: tools for a coding assistant over standard input and output."""
 
+import json
+import signal
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import ToolAnnotations
+from pydantic import BaseModel, Field
 
+from trimaran.app.runs.run_state import ACTIVE_STATUSES
+from trimaran.core import UserError
 from trimaran.core.version import VERSION
 from trimaran.ui.assistant.docs_search import DocsIndex, docs_folder
-from trimaran.ui.assistant.read_tools import (
-    add_diagnosis_tools,
-    add_docs_tools,
-    add_plan_tool,
-    add_predict_tool,
-    add_rehearse_tool,
-    add_run_tools,
-)
-from trimaran.ui.assistant.tool_limits import ToolLimits
-from trimaran.ui.assistant.verb_call import VerbCaller
-from trimaran.ui.assistant.write_tools import add_write_tools
-from trimaran.ui.web.runs_root import RunsRoot
+from trimaran.ui.assistant.verb_call import ToolLimits, VerbAnswer, VerbCaller
+from trimaran.ui.web.runs_root import RunsRoot, StartedRun, start_run
+
+READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
+LONG_FIELDS = ("misses", "ties", "pareto")  # of a plan: nine tenths of its text
+REHEARSAL_SECONDS = 1800
+
+Model = Annotated[str, Field(description="A preset such as llama-3.1-8b, a recipe (YAML), a config.json or a model "
+                                         "folder; paths are relative to the folder of the server.")]  # fmt: skip
+ClusterName = Annotated[str | None, Field(description="8xH100, 4x8xA100-80GB, 2xcpu, auto or a YAML file.")]
+SeqLen = Annotated[int | None, Field(ge=1, description="Tokens per sequence.")]
+GlobalBatch = Annotated[int | None, Field(ge=1, description="Sequences per optimizer step.")]
+Settings = Annotated[list[str], Field(description="Fields of the recipe, as FIELD=VALUE: plan.mesh.tp=2, "
+                                                  "plan.precision=bf16, model.adapter.rank=16.")]  # fmt: skip
+Run = Annotated[str, Field(description="The name of a run; list_runs has them.")]
+Goal = Literal["throughput", "memory", "cost", "fewest-gpus", "goodput"]
+
+
+class DocsHit(BaseModel):
+    """A section of the documentation."""
+
+    page: Annotated[str, Field(description="For read_docs.")]
+    heading: str
+    text: str
+
+
+class DocsHits(BaseModel):
+    """The sections that match, best first."""
+
+    sections: list[DocsHit]
+
+
+class DocsPage(BaseModel):
+    """A page of the documentation, in Markdown."""
+
+    page: str
+    text: str
+
+
+class ListedRuns(BaseModel):
+    """Runs, newest first; `total` counts all that match."""
+
+    runs: list[dict[str, Any]]
+    total: int
+
+
+def add_plan_tool(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
+    """Add the search for a plan."""
+
+    @server.tool(annotations=READS)
+    async def plan(
+        model: Model,
+        cluster: ClusterName = None,
+        seq_len: SeqLen = None,
+        global_batch: GlobalBatch = None,
+        goal: Goal = "throughput",
+        settings: Settings = [],  # noqa: B006 - a schema's default; never changed
+        top: Annotated[int, Field(ge=1, le=50, description="How many plans to return.")] = 3,
+        detail: Annotated[bool, Field(description="Also the plans that tied, and why others lost.")] = False,
+    ) -> VerbAnswer:
+        """Find the fastest parallel plan for a model on a cluster: degrees, memory and step time by term.
+
+        Needs no GPU. The answer says whether it fits, and its `next` is the command that trains it.
+        """
+        words = [limits.source(model), "--goal", goal, "--top", str(top), *limits.settings(settings)]
+        words += _options({"--cluster": cluster, "--seq-len": seq_len, "--global-batch": global_batch}, limits)
+        found = await caller.call("plan", words)
+        if not detail and isinstance(found.answer, dict):
+            found.answer = {name: each for name, each in found.answer.items() if name not in LONG_FIELDS}
+        return found
+
+
+def add_predict_tool(server: MCPServer[Any], caller: VerbCaller) -> None:
+    """Add what scores plans that are given."""
+
+    @server.tool(annotations=READS)
+    async def predict(
+        questions: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000, description=(
+            'Such as {"id": 1, "model": "llama-3.1-8b", "cluster": "8xH100", "plan": {"mesh": {"tp": 2}, "sharding": '
+            '"parameters", "recompute": "selective", "micro_batch": 1, "global_batch": 64}, "stack": "megatron"}. A '
+            "model can also be {layers, hidden, heads, kv_heads, ffn, vocab, seq_len, experts, top_k}."
+        ))],
+    ) -> VerbAnswer:  # fmt: skip
+        """Predict memory and speed of given plans, also of other software (`stack`: megatron, torchtitan, ...)."""
+        lines = "".join(json.dumps(each) + "\n" for each in questions)
+        found = await caller.call("predict", ["-"], stdin=lines.encode())
+        answers = found.answer if isinstance(found.answer, list) else [found.answer]
+        return VerbAnswer(command="trimaran predict plans.jsonl", answer=answers)
+
+
+def add_rehearse_tool(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
+    """Add what measures a plan here before a run exists."""
+
+    @server.tool(annotations=ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world_hint=False))
+    async def rehearse(
+        model: Model,
+        cluster: ClusterName = None,
+        settings: Settings = [],  # noqa: B006
+        ranks: Annotated[str | None, Field(description="first, last, stages, or numbers with commas.")] = None,
+        layers: Annotated[int, Field(ge=0, le=4096, description="Run this many layers; 0 is all.")] = 0,
+    ) -> VerbAnswer:
+        """Run single ranks of a plan for real on this machine's device, and measure memory and compute time.
+
+        It uses the device for minutes. It is refused while a run is active, unless the server may write.
+        """
+        active = limits.runs.list(statuses=ACTIVE_STATUSES, count=1).runs
+        if active:
+            limits.require_write(f"rehearse while the run {active[0].slug} is active, which it could disturb")
+        words = [limits.source(model), *limits.settings(settings), "--layers", str(layers)]
+        words += _options({"--cluster": cluster, "--ranks": ranks}, limits)
+        return await caller.call("rehearse", words, seconds=REHEARSAL_SECONDS)
+
+
+def add_run_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
+    """Add what answers how runs stand."""
+
+    @server.tool(annotations=READS)
+    async def list_runs(
+        search: Annotated[str, Field(description="Words that the name contains.")] = "",
+        first: Annotated[int, Field(ge=0)] = 0,
+        count: Annotated[int, Field(ge=1, le=200)] = 20,
+    ) -> ListedRuns:
+        """List the runs of the folder of runs, newest first: status, model, plan, step, loss, tokens per second."""
+        page = limits.runs.list(search=search, first=first, count=count)
+        fields = ("slug", "status", "model", "plan", "cluster", "step", "total_steps", "loss", "tokens_per_second")
+        return ListedRuns(runs=[{name: getattr(row, name) for name in fields} for row in page.runs], total=page.total)
+
+    @server.tool(annotations=READS)
+    async def run_status(run: Run) -> VerbAnswer:
+        """Show how a run stands: status, steps, speed, memory, findings of the doctor."""
+        return await caller.call("watch", [limits.run(run)])
+
+
+def add_diagnosis_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
+    """Add what answers why a run or this machine is slow or broken, and what earlier runs measured."""
+
+    @server.tool(annotations=READS)
+    async def doctor(
+        run: Annotated[str, Field(description="The name of a run; empty checks this machine.")] = "",
+        against: Annotated[str, Field(description="A run of the same recipe on fewer ranks, to compare.")] = "",
+    ) -> VerbAnswer:
+        """Say what is wrong with a run or with this machine. Each finding has evidence and the change that fixes it."""
+        if not run:
+            return await caller.call("doctor", ["--quick"])
+        return await caller.call("doctor", [limits.run(run), *_options({"--against": against and limits.run(against)})])
+
+    @server.tool(annotations=READS)
+    async def incidents(run: Run) -> VerbAnswer:
+        """Show what went wrong in a run: crashes, hangs, NaN, preemption; the rank at fault, the action, the cost."""
+        return await caller.call("incidents", [limits.run(run)])
+
+    @server.tool(annotations=READS)
+    async def decisions(run: Run) -> VerbAnswer:
+        """Show what the autopilot of a run changed, what it expected and measured, and what it kept."""
+        return await caller.call("decisions", [limits.run(run)])
+
+    @server.tool(annotations=READS)
+    async def history(
+        model: Annotated[str | None, Field(description="Only models whose name contains this.")] = None,
+        cluster: Annotated[str | None, Field(description="Only clusters whose name contains this.")] = None,
+    ) -> VerbAnswer:
+        """List the plans that the runs measured, by model and cluster, fastest first, beside their predictions."""
+        words = [str(limits.runs.path)] if limits.runs.path.is_dir() else []
+        return await caller.call("history", [*words, *_options({"--model": model, "--cluster": cluster})])
+
+
+def add_docs_tools(server: MCPServer[Any], index: DocsIndex) -> None:
+    """Add search and reading of the documentation."""
+
+    @server.tool(annotations=READS)
+    async def search_docs(
+        query: Annotated[str, Field(min_length=1, max_length=500, description="Words, a field or an error code.")],
+        count: Annotated[int, Field(ge=1, le=20)] = 5,
+    ) -> DocsHits:
+        """Search Trimaran's documentation: guides, error codes (such as M010), fields of recipes, decisions."""
+        return DocsHits(sections=[DocsHit(**each._asdict()) for each in index.search(query, count)])
+
+    @server.tool(annotations=READS)
+    async def read_docs(page: Annotated[str, Field(description="Such as guides/planning.md.")]) -> DocsPage:
+        """Return a page of the documentation."""
+        if (text := index.page(page)) is None:
+            raise ToolError(f"there is no page {page[:80]}: search_docs names pages")
+        return DocsPage(page=page, text=text)
+
+
+def _options(options: dict[str, Any], limits: ToolLimits | None = None) -> list[str]:
+    """Return the words of the options that are set."""
+    words: list[str] = []
+    for name, value in options.items():
+        if value is not None and value != "":
+            words += [name, limits.source(value) if limits and isinstance(value, str) else str(value)]
+    return words
+
+
+WRITES = ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world_hint=False)
+CHANGE_SECONDS = 600
+
+
+class StartedAnswer(BaseModel):
+    """A run that was started or asked to stop."""
+
+    run: str
+    command: str
+
+
+def add_write_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
+    """Add the tools that start, stop and change runs."""
+    started: dict[str, StartedRun] = {}
+
+    @server.tool(annotations=WRITES)
+    async def train(
+        recipe: Annotated[str, Field(max_length=100_000, description="The text of a recipe, YAML.")],
+        name: Annotated[str, Field(description="The name of the run; a number is added if it is taken.")],
+    ) -> StartedAnswer:
+        """Start a run on this machine. It goes on if the server ends. run_status shows it."""
+        try:
+            run = start_run(limits.runs, recipe, name, may_write=limits.may_write)
+        except UserError as error:
+            raise ToolError(str(error)) from None
+        started[run.slug] = run
+        return StartedAnswer(run=run.slug, command=f"trimaran train {run.recipe} --run-dir {run.path}")
+
+    @server.tool(annotations=WRITES)
+    async def stop(run: Run) -> StartedAnswer:
+        """Stop a run that `train` started: it writes a checkpoint first. `trimaran resume` continues it."""
+        if (found := started.get(run)) is None:
+            raise ToolError(f"'{run[:60]}' was not started here; this stops: {', '.join(started) or 'none'}")
+        if found.process.poll() is None:
+            found.process.send_signal(signal.SIGINT)
+        return StartedAnswer(run=run, command=f"trimaran resume {found.path}")
+
+    @server.tool(annotations=WRITES)
+    async def replan(run: Run, settings: Settings = []) -> VerbAnswer:  # noqa: B006 - a schema's default
+        """Change the plan of a running run without a stop; if the new plan fails, the ranks go on with the old one."""
+        return await caller.call("replan", [limits.run(run), *limits.settings(settings)], seconds=CHANGE_SECONDS)
+
+    @server.tool(annotations=WRITES)
+    async def undo_decision(run: Run, number: Annotated[int, Field(ge=1)]) -> VerbAnswer:
+        """Take back a change of the autopilot that was kept; the fields that it changed then stay as they were."""
+        return await caller.call("decisions", [limits.run(run), "--undo", str(number)])
+
 
 INSTRUCTIONS = """\
 Trimaran plans, trains and diagnoses distributed training of PyTorch models.

@@ -1,13 +1,13 @@
 """Measured collectives as one self-contained HTML page."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from trimaran.app.machine.comm_view import describe_group, fit_cells, headline, notes, rate_unit, show_rate, show_time
 from trimaran.core import show_bytes
 from trimaran.machine.comm_result import CommCurve, CommPoint, CommResult
-from trimaran.ui.report.document import html_document
-from trimaran.ui.report.markup import Html, tag
+from trimaran.ui.report.markup import Html, html_document, table, tag
 from trimaran.ui.report.plot import Curve, Plot, draw
 
 KINDS = {"all_reduce": "blue", "all_gather": "green", "reduce_scatter": "orange", "all_to_all": "purple",
@@ -22,20 +22,23 @@ def comm_page(result: CommResult, against: CommResult | None) -> str:
     sections = [_group([each for each in result.curves if each.group == group], against) for group in groups]
     found = [tag("p", {"class": "why" if line.startswith(("WRONG", "slow")) else "quiet"}, line)
              for line in notes(result, against)]  # fmt: skip
-    where = tag("p", {"class": "quiet"}, f"measured on {result.date}; hosts: {_hosts(result.hosts)}")
+    hosts = [f"{host} ({count} ranks)" if count > 1 else host for host, count in Counter(result.hosts).items()]
+    where = tag("p", {"class": "quiet"}, f"measured on {result.date}; hosts: {', '.join(hosts)}")
     lead = tag("p", {"class": "lead"}, headline(result))
     head = tag("header", None, tag("h1", None, "Collectives"), lead, where, *found)
-    return html_document(f"Collectives: {result.device}", [head, *sections, _variables(result)])
+    if result.environment:
+        lines = "\n".join(f"{name}={value}" for name, value in result.environment.items())
+        sections.append(tag("section", None, tag("h2", None, "Variables of NCCL and gloo"), tag("pre", None, lines)))
+    return html_document(f"Collectives: {result.device}", [head, *sections])
 
 
 def _group(curves: Sequence[CommCurve], against: CommResult | None) -> Html:
     plots = [_plot("Bus bandwidth", "bytes/s", curves, lambda curve, point: curve.bus_bandwidth(point)),
              _plot("Time", "seconds", curves, lambda curve, point: point.seconds)]  # fmt: skip
     plots += _comparison(curves, against) if against is not None else []
-    table = tag("details", None, tag("summary", None, "every size"), tag("div", {"class": "scroll"}, _points(curves)))
-    fits = tag("div", {"class": "scroll"}, _fits(curves))
+    details = tag("details", None, tag("summary", None, "every size"), _points(curves))
     title = tag("h2", None, describe_group(curves[0]))
-    return tag("section", None, title, fits, tag("div", {"class": "plots"}, *plots), table)
+    return tag("section", None, title, _fits(curves), tag("div", {"class": "plots"}, *plots), details)
 
 
 def _plot(title: str, unit: str, curves: Sequence[CommCurve], value: Value) -> Html:
@@ -76,7 +79,7 @@ def _fits(curves: Sequence[CommCurve]) -> Html:
         rows.append([each.collective.replace("_", "-"), *fit_cells(fit, unit),
                      show_rate(each.best_bus_bandwidth, unit), link, planned,
                      f"{fit.residual:.0%}" if fit else ""])  # fmt: skip
-    return _table(heads, rows)
+    return table(heads, rows)
 
 
 def _points(curves: Sequence[CommCurve]) -> Html:
@@ -88,22 +91,4 @@ def _points(curves: Sequence[CommCurve]) -> Html:
         rates = [show_rate(rate, unit) for rate in (each.algorithm_bandwidth(point), each.bus_bandwidth(point))]
         return [each.collective.replace("_", "-"), show_bytes(point.num_bytes), *times, *rates, f"{point.rounds}"]
 
-    return _table(heads, [cells(each, point) for each in curves for point in each.points])
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Html:
-    body = [tag("tr", None, *(tag("td", None, cell) for cell in row)) for row in rows]
-    head = tag("tr", None, *(tag("th", None, each) for each in heads))
-    return tag("table", None, tag("thead", None, head), tag("tbody", None, *body))
-
-
-def _variables(result: CommResult) -> Html:
-    if not result.environment:
-        return Html("")
-    lines = "\n".join(f"{name}={value}" for name, value in result.environment.items())
-    return tag("section", None, tag("h2", None, "Variables of NCCL and gloo"), tag("pre", None, lines))
-
-
-def _hosts(hosts: Sequence[str]) -> str:
-    counts = {host: hosts.count(host) for host in dict.fromkeys(hosts)}
-    return ", ".join(f"{host} ({count} ranks)" if count > 1 else host for host, count in counts.items())
+    return table(heads, [cells(each, point) for each in curves for point in each.points])

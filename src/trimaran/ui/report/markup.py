@@ -1,9 +1,16 @@
-"""Builds HTML. All text is escaped, so that nothing a run wrote can become markup."""
+"""Builds and writes HTML pages that fetch nothing. Text is escaped: nothing that a run wrote can become markup."""
 
+import base64
+import hashlib
 import html
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
 
 from trimaran.app.show.terminal import printable
+from trimaran.core import UserError
+from trimaran.core.regular_files import open_regular_file
 
 VOID = {"meta"}  # HTML elements without an end tag
 SHAPES = {"line", "rect", "circle", "polyline", "polygon"}
@@ -40,3 +47,93 @@ def text(content: Content) -> Html:
 
 def _escaped(content: str) -> str:
     return html.escape(printable(content), quote=True)
+
+
+EMPTY_PLOTS = '<div class="plots"></div>'
+
+
+def section(title: str, *content: Html) -> Html:
+    """Return a section with its heading; empty if there is nothing to show."""
+    if not any(each not in ("", EMPTY_PLOTS) for each in content):
+        return Html("")
+    return tag("section", None, tag("h2", None, title), *content)
+
+
+def plots(found: Iterable[Html]) -> Html:
+    return tag("div", {"class": "plots"}, *found)
+
+
+def note(text: str) -> Html:
+    return tag("p", {"class": "quiet"}, text) if text else Html("")
+
+
+def command(text: str) -> Html:
+    """Return a command line; `page.js` adds a button that copies it."""
+    return tag("pre", {"class": "command"}, text) if text else Html("")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Content]]) -> Html:
+    """Return a table that scrolls horizontally if the page is too narrow."""
+    head = tag("tr", None, *(tag("th", None, name) for name in columns))
+    body = [tag("tr", None, *(tag("td", None, cell) for cell in row)) for row in rows]
+    return tag("div", {"class": "scroll"}, tag("table", None, tag("thead", None, head), tag("tbody", None, *body)))
+
+
+def message(text: str) -> Html:
+    """Return a message of a program: several lines as they are, one line as text."""
+    if not text:
+        return Html("")
+    return tag("pre", None, text) if "\n" in text else tag("p", None, text)
+
+
+def known(value: float | None, show: Callable[[float], str]) -> str:
+    """Return a value as text; a dash for None."""
+    return "-" if value is None else show(value)
+
+
+def clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def html_document(title: str, parts: Iterable[Html]) -> str:
+    """Return a whole page with our style and script inside it."""
+    style, script = _asset("page.css"), _asset("page.js")
+    # Even if markup slipped in, a browser would run and fetch nothing but these two.
+    policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'"
+    head = tag(
+        "head", None,
+        tag("meta", {"charset": "utf-8"}),
+        tag("meta", {"http-equiv": "Content-Security-Policy", "content": policy}),
+        tag("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
+        tag("title", None, title),
+        tag("style", None, style),
+    )  # fmt: skip
+    body = tag("body", None, tag("main", None, *parts), tag("script", None, script))
+    return "<!doctype html>\n" + tag("html", {"lang": "en"}, head, body) + "\n"
+
+
+def _asset(name: str) -> Html:
+    """Return one of our files unescaped."""
+    return Html(files("trimaran.ui.report").joinpath(name).read_text(encoding="utf-8"))
+
+
+def _digest(content: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
+
+
+def write_page(path: Path, page: str, *, option: str) -> None:
+    """Write the page to the file that `option` names; raise UserError if that is another kind of file, or fails."""
+    beginning = page[: page.index("\n")]
+    try:
+        if path.exists() and path.stat().st_size:
+            with open_regular_file(path, follow_links=True) as file:
+                is_ours = file.read(len(beginning)) == beginning.encode()
+        else:
+            is_ours = True
+        if not is_ours:
+            raise UserError("A020", "this file already exists and is not an HTML page", where=str(path),
+                            fix=f"name another file: {option} page.html")  # fmt: skip
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError("A020", f"the page cannot be written: {error.strerror}", where=str(path),
+                        fix=f"name a file that you can write: {option} page.html") from None  # fmt: skip

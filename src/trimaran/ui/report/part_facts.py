@@ -22,10 +22,7 @@ from trimaran.models.resolve import model_text
 from trimaran.runs import RunDirectory
 from trimaran.runs.read.rank_table import read_rank_table
 from trimaran.ui.report.curves import DetailedStep, curves_of, groups_of, number, phases_of, tree
-from trimaran.ui.report.goodput_waterfall import waterfall_of
-from trimaran.ui.report.ranks_now import ranks_now
-from trimaran.ui.report.run_commands import commands_of
-from trimaran.ui.report.run_views import views_of
+from trimaran.ui.report.state_facts import commands_of, ranks_now, views_of, waterfall_of
 
 Tree = dict[str, Any]
 FORMAT = 1

@@ -1,23 +1,47 @@
 """Plots as inline SVG: they stretch to any width, and no text is stretched with them.
 
-Every text has its own place: title, legend, axis labels, names beside the ends of the lines, values under the pointer
-(`page.js`), and the most important values below. No text is drawn over another at any size.
+Every text of a plot has its own place: title, legend, axis labels, names beside the ends of the lines, values under the
+pointer (`page.js`), and the most important values below. No text is drawn over another at any size. Lines and scatter
+plots of views have named axes and a legend instead.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from trimaran.core import show_bytes, show_count, show_seconds
-from trimaran.ui.report.axis_scale import SHOW, SIZE, Scale, round_scale, tick_labels
+from trimaran.ui.language import say
 from trimaran.ui.report.downsample import Point
+from trimaran.ui.report.figure_axis import (
+    SHOW,
+    SIZE,
+    FigureAxis,
+    axis_for,
+    color_kinds,
+    curve_shape,
+    even_axis,
+    even_labels,
+    grid_lines,
+    legend,
+    level_line,
+    plot_area,
+    stretched,
+    titled,
+    x_axis,
+    y_axis,
+)
 from trimaran.ui.report.markup import Html, tag
-from trimaran.ui.report.words import say
+from trimaran.ui.viz.figures import Lines, Scatter, Unit, show_value
 
 POINTER_DIGITS = 6  # of a value shown under the pointer
 LABEL_GAP = 0.13  # between two end labels: 17 pixels of the lowest plot, which has 140
 MAX_NARROW_LABEL, MAX_LABEL = 9, 15  # characters that fit into the narrow and the broad column of end labels
+MAX_LIMIT_FACTOR = 3.0  # times the largest value; a line further away would press the points together
+POINTER = tag("line", {"class": "pointer", "x1": 0, "x2": 0, "y1": 0, "y2": SIZE})
+SCRIPT_UNITS: Mapping[Unit, str] = {"bytes/second": "bytes/s", "fraction": "share", "count": "number", "": "number",
+                                    "currency": "number"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,43 +102,62 @@ def draw(plot: Plot, *, may_zoom: bool = False) -> Html:
     positions = [at for curve in plot.curves for at, _ in curve.points]
     if not positions:
         return Html("")
-    x_scale = Scale(low=min(positions), high=max(positions))
-    y_scale = _y_scale(plot)
-    shapes = [tag("line", {"class": "grid", "x1": 0, "x2": SIZE, "y1": y, "y2": y})
-              for y in (SIZE * part // y_scale.parts for part in range(y_scale.parts + 1))]  # fmt: skip
-    shapes += [_shape(curve, x_scale, y_scale) for curve in plot.curves]
-    shapes += [_level(name, value, plot.unit, y_scale) for name, value in plot.levels.items()]
-    shapes += [_mark(mark, x_scale) for mark in plot.marks if x_scale.low <= mark.at <= x_scale.high]
-    pointer = tag("line", {"class": "pointer", "x1": 0, "x2": 0, "y1": 0, "y2": SIZE})
-    chosen = [tag("rect", {"class": "selection", "x": 0, "width": 0, "y": 0, "height": SIZE})] if may_zoom else []
+    across = FigureAxis(min(positions), max(positions))
+    values = [value for curve in plot.curves for _, value in (*curve.points, *curve.upper)]
+    floor = [0.0] if plot.stacked else []
+    upwards = even_axis([*values, *plot.levels.values(), *floor], plot.unit, may_log=plot.may_log)
+
+    shapes = grid_lines((), map(upwards.place, upwards.even_values()))
+    for curve in plot.curves:
+        lower, upper = ([(across.place(x), upwards.place(y)) for x, y in points]
+                        for points in (curve.points, curve.upper))  # fmt: skip
+        if upper:
+            corners = " ".join(f"{SIZE * x:.0f},{SIZE * (1 - y):.0f}" for x, y in [*lower, *reversed(upper)])
+            shapes.append(tag("polygon", {"class": f"fill {curve.kind}", "points": corners}))
+        else:
+            shapes.append(curve_shape(lower, curve.kind, is_dots=curve.kind == "dots"))
+    for name, value in plot.levels.items():
+        shapes.append(level_line(upwards.place(value), f"{name} {SHOW[plot.unit](value)}"))
+    for mark in plot.marks:
+        if across.low <= mark.at <= across.high:
+            x = round(SIZE * across.place(mark.at))
+            shapes.append(tag("line", {"class": f"mark {mark.kind}", "x1": x, "x2": x, "y1": 0, "y2": SIZE},
+                              tag("title", None, mark.label)))  # fmt: skip
+    shapes.append(POINTER)
+    if may_zoom:
+        shapes.append(tag("rect", {"class": "selection", "x": 0, "width": 0, "y": 0, "height": SIZE}))
+
     words = ", ".join(f"{name} {value}" for name, value in plot.stats)
-    shapes += [pointer, *chosen]
-    svg = tag("svg", {"viewBox": f"0 0 {SIZE} {SIZE}", "preserveAspectRatio": "none", "role": "img",
-                      "aria-label": f"{plot.title}: {words}" if words else plot.title}, *shapes)  # fmt: skip
-    y_labels = [tag("span", None, label) for label in reversed(tick_labels(y_scale, plot.unit))]
-    x_labels = [tag("span", None, label) for label in _x_labels(plot, x_scale)]
-    labels = end_labels(plot, y_scale)
+    y_labels = [tag("span", None, label) for label in reversed(even_labels(upwards, plot.unit))]
+    x_labels = [tag("span", None, label) for label in _x_labels(plot, across)]
+    labels = end_labels(plot, upwards)
     frame = tag("div", {"class": "frame"}, tag("div", {"class": "y-labels", "aria-hidden": "true"}, *y_labels),
-                tag("div", {"class": "plot-area"}, svg), _draw_end_labels(labels) if labels else "",
-                tag("div", {"class": "x-labels"}, *x_labels))  # fmt: skip
-    legend = _legend(plot)
+                plot_area(shapes, f"{plot.title}: {words}" if words else plot.title),
+                _draw_end_labels(labels) if labels else "", tag("div", {"class": "x-labels"}, *x_labels))  # fmt: skip
+    # Lines have names at their ends; the parts of a stacked plot, the bands and the kinds of events are in the legend.
+    named = [(curve.name, curve.kind) for curve in plot.curves if plot.stacked or curve.upper]
+    events = {mark.kind: mark.label.split(":", 1)[0] for mark in reversed(plot.marks)}
     stats = [tag("li", None, tag("span", None, name), value) for name, value in plot.stats]
-    parts = [
+    return tag(
+        "figure",
+        {
+            "class": "wide" if plot.stacked or plot.wide else None,
+            "data-plot": _values(plot, across),
+            "data-zoom": may_zoom,
+        },
         tag("figcaption", None, tag("h3", None, plot.title)),
-        tag("ul", {"class": "legend"}, *legend) if legend else Html(""),
+        legend([*named, *((name, kind) for kind, name in events.items())]),
         frame,
         tag("output", None),
         tag("ul", {"class": "stats"}, *stats) if stats else Html(""),
-    ]
-    kind = "wide" if plot.stacked or plot.wide else None
-    return tag("figure", {"class": kind, "data-plot": _values(plot, x_scale), "data-zoom": may_zoom}, *parts)
+    )
 
 
-def end_labels(plot: Plot, y_scale: Scale) -> list[EndLabel]:
+def end_labels(plot: Plot, upwards: FigureAxis) -> list[EndLabel]:
     """Return the names and last values of the lines and levels, moved apart so that none covers another.
 
-    The names of stacked parts and of bands are in the legend. A single line has no name, as the title is its name.
-    Where space is scarce, several lines have no values: those are below the plot.
+    A single line has no name, as the title is its name. Where space is scarce, several lines have no values: those are
+    below the plot.
     """
     if plot.stacked:
         return []
@@ -122,7 +165,7 @@ def end_labels(plot: Plot, y_scale: Scale) -> list[EndLabel]:
              if curve.name and curve.points and not curve.upper]  # fmt: skip
     lines += [(name, "levels", value) for name, value in plot.levels.items()]
     has_names, has_values = len(lines) > 1, len(lines) == 1 or plot.wide
-    wanted = sorted((1 - y_scale.position(value) / SIZE, name, kind, value) for name, kind, value in lines)
+    wanted = sorted((1 - upwards.place(value), name, kind, value) for name, kind, value in lines)
     tops = spread_apart([top for top, *_ in wanted], gap=LABEL_GAP)
     return [
         EndLabel(text=" ".join([name] * has_names + [SHOW[plot.unit](value)] * has_values), kind=kind, top=top)
@@ -154,77 +197,9 @@ def _draw_end_labels(labels: Sequence[EndLabel]) -> Html:
     return tag("svg", {"class": width, "aria-hidden": "true"}, *shapes)
 
 
-def stacked_bar(parts: Mapping[str, float], kinds: Mapping[str, str], *, show: str = "seconds") -> Html:
-    """Return one bar split in proportion to `parts`, and a legend with each part and its percentage."""
-    total, passed, shapes, items = math.fsum(parts.values()) or 1.0, 0.0, [], []
-    for name, part in parts.items():
-        label = f"{name} {SHOW[show](part)} ({part / total:.1%})"
-        x, width = round(passed / total * SIZE, 1), round(part / total * SIZE, 1)
-        shapes.append(tag("rect", {"class": f"fill {kinds[name]}", "x": x, "width": width, "y": 0, "height": SIZE},
-                          tag("title", None, label)))  # fmt: skip
-        items.append(tag("li", None, swatch(kinds[name]), label))
-        passed += part
-    svg = tag("svg", {"viewBox": f"0 0 {SIZE} {SIZE}", "preserveAspectRatio": "none", "class": "bar", "role": "img",
-                      "aria-label": ", ".join(parts)}, *shapes)  # fmt: skip
-    return tag("div", None, svg, tag("ul", {"class": "legend"}, *items))
-
-
-def swatch(kind: str) -> Html:
-    """Return a small square in the colour of `kind`."""
-    square = tag("rect", {"class": f"fill {kind}", "x": 0, "y": 0, "width": 10, "height": 10})
-    return tag("svg", {"class": "swatch", "viewBox": "0 0 10 10", "aria-hidden": "true"}, square)
-
-
-def _y_scale(plot: Plot) -> Scale:
-    values = [value for curve in plot.curves for _, value in (*curve.points, *curve.upper)]
-    floor = [0.0] if plot.stacked else []
-    return round_scale([*values, *plot.levels.values(), *floor], unit=plot.unit, may_log=plot.may_log)
-
-
-def _x_ticks(x_scale: Scale) -> list[float]:
-    return x_scale.ticks(2) if x_scale.high > x_scale.low else [x_scale.low]
-
-
-def _shape(curve: Curve, x_scale: Scale, y_scale: Scale) -> Html:
-    line = _coordinates(curve.points, x_scale, y_scale)
-    if curve.upper:
-        upper = _coordinates(curve.upper, x_scale, y_scale)[::-1]
-        return tag("polygon", {"class": f"fill {curve.kind}", "points": " ".join([*line, *upper])})
-    if len(line) == 1 or curve.kind == "dots":
-        dots = [point.split(",") for point in line]
-        # A line of zero length with round caps stays round when the plot is stretched.
-        return Html("".join(tag("line", {"class": f"dot {curve.kind}", "x1": x, "x2": x, "y1": y, "y2": y})
-                            for x, y in dots))  # fmt: skip
-    return tag("polyline", {"class": f"line {curve.kind}", "points": " ".join(line)})
-
-
-def _coordinates(points: Sequence[Point], x_scale: Scale, y_scale: Scale) -> list[str]:
-    across, upwards = x_scale.positions([x for x, _ in points]), y_scale.positions([y for _, y in points])
-    return [f"{x:.0f},{SIZE - y:.0f}" for x, y in zip(across, upwards, strict=True)]
-
-
-def _level(name: str, value: float, unit: str, y_scale: Scale) -> Html:
-    y = round(SIZE - y_scale.position(value))
-    title = tag("title", None, f"{name} {SHOW[unit](value)}")
-    return tag("line", {"class": "level", "x1": 0, "x2": SIZE, "y1": y, "y2": y}, title)
-
-
-def _mark(mark: Mark, x_scale: Scale) -> Html:
-    x = round(x_scale.position(mark.at))
-    title = tag("title", None, mark.label)
-    return tag("line", {"class": f"mark {mark.kind}", "x1": x, "x2": x, "y1": 0, "y2": SIZE}, title)
-
-
-def _legend(plot: Plot) -> list[Html]:
-    """Return the parts of a stacked plot, the bands, and the kinds of events. Lines have names at their ends."""
-    named = [(curve.kind, curve.name) for curve in plot.curves if curve.name and (plot.stacked or curve.upper)]
-    kinds = {mark.kind: mark.label.split(":", 1)[0] for mark in reversed(plot.marks)}
-    return [tag("li", None, swatch(kind), name) for kind, name in [*named, *kinds.items()]]
-
-
-def _x_labels(plot: Plot, x_scale: Scale) -> list[str]:
+def _x_labels(plot: Plot, across: FigureAxis) -> list[str]:
     """Return the labels of the x axis: the first says what they count."""
-    ticks = _x_ticks(x_scale)
+    ticks = across.even_values(2) if across.high > across.low else [across.low]
     if plot.by_size:
         return [show_bytes(2**at) for at in ticks]
     if plot.since is not None:
@@ -234,21 +209,24 @@ def _x_labels(plot: Plot, x_scale: Scale) -> list[str]:
     return [say("step {step}", step=f"{ticks[0]:,.0f}"), *(f"{at:,.0f}" for at in ticks[1:])]
 
 
-def _values(plot: Plot, x_scale: Scale) -> str:
-    """Return the JSON for `page.js`: the values of each curve, and both ends of the x axis."""
-    series = [{"name": curve.name, "points": [[_short(x), _short(y)] for x, y in _shown(plot, index)]}
-              for index, curve in enumerate(plot.curves) if curve.name]  # fmt: skip
-    axis = {"low": x_scale.low, "high": x_scale.high, "since": plot.since} | ({"by_size": True} if plot.by_size else {})
+def _values(plot: Plot, across: FigureAxis) -> str:
+    """Return the JSON for `page.js`: the values of each curve, of a stacked part its own height; and the x axis."""
+    series: list[tuple[str, object]] = []
+    for curve in plot.curves:
+        points = list(curve.points)
+        if plot.stacked:
+            points = [(x, top - y) for (x, y), (_, top) in zip(curve.points, curve.upper, strict=True)]
+        series.append((curve.name, [[_short(x), _short(y)] for x, y in points]))
+    axis: dict[str, Any] = {"since": plot.since} | ({"by_size": True} if plot.by_size else {})
     axis |= {"counted": plot.counted} if plot.counted else {}
-    return json.dumps({"unit": plot.unit, "axis": axis, "series": series}, separators=(",", ":"))
+    return _script_values(plot.unit, axis, across, series)
 
 
-def _shown(plot: Plot, index: int) -> list[Point]:
-    """Return the values of a curve to show; of a stacked part its own height."""
-    curve = plot.curves[index]
-    if not plot.stacked:
-        return list(curve.points)
-    return [(x, top - y) for (x, y), (_, top) in zip(curve.points, curve.upper, strict=True)]
+def _script_values(unit: str, axis: Mapping[str, Any], across: FigureAxis, series: Sequence[tuple[str, object]]) -> str:
+    """Return the JSON for `page.js`: values by the name of their line, and both ends of the x axis as it is drawn."""
+    ends = {"low": across.position(across.low), "high": across.position(across.high)}
+    named = [{"name": name, "points": points} for name, points in series if name]
+    return json.dumps({"unit": unit, "axis": ends | dict(axis), "series": named}, separators=(",", ":"))
 
 
 def _short(value: float) -> float:
@@ -257,3 +235,72 @@ def _short(value: float) -> float:
         return 0
     short = float(f"{value:.{POINTER_DIGITS}g}")
     return int(short) if short == int(short) else short
+
+
+def stacked_bar(parts: Mapping[str, float], kinds: Mapping[str, str], *, show: str = "seconds") -> Html:
+    """Return one bar split in proportion to `parts`, and a legend with each part and its percentage."""
+    total, passed, shapes, items = math.fsum(parts.values()) or 1.0, 0.0, [], []
+    for name, part in parts.items():
+        label = f"{name} {SHOW[show](part)} ({part / total:.1%})"
+        x, width = round(passed / total * SIZE, 1), round(part / total * SIZE, 1)
+        shapes.append(tag("rect", {"class": f"fill {kinds[name]}", "x": x, "width": width, "y": 0, "height": SIZE},
+                          tag("title", None, label)))  # fmt: skip
+        items.append((label, kinds[name]))
+        passed += part
+    return tag("div", None, stretched(shapes, ", ".join(parts), kind="bar"), legend(items))
+
+
+def draw_lines(figure: Lines) -> Html:
+    """Return lines over both axes. Values under the pointer are shown by `page.js`."""
+    kinds = color_kinds([series.name for series in figure.series])
+    across = FigureAxis(min(figure.x), max(figure.x), figure.x_unit)
+    if figure.log_x:
+        across = axis_for(figure.x, figure.x_unit, log=True, from_zero=False)
+    values = [each for series in figure.series for each in series.values if each is not None]
+    upwards = axis_for([*values, *figure.limits.values()], figure.unit, log=figure.log_y)
+    shapes = [level_line(upwards.place(limit), name) for name, limit in figure.limits.items()]
+    series: list[tuple[str, object]] = []
+    for each in figure.series:
+        points = [(x, value) for x, value in zip(figure.x, each.values, strict=True) if value is not None]
+        places = [(across.place(x), upwards.place(value)) for x, value in points]
+        shapes.append(curve_shape(places, kinds[each.name], is_dots=each.name in figure.dots))
+        series.append((each.name, [[round(across.position(x), 6), value] for x, value in points]))
+    limits = {name: show_value(limit, figure.unit) for name, limit in figure.limits.items()}
+    key = legend(kinds.items() if len(kinds) > 1 or limits else (), limits)
+    unit = SCRIPT_UNITS.get(figure.x_unit, figure.x_unit)
+    axis = {"since": None, "x": {"name": figure.x_name, "unit": unit, "log": across.log}}
+    data = _script_values(SCRIPT_UNITS.get(figure.unit, figure.unit), axis, across, series)
+    chart = _chart(figure.title, [*shapes, POINTER], across, upwards, x_name=figure.x_name, y_name="")
+    return titled(figure.title, key, chart, tag("output", None), data=data)
+
+
+def draw_scatter(figure: Scatter) -> Html:
+    """Return points in two dimensions; what each is, is shown when the pointer is on it."""
+    names = list(dict.fromkeys(point.kind for point in figure.points))
+    kinds = color_kinds(names, figure.colors)
+    most = max((point.x for point in figure.points), default=0.0)
+    limit = [figure.x_limit] if figure.x_limit and figure.x_limit <= MAX_LIMIT_FACTOR * most else []
+    across = axis_for([*(point.x for point in figure.points), *limit], figure.x_unit, from_zero=False)
+    upwards = axis_for([point.y for point in figure.points], figure.y_unit, from_zero=False)
+    shapes = [level_line(across.place(each), is_upright=True) for each in limit]
+    for point in sorted(figure.points, key=lambda point: point.kind in names[:1]):
+        values = f"{show_value(point.x, figure.x_unit)}, {show_value(point.y, figure.y_unit)}"
+        x, y = round(SIZE * across.place(point.x)), round(SIZE * (1 - upwards.place(point.y)))
+        label = tag("title", None, f"{point.name}: {values}. {point.note}".strip())
+        shapes.append(
+            tag("line", {"class": f"dot point {kinds[point.kind]}", "x1": x, "x2": x, "y1": y, "y2": y}, label)
+        )
+    limits = {figure.limit_name: show_value(figure.x_limit, figure.x_unit)} if limit else {}
+    chart = _chart(figure.title, shapes, across, upwards, x_name=figure.x_name, y_name=figure.y_name)
+    return titled(figure.title, legend(kinds.items(), limits), chart)
+
+
+def _chart(
+    title: str, shapes: Sequence[Html], across: FigureAxis, upwards: FigureAxis, *, x_name: str, y_name: str
+) -> Html:
+    """Return shapes over a grid, between axes with round ticks and names."""
+    grid = grid_lines((tick.at for tick in across.ticks()), (tick.at for tick in upwards.ticks()))
+    name = [tag("p", {"class": "axis-name"}, f"↑ {y_name}")] if y_name else []
+    return tag("div", None, *name, tag("div", {"class": "chart"}, y_axis(upwards.ticks()),
+               plot_area([*grid, *shapes], title), x_axis(across.ticks())),
+               tag("p", {"class": "axis-name across"}, f"{x_name} →"))  # fmt: skip

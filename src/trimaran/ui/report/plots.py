@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from trimaran.ui.report.axis_scale import SHOW
+from trimaran.ui.language import say
+from trimaran.ui.report.figure_axis import SHOW
 from trimaran.ui.report.markup import Html
 from trimaran.ui.report.plot import Curve, Mark, Plot, draw
-from trimaran.ui.report.words import say
 
 Tree = dict[str, Any]
 PHASE_KINDS = {
@@ -40,16 +40,14 @@ MACHINE_TITLES = {
 
 def step_plots(facts: Tree, *, names: Sequence[str] = STEP_PLOTS, may_zoom: bool = False) -> list[Html]:
     """Return loss, gradient, throughput, memory, step time and learning rate over the steps, or only some of them."""
-    plots = _step_plots(facts)
-    return [draw(plots[name], may_zoom=may_zoom) for name in names]
-
-
-def _step_plots(facts: Tree) -> dict[str, Plot]:
     curves, marks = facts["curves"], list(_marks(facts))
     expected = facts["prediction"] or {}
 
     def line(name: str, kind: str, label: str) -> list[Curve]:
         return _curves(curves[name], kind, say(label)) if name in curves else []
+
+    def level(name: str) -> dict[str, float]:
+        return {say("predicted"): expected[name]} if expected.get(name) else {}
 
     def stats(name: str, unit: str, levels: Mapping[str, float] | None = None) -> list[tuple[str, str]]:
         extremes = _extremes(curves[name], SHOW[unit]) if name in curves else []
@@ -57,25 +55,26 @@ def _step_plots(facts: Tree) -> dict[str, Plot]:
 
     memory = [*line("reserved", "orange", "reserved"), *line("allocated", "green", "allocated")]
     peak = line("peak_bytes", "blue", "peak")
-    speed, seconds, size = (
-        _level(expected, name, facts) for name in ("tokens_per_second", "step_seconds", "peak_bytes")
-    )
-    plots = [
-        Plot(title=say("Loss"), unit="number", marks=marks, wide=True, stats=stats("loss", "number"),
-             curves=[*line("held_out", "dots", "held out"), *line("loss", "blue", "loss")]),
-        Plot(title=say("Gradient norm"), unit="number", may_log=True, marks=marks,
-             curves=line("grad_norm", "blue", "norm"), stats=stats("grad_norm", "number")),
-        Plot(title=say(f"{facts['unit'].capitalize()} per second"), unit="count", marks=marks,
-             curves=line("tokens_per_second", "blue", "measured"), levels=speed,
-             stats=stats("tokens_per_second", "count", speed)),
-        Plot(title=say("Step time"), unit="seconds", may_log=True, marks=marks,
-             curves=line("step_seconds", "blue", "measured"), levels=seconds,
-             stats=stats("step_seconds", "seconds", seconds)),
-        Plot(title=say("Memory of a rank"), unit="bytes", marks=marks, curves=[*memory, *peak], levels=size,
-             stats=stats("peak_bytes", "bytes", size)),
-        Plot(title=say("Learning rate"), unit="number", curves=line("lr", "blue", "rate"), stats=stats("lr", "number")),
-    ]  # fmt: skip
-    return dict(zip(STEP_PLOTS, plots, strict=True))
+    speed, seconds, size = map(level, ("tokens_per_second", "step_seconds", "peak_bytes"))
+    if facts["unit"] != "tokens":  # for scenes the prediction counts positions
+        speed = {}
+    plots = {
+        "loss": Plot(title=say("Loss"), unit="number", marks=marks, wide=True, stats=stats("loss", "number"),
+                     curves=[*line("held_out", "dots", "held out"), *line("loss", "blue", "loss")]),
+        "gradient": Plot(title=say("Gradient norm"), unit="number", may_log=True, marks=marks,
+                         curves=line("grad_norm", "blue", "norm"), stats=stats("grad_norm", "number")),
+        "speed": Plot(title=say(f"{facts['unit'].capitalize()} per second"), unit="count", marks=marks,
+                      curves=line("tokens_per_second", "blue", "measured"), levels=speed,
+                      stats=stats("tokens_per_second", "count", speed)),
+        "time": Plot(title=say("Step time"), unit="seconds", may_log=True, marks=marks,
+                     curves=line("step_seconds", "blue", "measured"), levels=seconds,
+                     stats=stats("step_seconds", "seconds", seconds)),
+        "memory": Plot(title=say("Memory of a rank"), unit="bytes", marks=marks, curves=[*memory, *peak], levels=size,
+                       stats=stats("peak_bytes", "bytes", size)),
+        "rate": Plot(title=say("Learning rate"), unit="number", curves=line("lr", "blue", "rate"),
+                     stats=stats("lr", "number")),
+    }  # fmt: skip
+    return [draw(plots[name], may_zoom=may_zoom) for name in names]
 
 
 def downsample_note(facts: Tree) -> str:
@@ -144,12 +143,6 @@ def _band(title: str, unit: str, rows: list[list[float]], names: tuple[str, str]
     band = [Curve(name=names[0], kind="shade blue", points=lower, upper=upper)] if lower != upper else []
     line = Curve(name=names[1], kind="blue", points=middle)
     return draw(Plot(title=title, unit=unit, curves=[*band, line], since=since))
-
-
-def _level(expected: Tree, name: str, facts: Tree) -> dict[str, float]:
-    """Return the predicted value as a level; for scenes the prediction counts positions, so its rate is left out."""
-    same_unit = name != "tokens_per_second" or facts["unit"] == "tokens"
-    return {say("predicted"): expected[name]} if expected.get(name) and same_unit else {}
 
 
 def _marks(facts: Tree) -> Iterator[Mark]:

@@ -1,13 +1,16 @@
-"""The sections of a report that are text and tables: the result, findings, prediction, weights, commands."""
+"""The sections of a report that are text and tables: the result, findings, events, commands, machines."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
+from trimaran.app.runs.summary import readable_sample
 from trimaran.core import Mesh, show_bytes, show_count, show_seconds
-from trimaran.ui.report.axis_scale import SHOW
-from trimaran.ui.report.markup import Content, Html, tag
-from trimaran.ui.report.tables import clock, command, message, note, section, table
-from trimaran.ui.report.words import say
+from trimaran.runs.record_types import is_number
+from trimaran.ui.language import say
+from trimaran.ui.report.curves import tree
+from trimaran.ui.report.figure_axis import SHOW
+from trimaran.ui.report.markup import Content, Html, clock, command, known, message, note, section, table, tag
 
 Tree = dict[str, Any]
 GOOD = {"done": "good", "training": "good", "failed": "bad", "vanished": "bad"}
@@ -23,7 +26,10 @@ def header(facts: Tree) -> Html:
     badge = tag("span", {"class": f"badge {GOOD.get(status, 'fair')}"}, say(status))
     lines = [tag("p", {"class": "lead"}, headline(facts)), tag("p", {"class": "quiet"}, facts["model"])]
     if facts["error"] or (status == "failed" and facts["why"]):
-        lines.insert(0, tag("p", {"class": "why"}, _why(facts)))
+        error = facts["error"] or {}
+        reason = error.get("what") or error.get("message") or facts["why"]
+        rank = f"rank {error['rank']}: " if "rank" in error else ""
+        lines.insert(0, tag("p", {"class": "why"}, f"{rank}{reason}"))
     return tag("header", None, tag("h1", None, facts["name"], " ", badge), *lines, *unread(facts), tiles(facts))
 
 
@@ -50,36 +56,29 @@ def unread(facts: Tree) -> list[Html]:
     return [tag("p", {"class": "fair"}, text) for text in texts]
 
 
-def _accuracy(facts: Tree) -> list[tuple[str, str]]:
-    counts = {name: f" / {count:,.0f}" for name, count in facts["accuracy_counts"].items()}
-    shares = facts["accuracy"].items()
-    return [(say("{name} on held-out data", name=name), f"{share:.1%}{counts.get(name, '')}") for name, share in shares]
-
-
 def tiles(facts: Tree) -> Html:
     """Return the main numbers of the run."""
     measured, unit = facts["measured"] or {}, say(facts["unit"])
+    losses = [_number(facts[name]) for name in ("first_loss", "final_loss")]
+    counts = {name: f" / {count:,.0f}" for name, count in facts["accuracy_counts"].items()}
+    pauses = [each.get("pause_seconds") or 0.0 for each in facts["changes"] if each.get("status") == "applied"]
+    paused = say("{count}, paused for {time}", count=len(pauses), time=show_seconds(sum(pauses)))
     found = [
-        (say("loss, first to last"), _arrow(facts["first_loss"], facts["final_loss"])),
+        (say("loss, first to last"), " → ".join(each or "-" for each in losses) if any(losses) else ""),
         (say("loss on held-out data"), _number(facts["held_out_loss"])),
-        *_accuracy(facts),
+        *((say("{name} on held-out data", name=name), f"{share:.1%}{counts.get(name, '')}")
+          for name, share in facts["accuracy"].items()),
         (say("{unit}/s, median", unit=unit), show_count(measured["tokens_per_second"]) if measured else ""),
         (say("step time, median"), show_seconds(measured["step_seconds"]) if measured else ""),
         (say("MFU, median"), f"{measured['mfu']:.1%}" if measured.get("mfu") else ""),
         (say("peak memory of a rank"), show_bytes(measured["peak_bytes"]) if measured else ""),
         (say("goodput"), f"{facts['goodput']:.1%}" if facts["goodput"] is not None else ""),
         (say("restarts"), str(facts["restarts"]) if facts["restarts"] else ""),
-        (say("changes of the plan"), _changes(facts["changes"])),
-    ]
+        (say("changes of the plan"), paused if pauses else ""),
+    ]  # fmt: skip
     shown = [tag("div", {"class": "tile first" if "→" in value else "tile"}, tag("b", None, value),
                  tag("span", None, name)) for name, value in found if value]  # fmt: skip
     return tag("div", {"class": "tiles"}, *shown)
-
-
-def _changes(changes: Sequence[Tree]) -> str:
-    """Return how many changes of the running run were applied, and how long training paused for them."""
-    pauses = [each.get("pause_seconds") or 0.0 for each in changes if each.get("status") == "applied"]
-    return say("{count}, paused for {time}", count=len(pauses), time=show_seconds(sum(pauses))) if pauses else ""
 
 
 def headline(facts: Tree) -> str:
@@ -206,13 +205,15 @@ def weights(facts: Tree) -> Html:
 
 def commands(facts: Tree) -> Html:
     """Return the commands behind the page, each with what it is for."""
-    rows = [tag("div", {"class": "command-row"}, tag("p", None, _sentence(say(each["purpose"]))),
-                command(each["command"])) for each in facts["commands"]]  # fmt: skip
+    rows = [tag("div", {"class": "command-row"}, purposed(each)) for each in facts["commands"]]
     return tag("div", {"class": "commands"}, *rows)
 
 
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}:"
+def purposed(each: Tree, *, kind: str | None = None) -> Html:
+    """Return a command below what it is for."""
+    purpose = say(each["purpose"])
+    title = tag("p", {"class": kind}, f"{purpose[:1].upper()}{purpose[1:]}:")
+    return Html(title + command(each["command"]))
 
 
 def reproduction(facts: Tree) -> Html:
@@ -228,16 +229,6 @@ def reproduction(facts: Tree) -> Html:
             say("Made by trimaran {version} on {date}.", version=facts["version"], date=clock(facts["made"])), " ",
             say("The same as JSON:"), " ", tag("code", None, f"trimaran report {facts['run_dir']} --json")),
     )  # fmt: skip
-
-
-def _why(facts: Tree) -> str:
-    error = facts["error"] or {}
-    reason = error.get("what") or error.get("message") or facts["why"]
-    return f"rank {error['rank']}: {reason}" if "rank" in error else str(reason)
-
-
-def _arrow(first: float | None, last: float | None) -> str:
-    return "" if first is None and last is None else f"{_number(first) or '-'} → {_number(last) or '-'}"
 
 
 def _number(value: float | None) -> str:
@@ -257,3 +248,183 @@ def _text(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{str(key).replace('_', ' ')} {_text(each)}" for key, each in value.items())
     return ", ".join(map(_text, value)) if isinstance(value, list | tuple) else str(value)
+
+
+MAX_ROWS = 40
+OUTCOMES = {  # of a decision: its class in page.css and what it means
+    "kept": ("good", "kept: steps became shorter"),
+    "rolled-back": ("fair", "rolled back: steps did not become shorter"),
+    "refused": ("bad", "refused: the run did not accept it"),
+    "failed": ("bad", "failed: the change was undone"),
+    "trying": ("fair", "on trial"),
+    "advised": ("fair", "advised: not applied"),
+    "undone": ("fair", "taken back by the user"),
+}
+STATUSES = {"complete": "good", "damaged": "bad", "refused": "bad"}
+
+
+def incidents(facts: Tree) -> Html:
+    """Return the newest incidents as cards: what happened, and the lines about it."""
+    found = facts["incidents"]
+    left = len(found) - MAX_ROWS
+    more = say("{count} earlier incidents: trimaran incidents {run}", count=left, run=facts["run_dir"])
+    cards = [note(more)] if left > 0 else []
+    for each in found[-MAX_ROWS:]:
+        first, _, rest = each["verdict"].partition("\n")
+        identifier, _, text = first.partition("  ")
+        title, _, detail = text.partition(": ")
+        lines = "\n".join(line.removeprefix("  ") for line in rest.splitlines())
+        action = tag("span", {"class": "severity warning"}, say(each["action"] or "open"))
+        head = tag("h3", None, action, " ", tag("code", None, identifier), " ", title[:MAX_TITLE])
+        about = tag("pre", None, lines) if lines else ""
+        cards.append(tag("article", {"class": "card warning"}, head, message(detail), about))
+    return Html("".join(cards))
+
+
+def last_decision(facts: Tree) -> Html:
+    """Return the autopilot's decisions as a section; nothing if it decided nothing."""
+    if not facts["last_decision"]:
+        return Html("")
+    kept = sum(each["outcome"] == "kept" for each in facts["decisions"])
+    text = say("{kept} of {count} decisions were kept. Decision {last}.", kept=kept, count=len(facts["decisions"]),
+               last=facts["last_decision"])  # fmt: skip
+    return section(say("Autopilot"), tag("p", None, text), decisions(facts))
+
+
+def decisions(facts: Tree) -> Html:
+    """Return the newest decisions as cards: before and after, expected and measured, and the command."""
+    found = facts["decisions"]
+    return Html("".join(_decision(each) for each in reversed(found[-MAX_ROWS:])))
+
+
+def _decision(each: Tree) -> Html:
+    kind, meaning = OUTCOMES.get(each["outcome"], ("fair", each["outcome"]))
+    badge = tag("span", {"class": f"badge {kind}"}, say(meaning))
+    where = say("decision {number}, after step {step}", number=each["id"], step=f"{each['step']:,}")
+    changes: list[list[Content]] = [[name.removeprefix("plan."), str(each["undo"].get(name)), str(value)]
+               for name, value in each["patch"].items() if each["undo"].get(name) != value]  # fmt: skip
+    effect = _effect(each)
+    parts = [tag("h3", None, where, " ", badge), message(each["reason"])]
+    tables = [table([say("setting"), say("before"), say("after")], changes)] if changes else []
+    tables += [table([say("step time"), say("expected"), say("measured")], effect)] if effect else []
+    parts.append(tag("div", {"class": "side"}, *tables))
+    if each["outcome"] in ("kept", "advised"):
+        said = "This command takes it back:" if each["outcome"] == "kept" else "This command applies it:"
+        parts += [tag("p", None, say(said)), command(each["command"])]
+    return tag("article", {"class": f"card {'note' if kind == 'good' else 'warning'}"}, *parts)
+
+
+def _effect(each: Tree) -> list[list[Content]]:
+    """Return rows of the expected and the measured effect."""
+    expected, measured, before = each["expected"], each["measured"] or {}, each["baseline"].get("step_seconds")
+    rows: list[list[Content]] = []
+    if before:
+        rows.append([say("before"), show_seconds(before), show_seconds(before)])
+    if "step_seconds" in expected or "step_seconds" in measured:
+        rows.append([say("after"), *(known(each.get("step_seconds"), show_seconds) for each in (expected, measured))])
+    if "gain" in expected or "gain" in measured:
+        rows.append([say("shorter by"), *(known(each.get("gain"), "{:+.1%}".format) for each in (expected, measured))])
+    if "uncertainty" in expected or "confidence" in measured:
+        error = f"±{expected['uncertainty']:.0%}" if "uncertainty" in expected else "-"
+        sure = say("{sure} sure", sure=f"{measured['confidence']:.1%}") if "confidence" in measured else "-"
+        rows.append([say("certainty"), error, sure])
+    return rows
+
+
+def checkpoints(facts: Tree) -> Html:
+    """Return the ledger of checkpoints: complete, verified, tier, size, age."""
+    stalls = {each["step"]: each["stall_seconds"] for each in facts["timeline"]["saved"]}
+    rows = [_checkpoint(each, stalls.get(each["step"])) for each in reversed(facts["checkpoints"][-MAX_ROWS:])]
+    if not rows:
+        return Html("")
+    columns = ["step", "state", "checked", "where", "size", "new on disk", "training waited", "age", "when"]
+    left = len(facts["checkpoints"]) - len(rows)
+    parts = [table([say(each) for each in columns], rows)]
+    parts += [note(say("{count} older checkpoints are not shown.", count=left))] if left else []
+    if drafts := facts["checkpoint_drafts"]:
+        parts.append(note(say("{count} being written, or left by a run that died.", count=drafts)))
+    verify = next((each["command"] for each in facts["commands"] if " verify " in each["command"]), "")
+    parts += [note(say("To read every file and compare it with its checksum:")), command(verify)] if verify else []
+    return Html("".join(parts))
+
+
+def _checkpoint(each: Tree, stall: object) -> Sequence[Content]:
+    state = say(each["status"]) + (f": {each['why']}" if each["why"] else "")
+    checked = say("read back at a resume") if each["restored"] else say("length of every file")
+    tiers = ", ".join(say(name) for name in each["tiers"])
+    nodes = f" ({', '.join(each['on_nodes'])})" if each["on_nodes"] else ""
+    return [f"{each['step']:,}", tag("span", {"class": STATUSES.get(each["status"], "fair")}, state),
+            checked if each["status"] == "complete" else "-", tiers + nodes, show_bytes(each["bytes"]),
+            show_bytes(each["written_bytes"]), show_seconds(stall) if isinstance(stall, int | float) else "-",
+            show_seconds(max(0.0, time.time() - each["time"])) if each["time"] else "-",
+            clock(each["time"]) if each["time"] else "-"]  # fmt: skip
+
+
+def samples(facts: Tree) -> Html:
+    """Return what the model generated: texts, and answers beside the expected ones; the newest first."""
+    return Html("".join(_sample(each) for each in reversed(facts["samples"][-MAX_ROWS:]) if "text" in each))
+
+
+def _sample(each: Tree) -> Html:
+    title = say("after step {step}", step=f"{each['step']:,}")
+    if "expected" in each:
+        is_right = bool(each.get("right"))
+        verdict = tag(
+            "span", {"class": f"badge {'good' if is_right else 'bad'}"}, say("right" if is_right else "wrong")
+        )
+        rows = [(say("question"), str(each.get("prompt", ""))), (say("answer"), str(each["text"])),
+                (say("expected"), str(each["expected"]))]  # fmt: skip
+        return tag("article", {"class": "card note"}, tag("h3", None, title, " ", verdict), table(["", ""], rows))
+    short = note(say("cut short: {why}", why=each["cut_short"])) if isinstance(each.get("cut_short"), str) else Html("")
+    text = readable_sample(str(each["text"]))
+    return tag("article", {"class": "card note"}, tag("h3", None, title), tag("pre", None, text), short)
+
+
+MAX_NODES, MAX_GPUS = 16, 32  # rows; the rest is in the plots and in the matrix of ranks
+
+
+def machine_tables(facts: Tree) -> Html:
+    """Return a table of the nodes and one of the GPUs; nothing without samples."""
+    nodes = [each for each in facts["machines"] if isinstance(each, dict)]
+    nodes.sort(key=lambda each: each["node"] if is_number(each.get("node")) else 0)
+    if not nodes:
+        return Html("")
+    rows = [_node(each) for each in nodes[:MAX_NODES]]
+    gpus = [(str(each.get("host", "")), tree(gpu)) for each in nodes for gpu in each.get("gpus") or ()]
+    columns = ("node", "cores", "load", "CPU", "RAM in use", "free disk", "sampled")
+    parts = [table([say(each) for each in columns], rows)]
+    if gpus:
+        names = ("GPU", "node", "busy", "memory in use", "power", "temperature", "clock", "slowed by")
+        parts.append(table([say(each) for each in names], [_gpu(host, gpu) for host, gpu in gpus[:MAX_GPUS]]))
+    left = max(0, len(nodes) - MAX_NODES), max(0, len(gpus) - MAX_GPUS)
+    if any(left):
+        parts.append(note(say("{nodes} more nodes and {gpus} more GPUs: trimaran watch RUN --json", nodes=left[0],
+                              gpus=left[1])))  # fmt: skip
+    return Html("".join(parts))
+
+
+def _node(each: Tree) -> list[str]:
+    at = each.get("time")
+    return [str(each.get("host", "")), _formatted(each.get("cores"), "{:.0f}"), _formatted(each.get("load"), "{:.1f}"),
+            _formatted(each.get("cpu"), "{:.0%}"), _used(each.get("ram_used"), each.get("ram")),
+            show_bytes(free) if is_number(free := each.get("disk_free")) else "-",
+            clock(at) if is_number(at) else "-"]  # fmt: skip
+
+
+def _gpu(host: str, gpu: Tree) -> list[str]:
+    reasons = gpu.get("throttle")
+    return [f"{gpu.get('index', '')} {gpu.get('name', '')}".strip(), host, _formatted(gpu.get("utilisation"), "{:.0%}"),
+            _used(gpu.get("memory_used"), gpu.get("memory")), _formatted(gpu.get("power"), "{:.0f} W"),
+            _formatted(gpu.get("temperature"), "{:.0f} °C"),
+            _used(gpu.get("sm_clock"), gpu.get("sm_clock_max"), "{share:.0%}"),
+            ", ".join(map(str, reasons)) if isinstance(reasons, list) else ""]  # fmt: skip
+
+
+def _formatted(value: object, form: str) -> str:
+    return form.format(value) if is_number(value) else "-"
+
+
+def _used(part: object, total: object, form: str = "{part} / {total} ({share:.0%})") -> str:
+    if not is_number(part) or not is_number(total) or not total:
+        return "-"
+    return form.format(part=show_bytes(part), total=show_bytes(total), share=part / total)

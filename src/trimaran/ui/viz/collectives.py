@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from trimaran.cost.collective import Ring, all_gather_seconds, all_reduce_seconds, ring_of
 from trimaran.machine.comm_result import CommCurve
+from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import (
     Formula,
     GraphArrow,
@@ -17,9 +18,9 @@ from trimaran.ui.viz.figures import (
     ModeName,
     NodeGraph,
     ValueSeries,
+    as_modes,
 )
 from trimaran.ui.viz.subject import Controls, Subject
-from trimaran.ui.viz.texts import as_is, say
 
 NAME = "CollectiveCommunicationPrimitives"
 TITLE = "Collectives, step by step"
@@ -172,13 +173,14 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     steps = collective_steps(operation, algorithm, ranks)
     at = controls.whole("step", "step to draw", 1, least=0, most=2 * MAX_RANKS)
     link = AlphaBeta(latency * 1e-6, rate * 1e9)
-    modes: dict[ModeName, Mode] = {
-        "explain": _explain(steps, operation, algorithm, size, link, min(at, len(steps) - 1)),
-        "simulate": _simulate(subject, operation),
-    }
-    if subject.run is not None or subject.life is not None or subject.comm is not None:
-        modes["live"] = _live(subject, operation)
-    return modes
+    live = (
+        _live(subject, operation)
+        if subject.run is not None or subject.life is not None or subject.comm is not None
+        else None
+    )
+    return as_modes(
+        _explain(steps, operation, algorithm, size, link, min(at, len(steps) - 1)), _simulate(subject, operation), live
+    )
 
 
 class AlphaBeta(NamedTuple):
@@ -349,7 +351,16 @@ def _live(subject: Subject, operation: str) -> Mode:
     if not curves:
         return Mode(sentences=(say("The file has no {operation}.", operation=say(operation)),))
     figures = [_measured_lines(subject, operation, curve) for curve in curves]
-    said = [_measured_sentence(curve) for curve in curves]
+    said = []
+    for curve in curves:
+        reached, planned = curve.best_bus_bandwidth / 1e9, curve.planned_gb_per_second
+        text = "Group {group} reaches {reached:.3g} GB/s on the bus."
+        if planned:
+            text = (
+                "Group {group} reaches {reached:.3g} GB/s on the bus; the planner expects {planned:.3g} ({error:+.0%})."
+            )
+        error = planned / reached - 1 if planned else 0.0
+        said.append(say(text, group=curve.group, reached=reached, planned=planned, error=error))
     return Mode(sentences=tuple(said), figures=tuple(figures))
 
 
@@ -378,20 +389,7 @@ def _measured_lines(subject: Subject, operation: str, curve: CommCurve) -> Lines
     )  # fmt: skip
 
 
-def _measured_sentence(curve: CommCurve) -> str:
-    planned = curve.planned_gb_per_second
-    reached = curve.best_bus_bandwidth / 1e9
-    if not planned:
-        return say("Group {group} reaches {reached:.3g} GB/s on the bus.", group=curve.group, reached=reached)
-    return say("Group {group} reaches {reached:.3g} GB/s on the bus; the planner expects {planned:.3g} ({error:+.0%}).",
-               group=curve.group, reached=reached, planned=planned, error=planned / reached - 1)  # fmt: skip
-
-
-def _bus_bytes(operation: str, size: float, ranks: int) -> float:
-    return (2 if operation == "all-reduce" else 1) * (ranks - 1) / ranks * size
-
-
 def _bus_rates(operation: str, ranks: int, seconds: Sequence[float | None]) -> tuple[float | None, ...]:
     """Return the bytes a second on the link of a rank, for each of `SIZES`."""
-    pairs = zip(SIZES, seconds, strict=True)
-    return tuple(_bus_bytes(operation, size, ranks) / value if value else None for size, value in pairs)
+    factor = (2 if operation == "all-reduce" else 1) * (ranks - 1) / ranks
+    return tuple(factor * size / value if value else None for size, value in zip(SIZES, seconds, strict=True))

@@ -5,13 +5,11 @@ from typing import NamedTuple
 
 from trimaran.cost.collective import Ring, all_reduce_seconds, ring_of
 from trimaran.cost.step_time import pipeline_times_of
-from trimaran.ui.viz.comm_waits import late_ranks, predicted_waits, waits_table
-from trimaran.ui.viz.figures import Formula, Lines, Mode, ModeName, Span, Timeline, ValueSeries
-from trimaran.ui.viz.measured_lines import comm_lines
+from trimaran.ui.language import as_is, say
+from trimaran.ui.viz.figures import Formula, Lines, Mode, ModeName, Span, Timeline, ValueSeries, as_modes, show_duration
+from trimaran.ui.viz.measured_figures import comm_lines, late_ranks, predicted_waits, waits_table
 from trimaran.ui.viz.planner_texts import planner_text
-from trimaran.ui.viz.show_values import show_duration
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject
-from trimaran.ui.viz.texts import as_is, say
 
 NAME = "DDPCommunicationFlow"
 TITLE = "Buckets against backward"
@@ -106,13 +104,12 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     blocks = backward_blocks(subject)
     buckets = reduce_in_buckets(slowed(blocks, straggler), size * MIB, ring)
     timeline = _timeline(blocks, size, straggler, buckets)
-    modes: dict[ModeName, Mode] = {
-        "explain": _explain(blocks, size, ring, buckets, timeline),
-        "simulate": _simulate(subject, blocks, size, ring, straggler, timeline),
-    }
-    if subject.run is not None:
-        modes["live"] = _live(subject, subject.run)
-    return modes
+    live = _live(subject, subject.run) if subject.run is not None else None
+    return as_modes(
+        _explain(blocks, size, ring, buckets, timeline),
+        _simulate(subject, blocks, size, ring, straggler, timeline),
+        live,
+    )
 
 
 def _explain(

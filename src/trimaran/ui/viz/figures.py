@@ -3,9 +3,11 @@
 It is data. The terminal, the HTML page and the web page draw the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from trimaran.core import show_bytes, show_count, show_seconds
 
 Unit = Literal["bytes", "seconds", "bytes/second", "count", "fraction", "currency", ""]
 ModeName = Literal["explain", "simulate", "live"]
@@ -219,6 +221,20 @@ class PlanView:
     controls: tuple[Control, ...] = ()
 
 
+def as_modes(explain: Mode, simulate: Mode, live: Mode | None) -> dict[ModeName, Mode]:
+    """Return the modes of a view; without a run there is none of what one measured."""
+    modes: dict[ModeName, Mode] = {"explain": explain, "simulate": simulate}
+    if live is not None:
+        modes["live"] = live
+    return modes
+
+
+def plain_bars(title: str, unit: Unit, name: str, values: Mapping[str, float]) -> Bars:
+    """Return one bar for each entry of `values`; `name` says what all of them are."""
+    series = ValueSeries(name=name, values=tuple(map(float, values.values())))
+    return Bars(title=title, unit=unit, categories=tuple(values), series=(series,))
+
+
 def stacked_bars(
     title: str, unit: Unit, parts: Mapping[str, Mapping[str, float]], limits: Mapping[str, float] | None = None
 ) -> Bars:
@@ -244,3 +260,38 @@ def view_as_dict(view: PlanView) -> dict[str, Any]:
         pairs = zip(kinds, tree["modes"][name]["figures"], strict=True)
         tree["modes"][name]["figures"] = [{"kind": kind} | figure for kind, figure in pairs]
     return tree
+
+
+TIB = float(1 << 40)
+
+
+def show_duration(seconds: float) -> str:
+    """Return a time from microseconds to days: `35 us`, `1.2 ms`, `4.2 s`, `3 min 05 s`, `2.5 days`."""
+    size = abs(seconds)
+    if size < 1e-3:
+        return f"{seconds * 1e6:.3g} us" if seconds else "0 s"
+    if size < 0.1:
+        return f"{seconds * 1e3:.3g} ms"
+    if size >= 172_800:
+        return f"{seconds / 86_400:,.3g} days" if size < 8.64e7 else f"{seconds / 86_400:,.0f} days"
+    return show_seconds(seconds)
+
+
+def _bytes(value: float) -> str:
+    return f"{value / TIB:,.1f} TiB" if abs(value) >= TIB else show_bytes(value)
+
+
+SHOW: dict[str, Callable[[float], str]] = {
+    "bytes": _bytes,
+    "seconds": show_duration,
+    "count": lambda value: f"{value:g}" if abs(value) < 1000 else show_count(value),
+    "fraction": lambda value: f"{value:.1%}",
+    "bytes/second": lambda value: f"{_bytes(value)}/s",
+    "currency": lambda value: f"{value:,.0f}",
+    "": lambda value: f"{value:g}",
+}
+
+
+def show_value(value: float | None, unit: Unit) -> str:
+    """Return the value with its unit; nothing for None."""
+    return "" if value is None else SHOW[unit](value)

@@ -7,11 +7,20 @@ from trimaran.core import Plan, Prediction, show_bytes, show_count
 from trimaran.cost import STATE_BYTES, Job, predict
 from trimaran.machine import DEVICES, Cluster
 from trimaran.planner.hints import cluster_sizes, first_that_fits, resized_cluster
-from trimaran.ui.viz.figures import Bars, Formula, Mode, ModeName, Table, ValueSeries, stacked_bars
-from trimaran.ui.viz.measured_lines import peak_lines
-from trimaran.ui.viz.show_values import show_duration
+from trimaran.ui.language import as_is, say
+from trimaran.ui.viz.figures import (
+    Bars,
+    Formula,
+    Mode,
+    ModeName,
+    Table,
+    ValueSeries,
+    as_modes,
+    show_duration,
+    stacked_bars,
+)
+from trimaran.ui.viz.measured_figures import peak_lines
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject
-from trimaran.ui.viz.texts import as_is, say
 
 NAME = "DistributedTrainingNeedVisualizer"
 TITLE = "Does it fit?"
@@ -45,10 +54,8 @@ class _Need:
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     """Return the modes: explained for one device, simulated for the plan, live for a run."""
     need = _asked(subject, controls)
-    modes: dict[ModeName, Mode] = {"explain": _explain(need), "simulate": _simulate(subject, need)}
-    if subject.run is not None:
-        modes["live"] = _live(subject, subject.run, need)
-    return modes
+    live = _live(subject, subject.run, need) if subject.run is not None else None
+    return as_modes(_explain(need), _simulate(subject, need), live)
 
 
 def _asked(subject: Subject, controls: Controls) -> _Need:
@@ -144,7 +151,7 @@ def _duration(need: _Need, tokens_per_second: float, planned: Prediction) -> str
 def _live(subject: Subject, run: RunMedians, need: _Need) -> Mode:
     prediction = subject.prediction
     error = prediction.peak_bytes / run.peak_bytes - 1 if run.peak_bytes else 0.0
-    limits: dict[str, float] = {as_is(subject.cluster.device.name): float(subject.cluster.device.memory_bytes)}
+    limits = {as_is(subject.cluster.device.name): float(subject.cluster.device.memory_bytes)}
     bars = Bars(
         title="Peak memory of a rank",
         unit="bytes",
@@ -167,7 +174,7 @@ def _live(subject: Subject, run: RunMedians, need: _Need) -> Mode:
 def _bars(need: _Need, predictions: dict[str, Prediction]) -> Bars:
     """Return one stacked bar for each prediction; the terms of a bar add up to its peak."""
     memory = {name: each.memory for name, each in predictions.items()}
-    limits: dict[str, float] = {as_is(need.cluster.device.name): need.memory}
+    limits = {as_is(need.cluster.device.name): need.memory}
     return stacked_bars("Peak memory of a device", "bytes", memory, limits)
 
 

@@ -5,11 +5,10 @@ from dataclasses import replace
 from trimaran.core import Plan, UserError, show_bytes
 from trimaran.machine import Cluster
 from trimaran.planner import check_plan
-from trimaran.ui.viz.comm_waits import error_text
-from trimaran.ui.viz.figures import Formula, Mode, ModeName, Table, stacked_bars
-from trimaran.ui.viz.show_values import show_duration
+from trimaran.ui.language import as_is, say
+from trimaran.ui.viz.figures import Formula, Mode, ModeName, Table, as_modes, show_duration, stacked_bars
+from trimaran.ui.viz.measured_figures import run_table
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject
-from trimaran.ui.viz.texts import as_is, say
 
 NAME = "DeepSpeedOffloadFlow"
 TITLE = "Offload to the host"
@@ -37,10 +36,8 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     if rows != plan.micro_batch:
         plan = plan.model_copy(update={"micro_batch": rows, "prediction": None})
     changed = replace(subject, plan=plan)
-    modes: dict[ModeName, Mode] = {"explain": _explain(changed, pcie), "simulate": _simulate(changed, cluster)}
-    if subject.run is not None:
-        modes["live"] = _live(subject, subject.run)
-    return modes
+    live = _live(subject, subject.run) if subject.run is not None else None
+    return as_modes(_explain(changed, pcie), _simulate(changed, cluster), live)
 
 
 def plans_by_offload(subject: Subject) -> dict[str, Plan]:
@@ -106,13 +103,6 @@ def _live(subject: Subject, run: RunMedians) -> Mode:
     if subject.plan.offload == "none":
         return Mode(sentences=("This run offloads nothing. Start one that does with `--set plan.offload=optimizer`.",))
     without = subject.predict(subject.plan.model_copy(update={"offload": "none", "prediction": None}))
-    pairs = (
-        ("time of a step", float(subject.prediction.step_seconds), run.step_seconds, show_duration),
-        ("peak of a rank", float(subject.prediction.peak_bytes), run.peak_bytes, show_bytes),
-    )
-    rows = tuple((say(name), as_is(show(predicted)), as_is(show(measured)), error_text(predicted, measured))
-                 for name, predicted, measured, show in pairs)  # fmt: skip
     said = say("Without offload, a step is predicted to take {seconds} and {memory} of a device.",
                seconds=show_duration(without.step_seconds), memory=show_bytes(without.device_bytes))  # fmt: skip
-    table = Table(title="This run", columns=("", "predicted", "measured", "error"), rows=rows)
-    return Mode(sentences=(said,), figures=(table,))
+    return Mode(sentences=(said,), figures=(run_table(subject, run, "time of a step", "peak of a rank"),))

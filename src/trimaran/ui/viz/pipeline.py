@@ -7,9 +7,9 @@ from trimaran.cost.simulate.pipeline_order import Order, Schedule, pipeline_orde
 from trimaran.cost.simulate.step_costs import Demands, StageCost, StepCosts, step_costs_of, with_other_compute
 from trimaran.cost.simulate.step_simulation import SimulatedStep, simulate_step
 from trimaran.planner.balance_stages import MeasuredStages, balanced_cut, present_cut
-from trimaran.ui.viz.figures import Bars, Formula, Mode, ModeName, Span, Timeline, ValueSeries
+from trimaran.ui.language import as_is, say
+from trimaran.ui.viz.figures import Bars, Formula, Mode, ModeName, Span, Timeline, as_modes, plain_bars, stacked_bars
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject
-from trimaran.ui.viz.texts import as_is, say
 
 NAME = "PipelineParallelismVisualizer"
 TITLE = "The pipeline, pass by pass"
@@ -36,13 +36,8 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     costs = equal_stages(chosen, ranks, count, backward, rounds=rounds)
     if factor > 1:
         costs = with_slow_rank(costs, min(slow, ranks - 1), factor)
-    modes: dict[ModeName, Mode] = {
-        "explain": _explain(costs, chosen, count, is_equal=factor == 1),
-        "simulate": _simulate(subject),
-    }
-    if subject.run is not None:
-        modes["live"] = _live(subject, subject.run)
-    return modes
+    live = _live(subject, subject.run) if subject.run is not None else None
+    return as_modes(_explain(costs, chosen, count, is_equal=factor == 1), _simulate(subject), live)
 
 
 def equal_stages(schedule: Schedule, ranks: int, micro_batches: int, backward: float, *, rounds: int = 2) -> StepCosts:
@@ -107,15 +102,9 @@ def _simulate(subject: Subject) -> Mode:
         return Mode(sentences=("The plan has no pipeline (`plan.mesh.pp` is 1). See one with `--set plan.mesh.pp=4`.",))
     costs = step_costs_of(subject.job, subject.cluster, plan)
     step = simulate_step(costs)
-    stages = Bars(
-        title="Time of a micro-batch by stage",
-        unit="seconds",
-        categories=tuple(say("stage {stage}", stage=number) for number in range(len(costs.stages))),
-        series=(
-            ValueSeries(name="forward", values=tuple(each.forward for each in costs.stages)),
-            ValueSeries(name="backward", values=tuple(each.backward for each in costs.stages)),
-        ),
-    )
+    passes = {say("stage {stage}", stage=number): {"forward": each.forward, "backward": each.backward}
+              for number, each in enumerate(costs.stages)}  # fmt: skip
+    stages = stacked_bars("Time of a micro-batch by stage", "seconds", passes)
     slowest = max(range(len(costs.stages)), key=lambda at: costs.stages[at].forward + costs.stages[at].backward)
     said = say("Ranks wait {bubble:.1%} of the time. Stage {stage} is the slowest.", bubble=step.bubble, stage=slowest)
     title = say("A step of {count} micro-batches, {schedule}", count=plan.grad_accum, schedule=plan.pipeline.schedule)
@@ -135,26 +124,16 @@ def _live(subject: Subject, run: RunMedians) -> Mode:
         for measured, each, stage in zip(run.stage_seconds, predicted, costs.stages, strict=True)
     ]
     step = simulate_step(with_other_compute(costs, longer))
-    bars = Bars(
-        title="Time of a micro-batch by stage",
-        unit="seconds",
-        categories=tuple(
-            say(text, stage=number)
-            for number in range(len(predicted))
-            for text in ("stage {stage}, predicted", "stage {stage}, measured")
-        ),
-        series=(
-            ValueSeries(
-                name="forward and backward",
-                values=tuple(each for pair in zip(predicted, run.stage_seconds, strict=True) for each in pair),
-            ),
-        ),
-    )
+    seconds: dict[str, float] = {}
+    for number, (before, measured) in enumerate(zip(predicted, run.stage_seconds, strict=True)):
+        seconds[say("stage {stage}, predicted", stage=number)] = before
+        seconds[say("stage {stage}, measured", stage=number)] = measured
+    bars = plain_bars("Time of a micro-batch by stage", "seconds", "forward and backward", seconds)
     sentences = [say("With the measured stages, ranks wait {bubble:.1%} of the time.", bubble=step.bubble)]
-    measured = MeasuredStages(layers=run.stage_layers, seconds=run.stage_seconds)
-    best = balanced_cut(measured, plan, subject.job.outline, seq_len=subject.job.seq_len)
+    stages = MeasuredStages(layers=run.stage_layers, seconds=run.stage_seconds)
+    best = balanced_cut(stages, plan, subject.job.outline, seq_len=subject.job.seq_len)
     if best is not None and best.layers != run.stage_layers:
-        gain = 1 - best.step_seconds / present_cut(measured, plan).step_seconds
+        gain = 1 - best.step_seconds / present_cut(stages, plan).step_seconds
         sentences.append(say("Layers cut as {cut} should make steps {gain:.0%} shorter (plan.pipeline.stages).",
                              cut=", ".join(map(str, best.layers)), gain=gain))  # fmt: skip
     else:
@@ -180,10 +159,5 @@ def _timeline(step: SimulatedStep, title: str, unit: str) -> Timeline:
 
 
 def _held(order: Order) -> Bars:
-    held = most_held(order)
-    return Bars(
-        title="Micro-batches whose activations a rank holds at once",
-        unit="count",
-        categories=tuple(say("rank {rank}", rank=rank) for rank in range(len(held))),
-        series=(ValueSeries(name="held", values=tuple(map(float, held))),),
-    )
+    held = {say("rank {rank}", rank=rank): most for rank, most in enumerate(most_held(order))}
+    return plain_bars("Micro-batches whose activations a rank holds at once", "count", "held", held)

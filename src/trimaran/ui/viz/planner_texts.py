@@ -6,7 +6,7 @@ A text that matches no template stays as it is, in English.
 import re
 from collections.abc import Sequence
 
-from trimaran.ui.viz.texts import ViewText, as_is, say
+from trimaran.ui.language import as_is, say
 
 # As `planner/search/rejections.py`, `planner/search/rejections.py` and `planner/hints.py` write them; the first that
 # matches counts.
@@ -60,16 +60,12 @@ WORDS = (
 NESTED = ("hint", "risk", "what", "own", "payload", "term")  # values that are such texts themselves
 
 
-def _pattern(template: str) -> re.Pattern[str]:
-    parts = re.split(r"\{(\w+)\}", template)
-    fields = [f"(?P<{part}>.+?)" if at % 2 else re.escape(part) for at, part in enumerate(parts)]
-    return re.compile("".join(fields))
+PATTERNS: Sequence[tuple[str, re.Pattern[str]]] = [
+    (each, re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+?)", re.escape(each)))) for each in TEMPLATES
+]
 
 
-PATTERNS: Sequence[tuple[str, re.Pattern[str]]] = [(each, _pattern(each)) for each in TEMPLATES]
-
-
-def planner_text(text: str) -> ViewText:
+def planner_text(text: str) -> str:
     """Return the planner's text with the template that it was made of."""
     if text in WORDS:
         return say(text)

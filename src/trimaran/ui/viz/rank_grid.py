@@ -4,13 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from trimaran.core import Mesh, UserError
-from trimaran.cost.collective import Ring, all_reduce_seconds, ring_of
+from trimaran.cost.collective import all_reduce_seconds, ring_of
 from trimaran.planner import check_plan
-from trimaran.ui.viz.comm_waits import late_ranks, predicted_waits
-from trimaran.ui.viz.figures import Bars, Matrix, Mode, ModeName, Table, ValueSeries
-from trimaran.ui.viz.show_values import show_duration
+from trimaran.ui.language import as_is, say
+from trimaran.ui.viz.figures import Matrix, Mode, ModeName, Table, plain_bars, show_duration
+from trimaran.ui.viz.measured_figures import late_ranks, predicted_waits
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject
-from trimaran.ui.viz.texts import as_is, say
 
 NAME = "ThreeDParallelismVisualizer"
 TITLE = "Ranks, nodes and groups"
@@ -88,7 +87,9 @@ def _explain(subject: Subject, mesh: Mesh, colored: str, order: Sequence[str]) -
         sentences.append(say("{count:,} devices are idle.", count=idle))
     if tuple(order) != ORDER:
         sentences.append(say("The trainer numbers its ranks as pp-dp-cp-tp; this is another order."))
-    figures = (_matrix(subject, mesh, colored, order), _table(subject, mesh, order))
+    columns = ("axis", "meaning", "groups", "ranks in each", "link", "all-reduce of 64 MiB", "the first groups")
+    table = Table(title="Groups", columns=columns, rows=tuple(_rows(subject, mesh, order)))
+    figures = (_matrix(subject, mesh, colored, order), table)
     return Mode(sentences=tuple(sentences), figures=figures)
 
 
@@ -112,7 +113,12 @@ def _matrix(subject: Subject, mesh: Mesh, colored: str, order: Sequence[str]) ->
     """Return a row for each node and a column for each of its devices; equal colours are equal coordinates."""
     cells = _cells(subject, mesh)
     used = [axis for axis in order if getattr(mesh, axis) > 1]
-    labels = [["" if rank is None else _label(rank, mesh, used, order) for rank in row] for row in cells]
+
+    def label(rank: int) -> str:
+        position = coordinates_of(rank, mesh, order)
+        return as_is(f"{rank}: " + " ".join(f"{axis}{position[axis]}" for axis in used))
+
+    labels = [["" if rank is None else label(rank) for rank in row] for row in cells]
     colors = [[0 if rank is None else 1 + coordinates_of(rank, mesh, order)[colored] for rank in row] for row in cells]
     return Matrix(
         title=say("Ranks by node, coloured by {axis}", axis=say(MEANINGS[colored])),
@@ -123,25 +129,14 @@ def _matrix(subject: Subject, mesh: Mesh, colored: str, order: Sequence[str]) ->
     )
 
 
-def _label(rank: int, mesh: Mesh, used: list[str], order: Sequence[str]) -> str:
-    position = coordinates_of(rank, mesh, order)
-    return as_is(f"{rank}: " + " ".join(f"{axis}{position[axis]}" for axis in used))
-
-
-def _ring(subject: Subject, mesh: Mesh, axis: str, order: Sequence[str]) -> Ring:
-    return ring_of(subject.cluster.levels, getattr(mesh, axis), stride_of(mesh, axis, order))
-
-
-def _table(subject: Subject, mesh: Mesh, order: Sequence[str]) -> Table:
-    columns = ("axis", "meaning", "groups", "ranks in each", "link", "all-reduce of 64 MiB", "the first groups")
-    return Table(title="Groups", columns=columns, rows=tuple(_rows(subject, mesh, order)))
-
-
 def _rows(subject: Subject, mesh: Mesh, order: Sequence[str]) -> Iterator[tuple[str, ...]]:
     for axis in reversed(order):
         if (degree := getattr(mesh, axis)) == 1:
             continue
-        groups, ring = groups_of(mesh, axis, order), _ring(subject, mesh, axis, order)
+        groups, ring = (
+            groups_of(mesh, axis, order),
+            ring_of(subject.cluster.levels, degree, stride_of(mesh, axis, order)),
+        )
         shown = "; ".join(", ".join(map(str, each[:MAX_SHOWN_GROUPS])) for each in groups[:2])
         yield (as_is(axis), MEANINGS[axis], as_is(f"{len(groups):,}"), as_is(degree), as_is(ring.link),
                as_is(show_duration(float(all_reduce_seconds(SCORED_BYTES, ring)))), as_is(shown))  # fmt: skip
@@ -167,12 +162,8 @@ def _simulate(subject: Subject, mesh: Mesh) -> Mode:
                step=show_duration(prediction.step_seconds), comm=comm)  # fmt: skip
     if not waits:
         return Mode(sentences=(said, say("A single rank waits for nobody.")))
-    bars = Bars(
-        title="Exposed communication of a step, by axis",
-        unit="seconds",
-        categories=tuple(say("all ranks") if axis == "world" else as_is(axis) for axis in waits),
-        series=(ValueSeries(name="predicted", values=tuple(map(float, waits.values()))),),
-    )
+    named = {say("all ranks") if axis == "world" else as_is(axis): value for axis, value in waits.items()}
+    bars = plain_bars("Exposed communication of a step, by axis", "seconds", "predicted", named)
     return Mode(sentences=(said,), figures=(bars,))
 
 

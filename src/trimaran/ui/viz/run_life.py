@@ -1,10 +1,8 @@
 """The life of a run: plan, launch, init, train, save, incident, adapt; and the files that start it on each target."""
 
-from collections.abc import Iterator
-
 from trimaran.core import UserError
+from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import (
-    Bars,
     Figure,
     FileText,
     GraphArrow,
@@ -15,11 +13,11 @@ from trimaran.ui.viz.figures import (
     Span,
     Table,
     Timeline,
-    ValueSeries,
+    as_modes,
+    plain_bars,
+    show_duration,
 )
-from trimaran.ui.viz.show_values import show_duration
 from trimaran.ui.viz.subject import Controls, RunLife, Subject
-from trimaran.ui.viz.texts import as_is, say
 
 NAME = "AccelerateWorkflowVisualizer"
 TITLE = "The life of a run"
@@ -54,10 +52,8 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     targets = tuple(subject.launches) or (NO_TARGET,)
     usual = "slurm" if subject.cluster.num_nodes > 1 and "slurm" in targets else targets[0]
     target = controls.choice("target", "where it is launched", usual, targets)
-    modes: dict[ModeName, Mode] = {"explain": _explain(subject, target), "simulate": _simulate(subject)}
-    if subject.life is not None:
-        modes["live"] = _live(subject.life)
-    return modes
+    live = _live(subject.life) if subject.life is not None else None
+    return as_modes(_explain(subject, target), _simulate(subject), live)
 
 
 def _explain(subject: Subject, target: str) -> Mode:
@@ -109,12 +105,7 @@ def _simulate(subject: Subject) -> Mode:
         say("How often checkpoints are saved: `checkpoint.every` is {every}.", every=recipe.checkpoint.every),
         say("How long launch and init take depends on the target and is not predicted; a run measures it."),
     )  # fmt: skip
-    bars = Bars(
-        title="Where the time of all steps should go",
-        unit="seconds",
-        categories=tuple(parts),
-        series=(ValueSeries(name="all steps", values=tuple(map(float, parts.values()))),),
-    )
+    bars = plain_bars("Where the time of all steps should go", "seconds", "all steps", parts)
     return Mode(sentences=said, figures=(bars,))
 
 
@@ -140,9 +131,6 @@ def _live(life: RunLife) -> Mode:
         for each in sorted(life.spans, key=lambda each: each.start)
     )
     table = Table(title="What happened when", columns=("phase", "since the beginning", "took", ""), rows=rows)
-    return Mode(sentences=tuple(said), figures=(timeline, table, *_launched(life)))
-
-
-def _launched(life: RunLife) -> Iterator[FileText]:
-    for name, content in life.files.items():
-        yield FileText(title=say("Launched with {name}", name=name), content=content)
+    files = [FileText(title=say("Launched with {name}", name=name), content=content)
+             for name, content in life.files.items()]  # fmt: skip
+    return Mode(sentences=tuple(said), figures=(timeline, table, *files))

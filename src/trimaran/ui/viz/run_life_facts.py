@@ -11,8 +11,8 @@ from trimaran.core import Event
 from trimaran.core.regular_files import read_regular_text
 from trimaran.runs import RunDirectory
 from trimaran.runs.run_directory import MARKER
+from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.subject import PhaseSpan, RunLife
-from trimaran.ui.viz.texts import as_is, say
 
 MAX_SPANS = 400  # of one phase; of more, the newest
 MAX_FILE_BYTES = 1 << 18

@@ -7,12 +7,22 @@ from trimaran.core import show_bytes
 from trimaran.cost.collective import Ring, all_gather_seconds, all_reduce_seconds, ring_of
 from trimaran.cost.job import ELEMENT_BYTES
 from trimaran.cost.step_time import pipeline_times_of
-from trimaran.ui.viz.comm_waits import predicted_waits, waits_table
-from trimaran.ui.viz.figures import Bars, Formula, Lines, Matrix, Mode, ModeName, Span, Timeline, ValueSeries
-from trimaran.ui.viz.measured_lines import peak_lines
-from trimaran.ui.viz.show_values import show_duration
+from trimaran.ui.language import as_is, say
+from trimaran.ui.viz.figures import (
+    Formula,
+    Lines,
+    Matrix,
+    Mode,
+    ModeName,
+    Span,
+    Timeline,
+    ValueSeries,
+    as_modes,
+    plain_bars,
+    show_duration,
+)
+from trimaran.ui.viz.measured_figures import peak_lines, predicted_waits, waits_table
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject
-from trimaran.ui.viz.texts import as_is, say
 
 NAME = "FSDPShardingVisualizer"
 TITLE = "Sharded weights over time"
@@ -118,13 +128,12 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     units = joined_blocks(gathered_blocks(subject), layers)
     ring = ring_of(subject.cluster.levels, ranks, plan.mesh.tp)
     among = ring_of(subject.cluster.levels, replicas, plan.mesh.tp * ranks) if replicas > 1 else None
-    modes: dict[ModeName, Mode] = {
-        "explain": _explain(units, ranks, replicas, reshards=reshards),
-        "simulate": _simulate(units, ring, among, prefetch=prefetch, reshards=reshards),
-    }
-    if subject.run is not None:
-        modes["live"] = _live(subject, subject.run)
-    return modes
+    live = _live(subject, subject.run) if subject.run is not None else None
+    return as_modes(
+        _explain(units, ranks, replicas, reshards=reshards),
+        _simulate(units, ring, among, prefetch=prefetch, reshards=reshards),
+        live,
+    )
 
 
 def _explain(units: Sequence[GatheredBlock], ranks: int, replicas: int, *, reshards: bool) -> Mode:
@@ -196,20 +205,11 @@ def _simulate(units: Sequence[GatheredBlock], ring: Ring, among: Ring | None, *,
         series=(ValueSeries(name="weights", values=held),),
         limits={"all weights": sum(each.weight_bytes for each in units)},
     )
-    ahead = (1, 2, 4, 8)
-    waits = Bars(
-        title="Time that the device waits, by units gathered ahead",
-        unit="seconds",
-        categories=tuple(as_is(each) for each in ahead),
-        series=(
-            ValueSeries(
-                name="waits",
-                values=tuple(
-                    waited_seconds(shard_step(units, ring, among, prefetch=each, reshards=reshards)) for each in ahead
-                ),
-            ),
-        ),
-    )
+    ahead = {
+        as_is(each): waited_seconds(shard_step(units, ring, among, prefetch=each, reshards=reshards))
+        for each in (1, 2, 4, 8)
+    }
+    waits = plain_bars("Time that the device waits, by units gathered ahead", "seconds", "waits", ahead)
     length = max(each.end for each in works)
     sentence = say("The device waits {waits:.1%} of the time.", waits=waited_seconds(works) / length if length else 0.0)
     return Mode(sentences=(sentence,), figures=(timeline, memory, waits))

@@ -5,11 +5,10 @@ from dataclasses import replace
 from trimaran.core import Mesh, Plan, UserError, show_bytes
 from trimaran.planner import GOALS, PlanAnswer, Question
 from trimaran.planner.search.goals import search
-from trimaran.ui.viz.figures import Mode, ModeName, Point, Scatter, Table
+from trimaran.ui.language import as_is, say
+from trimaran.ui.viz.figures import Mode, ModeName, Point, Scatter, Table, as_modes, show_duration
 from trimaran.ui.viz.planner_texts import planner_text
-from trimaran.ui.viz.show_values import show_duration
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject
-from trimaran.ui.viz.texts import as_is, say
 
 NAME = "ParallelismStrategyComparison"
 TITLE = "Which plan, and why not the others?"
@@ -35,7 +34,9 @@ COLORS = {CHOSEN: 0, "fits": 8, "does not fit": 5, "this run, predicted": 3, "th
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     """Return the modes: the best plan of each mesh, and the plans that lost with the reason."""
     goal = controls.choice("goal", "what counts", subject.question.goal, GOALS)
-    locked = {axis: controls.choice(axis, LABELS[axis], FREE, _degrees(subject)) for axis in LOCKED}
+    world = subject.cluster.world_size
+    possible = (FREE, *(str(each) for each in range(1, min(world, 1024) + 1) if world % each == 0))
+    locked = {axis: controls.choice(axis, LABELS[axis], FREE, possible) for axis in LOCKED}
     count = controls.whole("plans", "plans to show", 8, least=1, most=32)
     question = replace(subject.question, max_plans=count, goal=next(each for each in GOALS if each == goal))
     degrees = {axis: int(degree) for axis, degree in locked.items() if degree != FREE}
@@ -43,15 +44,11 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     if asked not in subject.kept:
         subject.kept[asked] = _search(question, degrees)
     answer = subject.kept[asked]
-    modes: dict[ModeName, Mode] = {"explain": _explain(), "simulate": _simulate(answer)}
-    if subject.run is not None:
-        modes["live"] = _live(subject, subject.run, answer)
-    return modes
-
-
-def _degrees(subject: Subject) -> tuple[str, ...]:
-    world = subject.cluster.world_size
-    return (FREE, *(str(each) for each in range(1, min(world, 1024) + 1) if world % each == 0))
+    ways = tuple((as_is(name), *rest) for name, *rest in WAYS)
+    table = Table(title="What each way splits", columns=("", "splits", "saves", "costs"), rows=ways)
+    explained = Mode(sentences=("Degrees multiply: their product is the number of ranks.",), figures=(table,))
+    live = _live(subject, subject.run, answer) if subject.run is not None else None
+    return as_modes(explained, _simulate(answer), live)
 
 
 def _search(question: Question, degrees: dict[str, int]) -> PlanAnswer | UserError:
@@ -68,22 +65,21 @@ def _search(question: Question, degrees: dict[str, int]) -> PlanAnswer | UserErr
         return error
 
 
-def _explain() -> Mode:
-    rows = tuple((as_is(name), *rest) for name, *rest in WAYS)
-    table = Table(title="What each way splits", columns=("", "splits", "saves", "costs"), rows=rows)
-    return Mode(sentences=("Degrees multiply: their product is the number of ranks.",), figures=(table,))
-
-
 def _simulate(answer: PlanAnswer | UserError) -> Mode:
     if isinstance(answer, UserError):
         return Mode(sentences=(say("No plan has these degrees: {why}.", why=answer.what),))
     rows = _plans(answer)
-    scatter = _scatter(answer, tuple(_point(plan, why) for plan, why in rows))
+    points = tuple(_point(plan, why) for plan, why in rows)
+    scatter = _scatter(answer, points)
     table = Table(
         title="Plans",
         columns=("plan", "step", "memory", "tokens/s", "why not"),
-        rows=tuple(_row(plan, why) for plan, why in rows),
-    )
+        rows=tuple(
+            (as_is(plan), as_is(show_duration(point.y)), as_is(show_bytes(point.x)),
+             as_is(f"{plan.prediction.tokens_per_second:,.0f}" if plan.prediction else ""), why)
+            for (plan, why), point in zip(rows, points, strict=True)
+        ),
+    )  # fmt: skip
     considered = say("{count:,} plans were priced.", count=answer.num_considered)
     sentences = (considered, *(say("Would help: {hint}.", hint=planner_text(hint)) for hint in answer.hints))
     return Mode(sentences=sentences, figures=(scatter, table))
@@ -144,10 +140,3 @@ def _point(plan: Plan, why: str) -> Point:
     return Point(
         name=as_is(plan), x=float(prediction.device_bytes), y=float(prediction.step_seconds), kind=kind, note=why
     )
-
-
-def _row(plan: Plan, why: str) -> tuple[str, ...]:
-    prediction = plan.prediction
-    assert prediction is not None
-    return (as_is(plan), as_is(show_duration(prediction.step_seconds)), as_is(show_bytes(prediction.device_bytes)),
-            as_is(f"{prediction.tokens_per_second:,.0f}"), why)  # fmt: skip

@@ -9,8 +9,8 @@ from trimaran.cost import Job, predict
 from trimaran.machine import Cluster
 from trimaran.machine.comm_result import CommResult
 from trimaran.planner import Question
+from trimaran.ui.language import say
 from trimaran.ui.viz.figures import Control
-from trimaran.ui.viz.texts import say
 
 
 class RankSpread(NamedTuple):

@@ -1,15 +1,16 @@
 """How tensor parallelism splits each linear layer, what is sent between the ranks, and what does not divide."""
 
+from dataclasses import replace
+
 from trimaran.core import show_bytes
 from trimaran.cost.collective import all_gather_seconds, all_reduce_seconds, ring_of
 from trimaran.cost.job import ELEMENT_BYTES
 from trimaran.models import OutlineLayer
 from trimaran.models.outline import linears_of
-from trimaran.ui.viz.comm_waits import predicted_waits, waits_table
-from trimaran.ui.viz.figures import Bars, Formula, Mode, ModeName, Table, ValueSeries
-from trimaran.ui.viz.show_values import show_duration
+from trimaran.ui.language import as_is, say
+from trimaran.ui.viz.figures import Formula, Mode, ModeName, Table, as_modes, plain_bars, show_duration
+from trimaran.ui.viz.measured_figures import predicted_waits, waits_table
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject
-from trimaran.ui.viz.texts import as_is, say
 
 NAME = "TensorParallelismVisualizer"
 TITLE = "How each matrix is split"
@@ -17,6 +18,14 @@ QUESTION = "Which part of each linear layer does a rank hold, and where must the
 SPLITS = {"outputs": "columns", "inputs": "rows", "nothing": "whole"}
 AFTER = {"outputs": "nothing: its output stays split", "inputs": "a reduction over the ranks", "nothing": "nothing"}
 DEGREES = (1, 2, 4, 8, 16)
+SPLIT_SEQUENCE = (
+    "Attention and feed-forward each gather the sequence before their first matmuls, split by columns, and reduce and "
+    "scatter it after the last one, split by rows. Backward does the same."
+)
+WHOLE_SEQUENCE = (
+    "Attention and feed-forward each all-reduce their output after the last matmul, split by rows. Between blocks "
+    "every rank holds all activations. Backward does the same before the first matmul."
+)
 
 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
@@ -25,13 +34,8 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     tp = controls.whole("tp", "ranks that split each matrix", plan.mesh.tp if plan.mesh.tp > 1 else 2, least=1, most=64,
                         log=True)  # fmt: skip
     splits = controls.choice("sequence", "activations between blocks are split, too", "yes", ("yes", "no")) == "yes"
-    modes: dict[ModeName, Mode] = {
-        "explain": _explain(subject, tp, splits=splits),
-        "simulate": _simulate(subject, splits=splits),
-    }
-    if subject.run is not None:
-        modes["live"] = _live(subject, subject.run)
-    return modes
+    live = _live(subject, subject.run) if subject.run is not None else None
+    return as_modes(_explain(subject, tp, splits=splits), _simulate(subject, splits=splits), live)
 
 
 def layers_of(subject: Subject) -> list[tuple[str, OutlineLayer]]:
@@ -57,7 +61,7 @@ def divides(layer: OutlineLayer, tp: int) -> str:
 
 def _explain(subject: Subject, tp: int, *, splits: bool) -> Mode:
     rows: list[tuple[str, ...]] = []
-    sentences: list[str] = [_where(splits=splits)]
+    sentences: list[str] = [SPLIT_SEQUENCE if splits else WHOLE_SEQUENCE]
     for tower, layer in layers_of(subject):
         if why := divides(layer, tp):
             sentences.append(say("{tower}: {why}.", tower=tower, why=why))
@@ -76,14 +80,6 @@ def _explain(subject: Subject, tp: int, *, splits: bool) -> Mode:
     columns = ("tower", "linear", "whole", "split by", "on a rank", "then")
     table = Table(title="Linear layers of a block", columns=columns, rows=tuple(rows))
     return Mode(sentences=tuple(sentences), formulas=_formulas(subject, tp, splits=splits), figures=(table,))
-
-
-def _where(*, splits: bool) -> str:
-    if splits:
-        return ("Attention and feed-forward each gather the sequence before their first matmuls, split by columns, and "
-                "reduce and scatter it after the last one, split by rows. Backward does the same.")  # fmt: skip
-    return ("Attention and feed-forward each all-reduce their output after the last matmul, split by rows. Between "
-            "blocks every rank holds all activations. Backward does the same before the first matmul.")  # fmt: skip
 
 
 def _formulas(subject: Subject, tp: int, *, splits: bool) -> tuple[Formula, ...]:
@@ -108,34 +104,26 @@ def _simulate(subject: Subject, *, splits: bool) -> Mode:
     degrees = [each for each in DEGREES if 1 < each <= subject.cluster.world_size]
     if not degrees:
         return Mode(sentences=("The cluster has a single device: nothing can be split.",))
-    rings = [ring_of(levels, each, 1) for each in degrees]
+    layers, rings = layers_of(subject), [ring_of(levels, each, 1) for each in degrees]
     times, seconds_of = (4, all_gather_seconds) if splits else (2, all_reduce_seconds)
     seconds = [times * float(seconds_of(num_bytes, ring)) for ring in rings]
-    bars = Bars(
-        title="Communication of a block's forward, if nothing hides it",
-        unit="seconds",
-        categories=tuple(as_is(f"tp {each}") for each in degrees),
-        series=(ValueSeries(name="gather and reduce", values=tuple(seconds)),),
-    )
-    activations = Bars(
-        title="A full activation, and what a rank holds of it between blocks",
-        unit="bytes",
-        categories=tuple(as_is(f"tp {each}") for each in degrees),
-        series=(ValueSeries(name="on a rank", values=tuple(num_bytes / (each if splits else 1) for each in degrees)),),
-        limits={"whole": float(num_bytes)},
-    )
+    names = [as_is(f"tp {each}") for each in degrees]
+    bars = plain_bars("Communication of a block's forward, if nothing hides it", "seconds", "gather and reduce",
+                      dict(zip(names, seconds, strict=True)))  # fmt: skip
+    held = [num_bytes / (each if splits else 1) for each in degrees]
+    activations = plain_bars("A full activation, and what a rank holds of it between blocks", "bytes", "on a rank",
+                             dict(zip(names, held, strict=True)))  # fmt: skip
+    activations = replace(activations, limits={"whole": float(num_bytes)})
+    verdicts = [next((why for _, layer in layers if (why := divides(layer, each))), "yes") for each in degrees]
     links = Table(
         title="The link that each degree uses",
         columns=("ranks", "link", "can split every block"),
-        rows=tuple((as_is(each), as_is(ring.link), _verdict(subject, each))
-                   for each, ring in zip(degrees, rings, strict=True)),
-    )  # fmt: skip
+        rows=tuple(
+            (as_is(each), as_is(ring.link), why) for each, ring, why in zip(degrees, rings, verdicts, strict=True)
+        ),
+    )
     sentence = say("A full activation is {size}.", size=show_bytes(num_bytes))
     return Mode(sentences=(sentence,), figures=(bars, activations, links))
-
-
-def _verdict(subject: Subject, tp: int) -> str:
-    return next((why for _, layer in layers_of(subject) if (why := divides(layer, tp))), "yes")
 
 
 def _live(subject: Subject, run: RunMedians) -> Mode:

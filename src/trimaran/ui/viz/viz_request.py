@@ -1,8 +1,10 @@
-"""Reads what `trimaran viz` is asked about: a plan, a run, or the built-in example."""
+"""Reads what `trimaran viz` is asked about: a plan, a run, or the built-in example; and the files of a launch."""
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,15 +12,17 @@ from typing import Any
 from trimaran.app.plan.simulate_request import PLAN_FILE, read_simulate_request
 from trimaran.app.recipe.options import find_run
 from trimaran.app.recipe.plan_request import read_plan_request
+from trimaran.app.recipe.request import Request
+from trimaran.app.train.launch_request import launch_request, preview_options, resolve_launch
 from trimaran.core import UserError
+from trimaran.launch.targets.target import TARGET_CLASSES, open_target
 from trimaran.machine.comm_result import read_comm_result
 from trimaran.runs import RunDirectory
 from trimaran.runs.journal import parse_lines
 from trimaran.runs.line_files import last_lines
 from trimaran.runs.record_types import is_number
-from trimaran.ui.viz.launch_artefact import launches_of
 from trimaran.ui.viz.run_life_facts import life_of
-from trimaran.ui.viz.subject import Launches, MeasuredSteps, RankSpread, RunMedians, Subject
+from trimaran.ui.viz.subject import Launches, LaunchText, MeasuredSteps, RankSpread, RunMedians, Subject
 
 EXAMPLE = {"what": "llama-3.1-8b", "cluster": "2x8xH100"}
 MEASURED_STEPS = 100  # whose medians are shown
@@ -40,8 +44,14 @@ def read_subject(
     subject = (
         run_subject(directory, cluster, settings) if directory is not None else plan_subject(plan, cluster, settings)
     )
+    settings_of_view = {}
+    for each in controls:
+        name, separator, value = each.partition("=")
+        if not separator:
+            raise UserError("V002", f"'{each[:60]}' is not CONTROL=VALUE", where="--with", fix="--with ranks=4")
+        settings_of_view[name.strip()] = value.strip()
     measured = read_comm_result(comm) if comm is not None else None
-    return replace(subject, settings=dict(map(_pair, controls)), comm=measured)
+    return replace(subject, settings=settings_of_view, comm=measured)
 
 
 def plan_subject(what: str | None, cluster: str | None, settings: Sequence[str]) -> Subject:
@@ -79,18 +89,17 @@ def refreshed(subject: Subject, run: RunDirectory) -> Subject:
     return replace(subject, run=measured_of(run), life=life_of(run))
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise UserError("V002", f"'{text[:60]}' is not CONTROL=VALUE", where="--with", fix="--with ranks=4")
-    return name.strip(), value.strip()
-
-
 def measured_of(run: RunDirectory) -> RunMedians | None:
     """Return what the run's last steps have measured; None before its first step."""
     lines = [each for each in parse_lines(last_lines(run.metrics, MEASURED_STEPS)) if each.get("step_seconds")]
     if not lines:
         return None
+    compared = [(line.get("ranks") or {}).get("busy_seconds") for line in lines]
+    # Not every step has the times of the stages of a pipeline.
+    stages = [
+        bubble for line in lines if isinstance(bubble := line.get("bubble"), dict) and bubble.get("stage_seconds")
+    ]
+    newest = stages[-1] if stages else {}
     return RunMedians(
         name=run.path.name,
         steps=int(lines[-1]["step"]),
@@ -100,14 +109,15 @@ def measured_of(run: RunDirectory) -> RunMedians | None:
         phases=_medians(lines, "phases"),
         comm_seconds=_medians(lines, "comm_seconds"),
         ranks=_spreads(lines),
-        slowest=Counter(at for line in lines if (at := _slowest(line)) is not None),
+        slowest=Counter(int(busy["at"]) for busy in compared if isinstance(busy, dict) and is_number(busy.get("at"))),
         last=MeasuredSteps(
             numbers=tuple(int(each["step"]) for each in lines),
             seconds=tuple(float(each["step_seconds"]) for each in lines),
             peak_bytes=tuple(map(_peak, lines)),
             comm=tuple(float((each.get("phases") or {}).get("comm") or 0.0) for each in lines),
         ),
-        **_stages(lines),
+        stage_seconds=tuple(newest.get("stage_seconds", ())),
+        stage_layers=tuple(newest.get("stage_layers", ())),
     )
 
 
@@ -121,18 +131,6 @@ def _spreads(lines: Sequence[Mapping[str, Any]]) -> dict[str, RankSpread]:
     return spreads
 
 
-def _slowest(line: Mapping[str, Any]) -> int | None:
-    """Return the rank that computed the longest in the step that the line compares; None if it compares none."""
-    busy = (line.get("ranks") or {}).get("busy_seconds")
-    return int(busy["at"]) if isinstance(busy, dict) and is_number(busy.get("at")) else None
-
-
-def _stages(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the newest times of the stages of a pipeline, which not every step has."""
-    found = [bubble for line in lines if isinstance(bubble := line.get("bubble"), dict) and bubble.get("stage_seconds")]
-    return {name: tuple(found[-1][name]) for name in ("stage_seconds", "stage_layers")} if found else {}
-
-
 def _peak(line: Mapping[str, Any]) -> float:
     ranks = line.get("ranks") or {}
     return float(max(line.get("peak_bytes") or 0, (ranks.get("peak_bytes") or {}).get("max") or 0))
@@ -143,3 +141,27 @@ def _medians(lines: Sequence[Mapping[str, Any]], field: str) -> dict[str, float]
     found = {name: [value for line in lines if (value := (line.get(field) or {}).get(name)) is not None]
              for name in names}  # fmt: skip
     return {name: median(values) for name, values in found.items() if values}
+
+
+def launches_of(file: str | None, settings: Sequence[str]) -> Launches:
+    """Return the launch of a recipe on each target; a call plans it, and the plan is kept for the other targets."""
+
+    @cache
+    def planned() -> Request:
+        return resolve_launch(file, settings)
+
+    @cache
+    def launch(target: str) -> LaunchText:
+        found = open_target(target)
+        options = preview_options(found)
+        files = found.render(launch_request(found, planned(), options))
+        words = [*([file] if file else []), *(word for each in settings for word in ("--set", each))]
+        words += [word for each in options.site for word in ("--site", each)]
+        return LaunchText(
+            command=shlex.join(["trimaran", "launch", *words, "--on", target]),
+            files=dict(files.files),
+            main=files.main,
+            submit=tuple(shlex.join(each) for each in files.submit),
+        )
+
+    return {target: (lambda target=target: launch(target)) for target in TARGET_CLASSES}

@@ -20,8 +20,8 @@ from trimaran.ui.viz.figures import (
     Scatter,
     Table,
     Timeline,
+    show_value,
 )
-from trimaran.ui.viz.show_values import show_value
 
 COLORS = (BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
 BAR_CELLS, CURVE_CELLS, CURVE_LINES = 40, 60, 8
@@ -87,7 +87,9 @@ def _figure(figure: Figure) -> Iterator[RichTable | Text | str]:
         case Timeline():
             yield _timeline(figure)
         case NodeGraph():
-            yield _graph(figure)
+            names = [node.name for node in figure.nodes]
+            arrows = [f"{names[each.source]} -> {names[each.target]} {each.text}".rstrip() for each in figure.arrows]
+            yield Text("\n".join(arrows) or "-")
         case FileText():
             yield Text(figure.content)
 
@@ -98,21 +100,10 @@ def _lines(figure: Lines) -> Iterator[Text | str]:
         ends = f"{show_value(min(values), figure.unit)} to {show_value(max(values), figure.unit)}"
         yield Text(f"{series.name}: {ends}")
         yield "\n".join(curve(values, width=CURVE_CELLS, height=CURVE_LINES))
-    yield _x_text(figure)
+    ends = f"{show_value(figure.x[0], figure.x_unit)} to {show_value(figure.x[-1], figure.x_unit)}"
+    yield Text(f"{figure.x_name}: {ends}", style="dim")
     for name, limit in figure.limits.items():
         yield Text(f"{name}: {show_value(limit, figure.unit)}", style="dim")
-
-
-def _graph(figure: NodeGraph) -> Text:
-    names = [node.name for node in figure.nodes]
-    lines = [f"{names[each.source]} -> {names[each.target]} {each.text}".rstrip() for each in figure.arrows]
-    return Text("\n".join(lines) or "-")
-
-
-def _x_text(figure: Lines) -> Text:
-    """Return what the lines are drawn over."""
-    ends = f"{show_value(figure.x[0], figure.x_unit)} to {show_value(figure.x[-1], figure.x_unit)}"
-    return Text(f"{figure.x_name}: {ends}", style="dim")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> RichTable:

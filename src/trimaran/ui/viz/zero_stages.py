@@ -6,11 +6,20 @@ from typing import NamedTuple
 
 from trimaran.core import Plan, show_bytes, show_count
 from trimaran.planner.memory_ladder import SHARDING_ORDER
-from trimaran.ui.viz.comm_waits import error_text
-from trimaran.ui.viz.figures import Bars, Formula, Lines, Mode, ModeName, Table, ValueSeries, stacked_bars
-from trimaran.ui.viz.show_values import show_duration
+from trimaran.ui.language import as_is, say
+from trimaran.ui.viz.figures import (
+    Bars,
+    Formula,
+    Lines,
+    Mode,
+    ModeName,
+    Table,
+    ValueSeries,
+    as_modes,
+    stacked_bars,
+)
+from trimaran.ui.viz.measured_figures import run_table
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject
-from trimaran.ui.viz.texts import as_is, say
 
 NAME = "DeepSpeedZeROStages"
 TITLE = "ZeRO stages 0 to 3"
@@ -69,13 +78,8 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     optimizer = controls.choice("optimizer", "optimizer", "adam", tuple(OPTIMIZERS))
     moments = OPTIMIZERS[optimizer]
     each = StateBytes(2, 2, 4 + moments) if precision == "mixed" else StateBytes(4, 4, moments)
-    modes: dict[ModeName, Mode] = {
-        "explain": _explain(parameters, ranks, each, subject),
-        "simulate": _simulate(subject),
-    }
-    if subject.run is not None:
-        modes["live"] = _live(subject, subject.run)
-    return modes
+    live = _live(subject, subject.run) if subject.run is not None else None
+    return as_modes(_explain(parameters, ranks, each, subject), _simulate(subject), live)
 
 
 def _explain(parameters: float, ranks: int, each: StateBytes, subject: Subject) -> Mode:
@@ -118,8 +122,10 @@ def _explain(parameters: float, ranks: int, each: StateBytes, subject: Subject) 
         log_y=True,
         limits={as_is(device): limit},
     )
+    fits = [least_ranks(stage, parameters, limit, each) for stage in range(4)]
     rows = tuple((STAGES[stage], as_is(show_bytes(sent_bytes(stage, parameters, ranks, each))),
-                  _from_ranks(stage, parameters, limit, each)) for stage in range(4))  # fmt: skip
+                  say("never") if least is None else say("{ranks:,} ranks", ranks=least))
+                 for stage, least in enumerate(fits))  # fmt: skip
     table = Table(title="What it costs, and from how many ranks on it fits",
                   columns=("", "sent by each rank in a step", "fits a device from"), rows=rows)  # fmt: skip
     sentences = (
@@ -127,11 +133,6 @@ def _explain(parameters: float, ranks: int, each: StateBytes, subject: Subject) 
         "Stage 3 gathers the weights once more, for backward: half as much again.",
     )
     return Mode(sentences=sentences, formulas=tuple(formulas), figures=(bars, lines, table))
-
-
-def _from_ranks(stage: int, parameters: float, limit: float, each: StateBytes) -> str:
-    least = least_ranks(stage, parameters, limit, each)
-    return say("never") if least is None else say("{ranks:,} ranks", ranks=least)
 
 
 def _stage_plans(subject: Subject) -> Sequence[tuple[str, Plan]]:
@@ -155,7 +156,7 @@ def _simulate(subject: Subject) -> Mode:
         return Mode(sentences=("The plan has a single data rank: there is nothing to shard.",))
     predictions = {name: subject.predict(plan) for name, plan in plans}
     memory = {name: each.memory for name, each in predictions.items()}
-    limits: dict[str, float] = {as_is(subject.cluster.device.name): float(subject.cluster.device.memory_bytes)}
+    limits = {as_is(subject.cluster.device.name): float(subject.cluster.device.memory_bytes)}
     bars = stacked_bars("Peak memory of a rank in our trainer", "bytes", memory, limits)
     seconds = stacked_bars("Time of a step", "seconds", {name: each.time for name, each in predictions.items()})
     now = SHARDING_ORDER.index(subject.plan.sharding)
@@ -166,16 +167,8 @@ def _simulate(subject: Subject) -> Mode:
 
 
 def _live(subject: Subject, run: RunMedians) -> Mode:
-    prediction = subject.prediction
     now = SHARDING_ORDER.index(subject.plan.sharding)
-    pairs = (
-        ("peak of a rank", float(prediction.peak_bytes), run.peak_bytes, show_bytes),
-        ("time of a step", float(prediction.step_seconds), run.step_seconds, show_duration),
-    )
-    rows = tuple((say(name), as_is(show(predicted)), as_is(show(measured)), error_text(predicted, measured))
-                 for name, predicted, measured, show in pairs)  # fmt: skip
     said = say("The run uses {stage} (`sharding: {sharding}`). Only the stage of a run can be measured: start another "
                "one with `--set plan.sharding=...` to compare.", stage=say(STAGES[now]),
                sharding=subject.plan.sharding)  # fmt: skip
-    table = Table(title="This run", columns=("", "predicted", "measured", "error"), rows=rows)
-    return Mode(sentences=(said,), figures=(table,))
+    return Mode(sentences=(said,), figures=(run_table(subject, run, "peak of a rank", "time of a step"),))

@@ -1,21 +1,191 @@
 """A page to talk to a served model, with what it costs: tokens a second, cache use, queue."""
 
 import asyncio
+import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 from nicegui import Client, background_tasks, ui
 from nicegui.elements.mixins.text_element import TextElement
 from nicegui.events import GenericEventArguments
 
 from trimaran.core import UserError, show_count
+from trimaran.ui.language import Language, current_language, say, speaking
 from trimaran.ui.report.markup import Html, tag
 from trimaran.ui.web.controls import button, choice, slider, text_field
-from trimaran.ui.web.frame import Markup, empty_state, error_state, page_frame
-from trimaran.ui.web.language import Language, current_language, say, speaking
-from trimaran.ui.web.model_server import Answer, ChatSettings, ModelServer
-from trimaran.ui.web.web_state import WebState
+from trimaran.ui.web.frame import Markup, WebState, empty_state, error_state, page_frame
+
+CONNECT_SECONDS, READ_SECONDS = 5.0, 120.0
+MAX_LINE_BYTES = 1 << 20
+PREFIX = "trimaran_serve_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSettings:
+    """How an answer is asked for. Temperature 0 always takes the likeliest token."""
+
+    model: str = ""
+    system: str = ""
+    temperature: float = 0.7
+    max_tokens: int = 256
+
+    def body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        system = [{"role": "system", "content": self.system}] if self.system.strip() else []
+        return {
+            "messages": [*system, *messages],
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        } | ({"model": self.model} if self.model else {})
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer as it arrives: its text, and what it cost. Times are seconds since it was asked for."""
+
+    asked_at: float = field(default_factory=time.monotonic)
+    text: str = ""
+    first_seconds: float | None = None
+    last_seconds: float = 0.0
+    num_parts: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    finish: str = ""
+
+    def add(self, text: str) -> None:
+        now = time.monotonic() - self.asked_at
+        if text and self.first_seconds is None:
+            self.first_seconds = now
+        self.text += text
+        self.num_parts += bool(text)
+        self.last_seconds = now
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens a second after the first; parts of the stream are counted until the server has said how many."""
+        count = self.completion_tokens or self.num_parts
+        if self.first_seconds is None or count < 2 or self.last_seconds <= self.first_seconds:
+            return None
+        return (count - 1) / (self.last_seconds - self.first_seconds)
+
+
+class ModelServer:
+    """One server of a model. Raises UserError W008 for everything that goes wrong with it."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.address = checked_address(address)
+        headers = {"Authorization": f"Bearer {token.strip()}"} if token.strip() else {}
+        timeout = httpx.Timeout(READ_SECONDS, connect=CONNECT_SECONDS)
+        # Proxies of the environment would see the token; a redirect could lead it to another host.
+        self._client = httpx.AsyncClient(
+            base_url=self.address, headers=headers, timeout=timeout, trust_env=False, follow_redirects=False
+        )
+
+    async def models(self) -> list[str]:
+        """Return the names of the models that are served."""
+        answer = await self._get("/v1/models")
+        try:
+            return [str(each["id"]) for each in json.loads(answer)["data"]]
+        except (ValueError, KeyError, TypeError):
+            raise self._failed("this is not a server with OpenAI's API") from None
+
+    async def load(self) -> dict[str, float]:
+        """Return the server's own metrics by name, without their prefix; empty if it has none of ours."""
+        return parse_metrics(await self._get("/metrics"))
+
+    async def stream(self, answer: Answer, messages: Sequence[Mapping[str, str]], settings: ChatSettings
+                     ) -> AsyncIterator[None]:  # fmt: skip
+        """Ask for an answer, and yield whenever more of it has arrived."""
+        try:
+            async with self._client.stream("POST", "/v1/chat/completions", json=settings.body(messages)) as response:
+                if response.status_code != httpx.codes.OK:
+                    raise self._failed(_error_text(await response.aread(), response.status_code))
+                async for line in response.aiter_lines():
+                    if line.startswith("data:") and take_part(answer, line[5:].strip()):
+                        yield
+        except httpx.HTTPError as error:
+            raise self._failed(_reason(error)) from None
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _get(self, path: str) -> str:
+        try:
+            response = await self._client.get(path)
+        except httpx.HTTPError as error:
+            raise self._failed(_reason(error)) from None
+        if response.status_code != httpx.codes.OK:
+            raise self._failed(_error_text(response.content, response.status_code))
+        return response.text
+
+    def _failed(self, what: str) -> UserError:
+        return UserError("W008", f"the model server cannot be used: {what}", where=self.address,
+                         fix="start one with `trimaran serve MODEL`, and enter the address and the token that it prints"
+                         )  # fmt: skip
+
+
+def checked_address(address: str) -> str:
+    """Return an address without its path; raise UserError if it is none."""
+    parts = urlsplit(address.strip() if "://" in address else f"http://{address.strip()}")
+    try:
+        is_address = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise UserError("W008", "this is not the address of a server", where=address[:100] or "the address",
+                        fix="enter an address such as http://127.0.0.1:8000")  # fmt: skip
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Return the values of a page of Prometheus that have our prefix and no labels."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        if name.startswith(PREFIX) and "{" not in name:
+            try:
+                found[name.removeprefix(PREFIX)] = float(value)
+            except ValueError:
+                continue
+    return found
+
+
+def take_part(answer: Answer, data: str) -> bool:
+    """Add one message of the stream to the answer. Return whether anything has changed."""
+    if data == "[DONE]" or len(data) > MAX_LINE_BYTES:
+        return False
+    try:
+        tree = json.loads(data)
+        if "error" in tree:
+            raise UserError("W008", f"the model server failed: {tree['error'].get('message')}", where="the answer",
+                            fix="ask again; the log of the server says more")  # fmt: skip
+        if usage := tree.get("usage"):
+            answer.prompt_tokens, answer.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        for choice in tree.get("choices") or ():
+            answer.add(choice["delta"].get("content") or "")
+            answer.finish = choice.get("finish_reason") or answer.finish
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return True
+
+
+def _error_text(body: bytes, status: int) -> str:
+    """Return what an error of OpenAI's form says."""
+    try:
+        return str(json.loads(body)["error"]["message"])[:500]
+    except (ValueError, KeyError, TypeError):
+        return f"it answers with status {status}"
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    return str(error) or type(error).__name__
+
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8000"
 TEMPERATURES = ("0", "0.2", "0.5", "0.7", "0.9", "1", "1.2", "1.5")
@@ -42,13 +212,13 @@ class ChatPage:
     def build(self) -> None:
         with ui.element("div").classes("workshop chat"):
             with ui.element("div").classes("panel"):
-                _entered(say("Address of the server"), self._set_address, value=self.address)
-                _entered(say("Token"), self._set_token, is_secret=True)
+                _entered(say("Address of the server"), partial(setattr, self, "address"), value=self.address)
+                _entered(say("Token"), partial(setattr, self, "token"), is_secret=True)
                 button(say("Connect"), self._connect, is_main=True)
                 self._models = ui.element("div")
-                _entered(say("System prompt"), self._set_system)
-                slider(say("Temperature"), TEMPERATURES, self._set_temperature, value="0.7")
-                slider(say("Tokens of an answer"), LENGTHS, self._set_length, value="256")
+                _entered(say("System prompt"), lambda text: self._set(system=text[:MAX_MESSAGE]))
+                slider(say("Temperature"), TEMPERATURES, lambda text: self._set(temperature=float(text)), value="0.7")
+                slider(say("Tokens of an answer"), LENGTHS, lambda text: self._set(max_tokens=int(text)), value="256")
             with ui.element("div").classes("answer"):
                 self._costs = Markup(costs_markup(None, {})).props("aria-live=off")
                 self._error = Markup()
@@ -65,38 +235,24 @@ class ChatPage:
 
     def _build_field(self) -> None:
         """Add an empty field for a message: a browser keeps what was entered in the one before."""
+
+        async def enter(event: GenericEventArguments) -> None:
+            self._type(event)
+            await self._ask()
+
         self._field.clear()
         with self._field, speaking(self.language):
             label = say("Message")
             field = TextElement(tag="textarea", text="")
             field.props["aria-label"], field.props["placeholder"], field.props["rows"] = label, label, 3
             field.on("change", self._type, ["value"])
-            field.on("keydown.enter.exact.prevent", self._enter, ["value"])
+            field.on("keydown.enter.exact.prevent", enter, ["value"])
 
     def _type(self, event: GenericEventArguments) -> None:
         self.draft = str(event.args.get("value", ""))[:MAX_MESSAGE]
 
-    async def _enter(self, event: GenericEventArguments) -> None:
-        self._type(event)
-        await self._ask()
-
-    def _set_address(self, text: str) -> None:
-        self.address = text
-
-    def _set_token(self, text: str) -> None:
-        self.token = text
-
-    def _set_system(self, text: str) -> None:
-        self.settings = replace(self.settings, system=text[:MAX_MESSAGE])
-
-    def _set_temperature(self, text: str) -> None:
-        self.settings = replace(self.settings, temperature=float(text))
-
-    def _set_length(self, text: str) -> None:
-        self.settings = replace(self.settings, max_tokens=int(text))
-
-    def _set_model(self, text: str) -> None:
-        self.settings = replace(self.settings, model=text)
+    def _set(self, **settings: Any) -> None:
+        self.settings = replace(self.settings, **settings)
 
     async def _connect(self) -> None:
         """Use the server that was entered, and list its models."""
@@ -112,7 +268,8 @@ class ChatPage:
         self.settings = replace(self.settings, model=names[0] if names else "")
         self._models.clear()
         with self._models, speaking(self.language):
-            choice(say("Model"), {name: name for name in names}, self._set_model, value=self.settings.model)
+            choice(say("Model"), {name: name for name in names}, lambda text: self._set(model=text),
+                   value=self.settings.model)  # fmt: skip
         self._draw()
         await self._refresh_load()
 
@@ -230,25 +387,19 @@ def costs_markup(answer: Answer | None, load: Mapping[str, float]) -> Html:
     first = answer.first_seconds if answer else None
     tokens = answer.completion_tokens if answer else None
     prompt = answer.prompt_tokens if answer else None
-    pages, used = load.get("pages"), load.get("used_pages")
+    pages, used, generated = (load.get(name) for name in ("pages", "used_pages", "generated_tokens_total"))
+    requests = [load[name] for name in ("running_requests", "waiting_requests") if name in load]
+    queue = " + ".join(f"{each:.0f}" for each in requests)
     shown = {
         "first-token": (say("time to first token"), "" if first is None else f"{first * 1000:,.0f} ms"),
         "rate": (say("tokens per second"), "" if rate is None else f"{rate:,.1f}"),
         "tokens": (say("tokens: question + answer"), "" if tokens is None else f"{prompt:,} + {tokens:,}"),
-        "queue": (say("requests: running + waiting"), _pair(load, "running_requests", "waiting_requests")),
+        "queue": (say("requests: running + waiting"), queue if len(requests) == 2 else ""),
         "cache": (say("cache in use"), "" if not pages or used is None else f"{used / pages:.0%}"),
-        "generated": (say("tokens of all users"), _count(load.get("generated_tokens_total"))),
+        "generated": (say("tokens of all users"), "" if generated is None else show_count(generated)),
     }
     tiles = [
         tag("div", {"class": "tile", "data-cost": name}, tag("span", None, label), tag("b", None, value or "\u2013"))
         for name, (label, value) in shown.items()
     ]
     return tag("div", {"class": "tiles"}, *tiles)
-
-
-def _pair(load: Mapping[str, float], one: str, other: str) -> str:
-    return f"{load[one]:.0f} + {load[other]:.0f}" if one in load and other in load else ""
-
-
-def _count(value: float | None) -> str:
-    return "" if value is None else show_count(value)

@@ -1,23 +1,17 @@
 """Runs beside each other: curves by step, by tokens, by time; results; what differs in recipe and plan."""
 
-import asyncio
-
 from fastapi import Request
 from nicegui import run, ui
 
 from trimaran.core import UserError
-from trimaran.ui.report.compare_facts import MAX_RUNS, MIN_RUNS, compare_feeds, refuse_count
-from trimaran.ui.report.compare_sections import AXES, comparison_parts
+from trimaran.ui.language import Language, current_language, say, speaking
 from trimaran.ui.report.markup import Html, tag
-from trimaran.ui.report.words import speaking
-from trimaran.ui.web.controls import button, text_field
-from trimaran.ui.web.frame import Markup, empty_state, error_state, loading_state, page_frame
-from trimaran.ui.web.language import Language, current_language, say, say_in
-from trimaran.ui.web.run_feeds import RunFeeds
-from trimaran.ui.web.web_state import WebState
+from trimaran.ui.report.run_comparison import AXES, MAX_RUNS, MIN_RUNS, compare_feeds, comparison_parts, refuse_count
+from trimaran.ui.web.controls import Chips, text_field
+from trimaran.ui.web.frame import Markup, WebState, draw_soon, empty_state, error_state, loading_state, page_frame
+from trimaran.ui.web.run_page import RunFeeds
 
 REFRESH_SECONDS, ENDED_SECONDS = 3.0, 15.0
-FIRST_DRAW_SECONDS = 0.4  # a page waits this long for its content before it is sent without
 NUM_LISTED = 40
 
 
@@ -33,7 +27,7 @@ class ComparedRuns:
         feeds = [self._feeds.get(slug) for slug in self._slugs]
         facts = compare_feeds(feeds)
         self.is_live = any(feed.is_live for feed in feeds)
-        with speaking(lambda text: say_in(self._language, text)):
+        with speaking(self._language):
             return Html("".join(comparison_parts(facts, axis=self.axis)))
 
 
@@ -54,8 +48,6 @@ def add_page(state: WebState) -> None:
 
 
 async def _show_comparison(compared: ComparedRuns) -> None:
-    chips: dict[str, ui.element] = {}
-
     async def update() -> None:
         try:
             drawn = await run.io_bound(compared.draw)
@@ -69,41 +61,35 @@ async def _show_comparison(compared: ComparedRuns) -> None:
 
     async def choose(axis: str) -> None:
         compared.axis = axis
-        for name, chip in chips.items():
-            chip.props["aria-pressed"] = str(name == axis).lower()
+        chips.press(axis)
         await update()
 
     with ui.element("div").classes("chips"):
-        for name, title in AXES.items():
-            chips[name] = button(say(title), lambda name=name: choose(name))
-            chips[name].props["aria-pressed"] = str(name == compared.axis).lower()
+        chips = Chips({name: say(title) for name, title in AXES.items()}, choose, pressed=[compared.axis])
     content = Markup(loading_state(say("Reading the runs"))).classes("run-body")
     timer = ui.timer(REFRESH_SECONDS, update, immediate=False)
-    first = asyncio.ensure_future(update())
-    await asyncio.wait({first}, timeout=FIRST_DRAW_SECONDS)
+    await draw_soon(update)
 
 
 async def _show_choice(state: WebState, chosen: list[str]) -> None:
     """Show the newest runs as buttons, and a link to the comparison of those that are chosen."""
-    chips: dict[str, ui.element] = {}
 
     def toggle(slug: str) -> None:
         chosen.remove(slug) if slug in chosen else chosen.append(slug)
-        chips[slug].props["aria-pressed"] = str(slug in chosen).lower()
+        shown[0].press(*chosen)
         link.show(_link(chosen))
+
+    shown: list[Chips] = []
 
     async def refresh(search: str = "") -> None:
         found = await run.io_bound(state.runs.list, search=search, count=NUM_LISTED)
         if found is None:
             return
         rows.clear()
-        chips.clear()
         with rows:
             if not found.runs:
                 Markup(empty_state(say("No run matches."), "trimaran train"))
-            for each in found.runs:
-                chips[each.slug] = button(each.slug, lambda slug=each.slug: toggle(slug))
-                chips[each.slug].props["aria-pressed"] = str(each.slug in chosen).lower()
+            shown[:] = [Chips({each.slug: each.slug for each in found.runs}, toggle, pressed=chosen)]
 
     Markup(tag("p", {"class": "quiet"}, say("Choose {least} to {most} runs.", least=MIN_RUNS, most=MAX_RUNS)))
     with ui.element("div").classes("bar-of-controls"):

@@ -5,18 +5,21 @@ with a Vue template, would need `eval`, which the content policy refuses (see `s
 (`ui.button`, `ui.slider`) and `ui.element` do not; `controls.py` has what a page needs to ask for.
 """
 
+import asyncio
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
 from nicegui import Client, ui
 
-from trimaran.app.show.error_language import shown_errors
+from trimaran.app.show.error_language import Language, shown_errors
 from trimaran.core import UserError
+from trimaran.ui.language import LANGUAGES, current_language, say
 from trimaran.ui.report.markup import Html, tag
-from trimaran.ui.web.language import LANGUAGES, current_language, say
+from trimaran.ui.web.runs_root import RunsRoot
 
 ASSETS: Mapping[str, str] = {  # names of files, and the packages that have them
     "page.css": "trimaran.ui.report",
@@ -24,6 +27,7 @@ ASSETS: Mapping[str, str] = {  # names of files, and the packages that have them
     "web.css": "trimaran.ui.web",
     "web.js": "trimaran.ui.web",
 }
+FIRST_DRAW_SECONDS = 0.4
 ASSET_PATH = "/_trimaran/"
 # Addresses of the pages, their names and the key that opens each.
 PAGES = (
@@ -69,11 +73,6 @@ def page_frame(title: str, *, active: str) -> Iterator[None]:
         yield
 
 
-def show_empty(text: str, command: str | None = None) -> None:
-    """Show that there is nothing yet, and the command that changes that."""
-    Markup(empty_state(text, command))
-
-
 def show_error(error: UserError) -> None:
     """Show a mistake: what, where and the fix."""
     Markup(error_state(error))
@@ -93,6 +92,11 @@ def error_state(error: UserError) -> Html:
         for each in shown_errors(error, current_language())
     ]  # fmt: skip
     return Html("".join(cards))
+
+
+async def draw_soon(update: Callable[[], Awaitable[None]]) -> None:
+    """Start to draw a page's content, and wait a moment for it before the page is sent without."""
+    await asyncio.wait({asyncio.ensure_future(update())}, timeout=FIRST_DRAW_SECONDS)
 
 
 def loading_state(text: str) -> Html:
@@ -150,3 +154,12 @@ def _shortcuts() -> Html:
     close = tag("button", {"type": "button", "data-action": "close", "class": "plain"}, say("Close"))
     table = tag("table", None, tag("tbody", None, *rows))
     return tag("dialog", {"id": "shortcuts"}, tag("h3", None, say("Keyboard shortcuts")), table, close)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebState:
+    """The runs, whether pages may change or start something, and the language of those that have not chosen one."""
+
+    runs: RunsRoot
+    may_write: bool = False
+    language: Language | None = None

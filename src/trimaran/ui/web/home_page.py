@@ -7,12 +7,11 @@ from nicegui import run, ui
 
 from trimaran.app.runs.run_state import ACTIVE_STATUSES, Status
 from trimaran.core import show_count
+from trimaran.ui.language import Language, current_language, say, speaking
 from trimaran.ui.report.markup import Html, tag
-from trimaran.ui.web.controls import button, show_age, text_field
-from trimaran.ui.web.frame import Markup, empty_state, page_frame
-from trimaran.ui.web.language import Language, current_language, say, speaking
+from trimaran.ui.web.controls import Chips, button, show_age, text_field
+from trimaran.ui.web.frame import Markup, WebState, empty_state, page_frame
 from trimaran.ui.web.runs_root import RunPage, RunRow, RunsRoot
-from trimaran.ui.web.web_state import WebState
 
 ROWS = 50
 REFRESH_SECONDS = 2.0
@@ -57,14 +56,11 @@ class RunList:
         """Return the runs and their markup. It reads files, so it runs outside of the event loop."""
         found = self._runs.list(search=self.search, statuses=FILTERS[self.filter], count=self.count)
         with speaking(self._language):
-            return found, self._markup(found)
-
-    def _markup(self, found: RunPage) -> Html:
-        if found.runs:
-            return runs_table(found, now=time.time())
-        if self.search or self.filter != "All":
-            return empty_state(say("No run matches."))
-        return empty_state(say("There are no runs in {folder} yet.", folder=self._runs.path), FIRST_COMMAND)
+            if found.runs:
+                return found, runs_table(found, now=time.time())
+            if self.search or self.filter != "All":
+                return found, empty_state(say("No run matches."))
+            return found, empty_state(say("There are no runs in {folder} yet.", folder=self._runs.path), FIRST_COMMAND)
 
 
 def add_page(state: WebState) -> None:
@@ -79,7 +75,6 @@ def add_page(state: WebState) -> None:
 
 
 async def _show_list(shown: RunList) -> None:
-    chips: dict[str, ui.element] = {}
 
     async def refresh() -> None:
         asked = shown.asked
@@ -89,7 +84,9 @@ async def _show_list(shown: RunList) -> None:
         found, markup = answer
         table.show(markup)
         more.set_visibility(found.total > len(found.runs))
-        count.show(_count_text(found))
+        text = say("{shown} of {total} runs", shown=len(found.runs), total=f"{found.total:,}")
+        text += say(", among the newest 500") if found.is_cut else ""
+        count.show(tag("span", None, text) if found.runs else Html(""))
 
     async def search(text: str) -> None:
         shown.search, shown.count = text, ROWS
@@ -97,8 +94,7 @@ async def _show_list(shown: RunList) -> None:
 
     async def choose(name: str) -> None:
         shown.filter, shown.count = name, ROWS
-        for each, chip in chips.items():
-            chip.props["aria-pressed"] = str(each == name).lower()
+        chips.press(name)
         await refresh()
 
     async def show_more() -> None:
@@ -108,22 +104,13 @@ async def _show_list(shown: RunList) -> None:
     with ui.element("div").classes("bar-of-controls"):
         text_field(say("Search"), search, hint=say("part of a name"), is_search=True)
         with ui.element("div").classes("chips"):
-            for name in FILTERS:
-                chips[name] = button(say(name), lambda name=name: choose(name))
-                chips[name].props["aria-pressed"] = str(name == shown.filter).lower()
+            chips = Chips({name: say(name) for name in FILTERS}, choose, pressed=[shown.filter])
     table = Markup().props("aria-live=off")
     with ui.element("div").classes("more-runs"):
         more = button(say("Show more"), show_more)
         count = Markup(tag="span").classes("quiet")
     await refresh()
     ui.timer(REFRESH_SECONDS, refresh)
-
-
-def _count_text(found: RunPage) -> Html:
-    if not found.runs:
-        return Html("")
-    text = say("{shown} of {total} runs", shown=len(found.runs), total=f"{found.total:,}")
-    return tag("span", None, text + (say(", among the newest 500") if found.is_cut else ""))
 
 
 def runs_table(found: RunPage, *, now: float) -> Html:
@@ -135,10 +122,12 @@ def runs_table(found: RunPage, *, now: float) -> Html:
 
 
 def _row(run: RunRow, now: float) -> Html:
+    kind, path = SHAPES[run.status]
+    shape = tag("svg", {"viewBox": "0 0 10 10", "aria-hidden": "true"}, tag("path", {"d": path}, ""))
     rate = f"{show_count(run.tokens_per_second)} {say(run.unit)}/s" if run.tokens_per_second else ""
     cells = [
         tag("a", {"href": f"/runs/{run.slug}"}, run.slug),
-        _state(run.status),
+        tag("span", {"class": f"state {kind}"}, shape, say(run.status or "unreadable")),
         run.model,
         run.plan,
         _steps(run),
@@ -147,12 +136,6 @@ def _row(run: RunRow, now: float) -> Html:
         show_age(now - run.changed),
     ]
     return tag("tr", None, *(tag("td", None, cell) for cell in cells))
-
-
-def _state(status: Status | None) -> Html:
-    kind, path = SHAPES[status]
-    shape = tag("svg", {"viewBox": "0 0 10 10", "aria-hidden": "true"}, tag("path", {"d": path}, ""))
-    return tag("span", {"class": f"state {kind}"}, shape, say(status or "unreadable"))
 
 
 def _steps(run: RunRow) -> Html:

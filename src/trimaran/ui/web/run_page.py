@@ -2,29 +2,242 @@
 
 import asyncio
 import shlex
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from nicegui import run, ui
 from nicegui.events import GenericEventArguments
 
 from trimaran.app.recipe.options import path_argument, program_name
-from trimaran.core import UserError
-from trimaran.ui.report.markup import Html, tag
+from trimaran.app.runs.run_state import ACTIVE_STATUSES
+from trimaran.core import UserError, show_seconds
+from trimaran.runs.run_directory import MARKER
+from trimaran.ui.language import Language, current_language, say, speaking
+from trimaran.ui.report.markup import Html, note, plots, section, tag
+from trimaran.ui.report.plots import downsample_note, step_plots
+from trimaran.ui.report.rank_pictures import TROUBLE
 from trimaran.ui.report.run_feed import SLOW_PARTS, RunFeed
-from trimaran.ui.report.words import say as said
-from trimaran.ui.report.words import speaking
+from trimaran.ui.report.run_sections import SECTIONS, RunSection, training
+from trimaran.ui.report.sections import GOOD, headline, purposed, tiles, unread
 from trimaran.ui.web.controls import button, text_field
-from trimaran.ui.web.frame import Markup, empty_state, error_state, loading_state, page_frame, show_error
-from trimaran.ui.web.language import Language, current_language, say, say_in
-from trimaran.ui.web.run_banner import run_header
-from trimaran.ui.web.run_feeds import RunFeeds
-from trimaran.ui.web.run_tabs import FIRST_TAB, TABS, TRAINING, tab_bar
-from trimaran.ui.web.web_state import WebState
+from trimaran.ui.web.frame import (
+    Markup,
+    WebState,
+    draw_soon,
+    empty_state,
+    error_state,
+    loading_state,
+    page_frame,
+    show_error,
+)
+from trimaran.ui.web.runs_root import RecentValues, RunsRoot
+
+MAX_FEEDS = 8  # a run of a million steps takes tens of megabytes
+
+
+class RunFeeds:
+    """Keeps the feeds that were used last."""
+
+    def __init__(self, runs: RunsRoot) -> None:
+        self._runs, self._feeds = runs, RecentValues[str, RunFeed](MAX_FEEDS)
+
+    def get(self, slug: str) -> RunFeed:
+        """Return the feed of a run; raise UserError if there is no such run, or if its files are damaged."""
+        run = self._runs.open(slug)
+        status = (run.path / MARKER).lstat()
+        version = (status.st_ino, status.st_mtime_ns)  # another run may have taken the name
+        kept = self._feeds.get(slug)
+        if kept is not None and kept[0] == version:
+            return kept[1]
+        feed = RunFeed(run)
+        self._feeds.add(slug, version, feed)
+        return feed
+
 
 Tree = dict[str, Any]
+QUIET_SECONDS = 60.0  # without a step or a sample a live run is said to be quiet
+
+
+def run_header(facts: Tree, *, is_short: bool = False) -> Html:
+    """Return the name and the status of the run, what it does, and its main numbers unless it is to be short."""
+    status = facts["status"]
+    dot = tag("span", {"class": "live-dot", "title": say("live")}, "") if status in ACTIVE_STATUSES else Html("")
+    badge = tag("span", {"class": f"badge {GOOD.get(status, 'fair')}"}, dot, say(status))
+    folder = Path(facts["run_dir"]).name  # several runs may have the name of one recipe
+    about = tag("p", {"class": "quiet about"}, f"{facts['name']} · {facts['model']} · {facts['plan_words']}")
+    others = tag("a", {"class": "beside", "href": f"/compare?with={quote(folder)}"}, say("Compare with another run"))
+    title = tag("h1", None, folder, " ", badge, others)
+    return tag(
+        "header", {"class": "run-head"}, title, about, *unread(facts), banner(facts), "" if is_short else tiles(facts)
+    )
+
+
+def banner(facts: Tree) -> Html:
+    """Return what the run is doing, or how it ended and the command that goes on."""
+    match facts["status"]:
+        case "starting" if not facts["timeline"]["attempts"] and not facts["machines_used"]:
+            return _busy(say("Waiting: no rank has started yet."))
+        case "starting":
+            return _busy(say("Starting: {activity}", activity=facts["activity"]))
+        case "training":
+            return _training(facts)
+        case "restarting" if facts["incidents"] and (last := facts["incidents"][-1]["what"]):
+            return _busy(say("Restarting after: {what}", what=last))
+        case "restarting":
+            return _busy(say("Restarting."))
+        case "done":
+            lead = tag("p", {"class": "lead"}, headline(facts))
+            return tag("div", {"class": "banner good-side"}, lead, _next(facts))
+    return _ended(facts)
+
+
+def _training(facts: Tree) -> Html:
+    left = facts["remaining_seconds"]
+    done, total = facts["steps"], facts["total_steps"]
+    text = say("Step {step} of {total}", step=f"{done:,}", total=f"{total:,}")
+    text += say(", about {time} left", time=show_seconds(left)) if left else ""
+    newest = max([each.get("time") or 0.0 for each in facts["machines"]] + [facts["timeline"]["end"] or 0.0])
+    quiet = time.time() - newest
+    said = say("Nothing was written for {time}.", time=show_seconds(quiet)) if quiet > QUIET_SECONDS else ""
+    note = tag("p", {"class": "fair"}, said) if said else Html("")
+    bar = tag("progress", {"value": done, "max": total, "aria-label": say("steps")}, "")
+    return tag("div", {"class": "banner good-side"}, tag("p", {"class": "lead"}, text), bar, note)
+
+
+def _ended(facts: Tree) -> Html:
+    """Return the banner of a run that stopped, failed or vanished: why, and how to go on."""
+    error = facts["error"] or {}
+    reason = str(error.get("what") or error.get("message") or facts["why"] or "")
+    where = say("rank {rank}", rank=error["rank"]) + ": " if "rank" in error else ""
+    texts = {
+        "stopped": say("Stopped after step {step}.", step=f"{facts['steps']:,}"),
+        "failed": say("Failed after step {step}.", step=f"{facts['steps']:,}"),
+        "vanished": say("Killed after step {step}: its processes are gone, and nothing says why.",
+                        step=f"{facts['steps']:,}"),
+    }  # fmt: skip
+    kind = "fair-side" if facts["status"] == "stopped" else "bad-side"
+    why = tag("p", {"class": "why"}, f"{where}{reason}") if reason and facts["status"] != "stopped" else Html("")
+    lead = tag("p", {"class": "lead"}, texts.get(facts["status"], say(facts["status"])))
+    return tag("div", {"class": f"banner {kind}"}, lead, why, _next(facts))
+
+
+def _next(facts: Tree) -> Html:
+    """Return the first command, which suits the status, with what it is for."""
+    return tag("div", {"class": "next"}, purposed(facts["commands"][0], kind="quiet"))
+
+
+def _busy(text: str) -> Html:
+    """Return the banner of a run that is about to do something."""
+    spinner = tag("span", {"class": "spinner"}, "")
+    return tag("div", {"class": "banner fair-side"}, tag("p", {"class": "lead busy"}, spinner, text))
+
+
+OVERVIEW_PLOTS = ("loss", "speed", "time")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTab:
+    """A tab: its name, its sections, and the text and the command if they are all empty."""
+
+    title: str
+    sections: Sequence[RunSection]
+    empty: str
+    verb: str = "watch"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the facts that its sections need."""
+        return tuple(dict.fromkeys(part for each in self.sections for part in each.parts))
+
+
+def _overview(facts: Tree) -> Html:
+    drawn = step_plots(facts, names=OVERVIEW_PLOTS) if facts["steps"] else []
+    return section(say("Course"), note(downsample_note(facts)), plots(drawn))
+
+
+TRAINING = RunSection(
+    parts=("about", "state", "curves"),
+    draw=lambda facts: training(facts, may_zoom=True) if facts["steps"] else Html(""),
+)
+TABS: Mapping[str, RunTab] = {
+    "overview": RunTab(
+        title="Overview",
+        sections=(SECTIONS["findings"], RunSection(parts=("about", "state", "curves"), draw=_overview)),
+        empty="No step has finished yet.",
+    ),
+    "training": RunTab(title="Training", sections=(TRAINING, SECTIONS["weights"]), empty="No step has finished yet."),
+    "ranks": RunTab(title="Ranks", sections=(SECTIONS["ranks"],), empty="No rank has started yet."),
+    "time": RunTab(title="Time", sections=(SECTIONS["time"], SECTIONS["phases"]), empty="No rank has started yet."),
+    "incidents": RunTab(
+        title="Incidents",
+        sections=(SECTIONS["incidents"],),
+        empty="No incidents so far: nothing crashed, hung or ran out of memory.",
+        verb="incidents",
+    ),
+    "checkpoints": RunTab(
+        title="Checkpoints",
+        sections=(SECTIONS["checkpoints"],),
+        empty="No checkpoint is complete yet.",
+        verb="checkpoints",
+    ),
+    "autopilot": RunTab(
+        title="Autopilot",
+        sections=(SECTIONS["autopilot"],),
+        empty="The autopilot has decided nothing in this run.",
+        verb="decisions",
+    ),
+    "plan": RunTab(
+        title="Plan",
+        sections=(SECTIONS["comparison"], SECTIONS["layout"], SECTIONS["views"]),
+        empty="This run has no plan yet.",
+    ),
+    "machines": RunTab(
+        title="Machines", sections=(SECTIONS["machines"],), empty="No machine was sampled yet.", verb="watch"
+    ),
+    "samples": RunTab(
+        title="Samples",
+        sections=(SECTIONS["samples"],),
+        empty="The model has generated no sample yet: a run does so at its end (train.sample.tokens).",
+        verb="generate",
+    ),
+    "commands": RunTab(
+        title="Commands",
+        sections=(SECTIONS["commands"], SECTIONS["reproduction"]),
+        empty="There are no commands.",
+    ),
+}
+FIRST_TAB = "overview"
+
+
+def tab_bar(slug: str, active: str, facts: Tree) -> Html:
+    """Return the links to all tabs, with how much there is to see in some."""
+    links = [
+        tag("a", {"href": f"/runs/{slug}?tab={name}", "data-tab": name, "role": "tab",
+                  "aria-selected": str(name == active).lower()}, say(tab.title), _count(name, facts))
+        for name, tab in TABS.items()
+    ]  # fmt: skip
+    return tag("div", {"class": "run-tabs", "role": "tablist", "aria-label": say("Sections of the run")}, *links)
+
+
+def _count(name: str, facts: Tree) -> Html:
+    """Return a number beside the name of a tab: what happened, or what is wrong."""
+    counts = {
+        "incidents": len(facts.get("incidents", ())),
+        "autopilot": len(facts.get("decisions", ())),
+        "checkpoints": len(facts.get("checkpoints", ())),
+        "samples": len(facts.get("samples", ())),
+        "ranks": sum(each in TROUBLE for each in (facts.get("ranks_now") or {}).get("state", ())),
+        "overview": sum(each["severity"] != "note" for each in facts.get("findings", ())),
+    }
+    kind = "count bad" if name in ("incidents", "ranks", "overview") else "count"
+    return tag("span", {"class": kind}, f"{counts[name]:,}") if counts.get(name) else Html("")
+
+
 LIVE_SECONDS, ENDED_SECONDS = 1.0, 5.0  # between two looks at the files
-FIRST_DRAW_SECONDS = 0.4  # a page waits this long for its content before it is sent without
 LAST_STEPS = 1000  # that a button shows
 
 
@@ -46,16 +259,17 @@ class RunView:
         slow = [part for part in wanted if part in SLOW_PARTS and not feed.is_read(part)]
         self.is_partial = bool(slow) and not self.is_partial
         facts = feed.refresh([part for part in wanted if part not in slow] if self.is_partial else wanted)
-        with speaking(lambda text: say_in(self._language, text)):
+        with speaking(self._language):
             parts = [self._section(number, facts, feed) for number in range(len(tab.sections))]
-            content = Html("".join(parts)) or self._empty(feed)
+            command = shlex.join([program_name(), tab.verb, path_argument(feed.run.path)])
+            content = Html("".join(parts)) or empty_state(say(tab.empty), command)
             return run_header(facts, is_short=self.tab != FIRST_TAB), tab_bar(self.slug, self.tab, facts), content
 
     def _section(self, number: int, facts: Tree, feed: RunFeed) -> Html:
         """Return a section; it is drawn again only if the facts that it shows have changed."""
         section = TABS[self.tab].sections[number]
         if not all(map(feed.is_read, section.parts)):
-            return loading_state(said("Reading more of the run"))
+            return loading_state(say("Reading more of the run"))
         steps = self.steps if section is TRAINING else None
         versions = (feed.versions(section.parts), steps)
         key = f"{self.tab} {number}"
@@ -63,11 +277,6 @@ class RunView:
             shown = facts | feed.between(*steps) if steps else facts
             self._drawn[key] = versions, section.draw(shown)
         return self._drawn[key][1]
-
-    def _empty(self, feed: RunFeed) -> Html:
-        tab = TABS[self.tab]
-        command = shlex.join([program_name(), tab.verb, path_argument(feed.run.path)])
-        return empty_state(said(tab.empty), command)
 
 
 def add_page(state: WebState) -> None:
@@ -112,15 +321,14 @@ async def _show_run(view: RunView) -> None:
         await update()
 
     header = Markup(Html(tag("h1", None, view.slug) + loading_state(say("Reading the run"))))
-    bar = Markup(_first_tabs(view)).on("tab", choose, ["detail"])
+    bar = Markup(tab_bar(view.slug, view.tab, {})).on("tab", choose, ["detail"])
     controls = ui.element("div").classes("bar-of-controls zoom-controls")
     with controls:
         _zoom_controls(view, update)
     controls.set_visibility(view.tab == "training")
     content = Markup().classes("run-body").on("zoom", zoom, ["detail"])
     timer = ui.timer(LIVE_SECONDS, update, immediate=False)
-    first = asyncio.ensure_future(update())
-    await asyncio.wait({first}, timeout=FIRST_DRAW_SECONDS)
+    await draw_soon(update)
 
 
 async def _draw(view: RunView, header: Markup, bar: Markup, content: Markup) -> None:
@@ -132,12 +340,6 @@ async def _draw(view: RunView, header: Markup, bar: Markup, content: Markup) -> 
     if drawn is not None:  # None: the server is about to end
         for element, markup in zip((header, bar, content), drawn, strict=True):
             element.show(markup)
-
-
-def _first_tabs(view: RunView) -> Html:
-    """Return the tabs before anything was read."""
-    with speaking(say):
-        return tab_bar(view.slug, view.tab, {})
 
 
 def _zoom_controls(view: RunView, update: Callable[[], Any]) -> None:

@@ -1,27 +1,57 @@
-"""The runs below one folder: listed fast, opened by name only."""
+"""The runs below one folder: listed fast, opened by name only, and started if the command allows it."""
 
 import math
 import os
 import re
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
+from trimaran.app.recipe.request import refuse_other_machine, resolve
 from trimaran.app.runs.run_state import ACTIVE_STATUSES, RunState, Status, finite
+from trimaran.app.show.logs import tail
 from trimaran.core import UserError, did_you_mean
 from trimaran.core.errors import file_error
 from trimaran.runs import RunDirectory, open_run
-from trimaran.runs.run_directory import MARKER
+from trimaran.runs.run_directory import MARKER, free_run_path, holds_run
 
 SLUG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 SETTLED_SECONDS = 2.0  # a folder that changed this recently may change again without a new time stamp
 MAX_KEPT = 2000  # runs whose facts are kept in memory
 MAX_FILTERED = 500  # newest runs whose state is read for a filter by state
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class RecentValues(Generic[Key, Value]):
+    """Keeps the values that were used last, each with the version of the files of its files. Threads may share it."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._kept: OrderedDict[Key, tuple[tuple[int, ...], Value]] = OrderedDict()
+
+    def get(self, key: Key) -> tuple[tuple[int, ...], Value] | None:
+        """Return the version and the value; None without one."""
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def add(self, key: Key, version: tuple[int, ...], value: Value) -> None:
+        with self._lock:
+            self._kept[key] = version, value
+            self._kept.move_to_end(key)
+            while len(self._kept) > self._most:
+                self._kept.popitem(last=False)
 
 
 class ListedRun(NamedTuple):
@@ -70,11 +100,13 @@ class RunsRoot:
         self._created: dict[str, float] = {}
         self._newest: list[ListedRun] = []
         self._scanned: int | None = None  # the folder's time stamp, if the list is that of the folder
-        self._facts: OrderedDict[str, tuple[tuple[int, ...], RunRow]] = OrderedDict()
+        self._facts = RecentValues[str, RunRow](MAX_KEPT)
 
     def list(self, *, search: str = "", statuses: Collection[Status] = (), first: int = 0, count: int = 50) -> RunPage:
         """Return the runs from `first` on whose name contains all words of `search`, and whose status is one given."""
-        found = self._matching(search)
+        found, words = self.names(), search.casefold().split()
+        if words:
+            found = [each for each in found if all(word in each.slug.casefold() for word in words)]
         if not statuses:
             return RunPage(runs=tuple(map(self._facts_of, found[first : first + count])), total=len(found))
         facts = [each for each in map(self._facts_of, found[:MAX_FILTERED]) if each.status in statuses]
@@ -91,15 +123,15 @@ class RunsRoot:
             raise UserError("W003", f"'{slug[:60]}' is not the name of a run", where="the address of the page",
                             fix="choose a run from the list")  # fmt: skip
         path = self.path / slug
-        if not _is_folder(path):
+        try:
+            is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
+        except (OSError, ValueError):
+            is_folder = False
+        if not is_folder:
             near = did_you_mean(slug, [each.slug for each in self.names()[:1000]])
             raise UserError("W003", f"there is no run '{slug}'{near}", where=str(self.path),
                             fix="choose a run from the list")  # fmt: skip
         return open_run(path)
-
-    def _matching(self, search: str) -> Sequence[ListedRun]:
-        runs, words = self.names(), search.casefold().split()
-        return [each for each in runs if all(word in each.slug.casefold() for word in words)] if words else runs
 
     def _scan(self) -> Sequence[ListedRun]:
         try:
@@ -118,17 +150,13 @@ class RunsRoot:
 
     def _facts_of(self, run: ListedRun) -> RunRow:
         """Return what the run's files say now; they are read again only if they have changed, or it is at work."""
-        version = _version(self.path / run.slug)
-        with self._lock:
-            kept = self._facts.get(run.slug)
+        directory = RunDirectory(self.path / run.slug)
+        version = version_of((directory.metrics, directory.attempts, directory.plan, directory.events(0)))
+        kept = self._facts.get(run.slug)
         if kept is not None and kept[0] == version and kept[1].status not in ACTIVE_STATUSES:
             return kept[1]
-        facts = _read_facts(RunDirectory(self.path / run.slug), run)
-        with self._lock:
-            self._facts[run.slug] = version, facts
-            self._facts.move_to_end(run.slug)
-            while len(self._facts) > MAX_KEPT:
-                self._facts.popitem(last=False)
+        facts = _read_facts(directory, run)
+        self._facts.add(run.slug, version, facts)
         return facts
 
 
@@ -141,13 +169,6 @@ def check_runs_root(path: Path, *, named: bool) -> RunsRoot:
         raise UserError("W002", "this folder of runs does not exist", where=str(path),
                         fix="name the folder that has the run directories: --runs DIR")  # fmt: skip
     return RunsRoot(path.absolute())
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except (OSError, ValueError):
-        return False
 
 
 def _read_folder(path: Path, known: Mapping[str, float]) -> tuple[int, dict[str, float]]:
@@ -173,20 +194,21 @@ def _read_folder(path: Path, known: Mapping[str, float]) -> tuple[int, dict[str,
     return len(names), created
 
 
-def _version(path: Path) -> tuple[int, ...]:
-    """Return the sizes and times of the files that the facts are read from."""
-    run, found = RunDirectory(path), []
-    for file in (run.metrics, run.attempts, run.plan, run.events(0)):
+def version_of(files: Iterable[Path]) -> tuple[int, ...]:
+    """Return the sizes and times of files, which change when something is written."""
+    found = []
+    for file in files:
         try:
             status = os.lstat(file)
             found += [status.st_size, status.st_mtime_ns]
         except OSError:
-            found.append(-1)
+            found += [-1, -1]
     return tuple(found)
 
 
 def _read_facts(run: RunDirectory, listed: ListedRun) -> RunRow:
-    changed = max((each for each in map(_changed, (run.metrics, run.attempts)) if each), default=listed.created)
+    changed = max(version_of((run.metrics, run.attempts))[1::2]) / 1e9
+    changed = changed if changed > 0 else listed.created
     try:
         state = RunState(run, only_status=True)
         state.refresh()
@@ -196,13 +218,13 @@ def _read_facts(run: RunDirectory, listed: ListedRun) -> RunRow:
         if file_error(error) is None:
             raise
         return RunRow(slug=listed.slug, created=listed.created, changed=changed)
-    last = state.steps[-1] if state.steps else None
+    model, last = state.recipe.model, state.steps[-1] if state.steps else None
     rate = last.tokens_per_second if last else math.nan
     return RunRow(
         slug=listed.slug,
         created=listed.created,
         status=state.status,
-        model=_model(state),
+        model=Path(model.path).name if model.path else model.preset or model.family,
         plan=str(state.plan.mesh),
         cluster=state.recipe.cluster,
         step=state.step,
@@ -214,13 +236,58 @@ def _read_facts(run: RunDirectory, listed: ListedRun) -> RunRow:
     )
 
 
-def _model(state: RunState) -> str:
-    model = state.recipe.model
-    return Path(model.path).name if model.path else model.preset or model.family
+FOLDER = ".ui"  # in the runs' root: recipes and output of what was started here; no run has such a name
+SHOWN_LINES = 12
 
 
-def _changed(path: Path) -> float | None:
-    try:
-        return os.lstat(path).st_mtime
-    except OSError:
-        return None
+@dataclass(frozen=True, slots=True)
+class StartedRun:
+    """A run that was started: its name, its process and the file of its output."""
+
+    slug: str
+    path: Path
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The file of its recipe."""
+        return self.log.with_suffix(".yaml")
+
+    @property
+    def exists(self) -> bool:
+        """Whether its run directory is there, so that its page can be opened."""
+        return holds_run(self.path)
+
+    @property
+    def failure(self) -> str:
+        """The end of its output if the command has ended with an error; otherwise ''."""
+        code = self.process.poll()
+        return "" if code in (None, 0) else "\n".join(tail(self.log, SHOWN_LINES)) or f"exit code {code}"
+
+
+def start_run(root: RunsRoot, recipe: str, name: str, *, may_write: bool) -> StartedRun:
+    """Write the recipe into the runs' root, check it, and start `trimaran train` with it, detached from this process.
+
+    Raises UserError for what `trimaran train` would refuse at once, and if the page may only read.
+    """
+    if not may_write:
+        raise UserError("W007", "this page may only read", where="trimaran ui",
+                        fix="end it, and start it with --write")  # fmt: skip
+    if not SLUG.fullmatch(name):
+        raise UserError("W003", f"'{name[:60]}' is not the name of a run", where="name",
+                        fix="use letters, digits, dots and dashes")  # fmt: skip
+    path = free_run_path(root.path, name)
+    folder = root.path / FOLDER
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink():
+        raise UserError("W003", "the folder for recipes is a link", where=str(folder), fix="remove it")
+    file, log = folder / f"{path.name}.yaml", folder / f"{path.name}.log"
+    file.write_text(recipe, encoding="utf-8")
+    refuse_other_machine(resolve(str(file), []).cluster)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trimaran", "train", str(file), "--run-dir", str(path), "--quiet"],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    return StartedRun(path.name, path, process, log)

@@ -8,20 +8,22 @@ import asyncio
 import hmac
 import re
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from importlib.resources import files
-from typing import Any
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Message, Receive, Send], Awaitable[None]]
-Headers = Sequence[tuple[bytes, bytes]]
+from trimaran.serve.server.access import (
+    LOCAL_NAMES,
+    Application,
+    Message,
+    RawHeaders,
+    Receive,
+    Send,
+    allowed_host,
+    is_own_origin,
+    read_body,
+)
 
-LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
-HOST = re.compile(r"(?P<name>\[::1\]|[a-z0-9.-]+)(?::(?P<port>[0-9]{1,5}))?", re.ASCII)
 READING = ("GET", "HEAD")
 LOGIN = "/login"
 MAX_TOKEN_BYTES = 256
@@ -29,6 +31,13 @@ TOKEN_SECONDS = 10.0
 # NiceGUI puts `X-Forwarded-Prefix` into its pages; there is no proxy that would have to set it.
 REMOVED_HEADER = b"x-forwarded-"
 SCRIPT = re.compile(rb"<script(?=[\s>])")
+SECURITY_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-frame-options", b"DENY"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+)
 PLAIN = "text/plain; charset=utf-8"
 HTML = "text/html; charset=utf-8"
 
@@ -70,12 +79,12 @@ class SecurityMiddleware:
 
     async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
         headers, nonce = scope["headers"], secrets.token_urlsafe(16)
-        host = local_host(headers)
+        host = allowed_host(headers, LOCAL_NAMES)
         send = _secured(send, host or "", nonce)
         reads = scope["method"] in READING
         if host is None:
             await _answer(send, 403, "this server answers only to the names of this machine\n")
-        elif not _is_own_origin(headers, host, required=not reads):
+        elif not is_own_origin(headers, host, required=not reads):
             await _answer(send, 403, "this request comes from another site\n")
         elif scope["path"] == LOGIN and scope["method"] == "POST":
             await self._log_in(receive, send)
@@ -88,8 +97,8 @@ class SecurityMiddleware:
 
     async def _websocket(self, scope: Message, receive: Receive, send: Send) -> None:
         headers = scope["headers"]
-        host = local_host(headers)
-        if host is None or not _is_own_origin(headers, host, required=True) or not self._has_cookie(headers):
+        host = allowed_host(headers, LOCAL_NAMES)
+        if host is None or not is_own_origin(headers, host, required=True) or not self._has_cookie(headers):
             await receive()
             await send({"type": "websocket.close", "code": 1008})  # before it is accepted: the server answers with 403
             return
@@ -99,8 +108,8 @@ class SecurityMiddleware:
         """Give the cookie for the token. The token stays valid: the address may be opened in another browser."""
         try:
             async with asyncio.timeout(self._token_seconds):
-                given = await _read_body(receive, limit=MAX_TOKEN_BYTES)
-        except TimeoutError:
+                given = await read_body(receive, MAX_TOKEN_BYTES)
+        except (TimeoutError, OverflowError):
             given = None
         if given is None or not hmac.compare_digest(given, self._credentials.token.encode()):
             await _answer(send, 401, "this is not the token of this server\n")
@@ -109,7 +118,7 @@ class SecurityMiddleware:
         cookie = f"{name}={value}; Path=/; HttpOnly; SameSite=Strict"
         await _answer(send, 200, "", extra=((b"set-cookie", cookie.encode()),))
 
-    def _has_cookie(self, headers: Headers) -> bool:
+    def _has_cookie(self, headers: RawHeaders) -> bool:
         cookies: SimpleCookie = SimpleCookie()
         try:
             cookies.load(_header(headers, b"cookie").decode("latin-1"))
@@ -119,17 +128,6 @@ class SecurityMiddleware:
         return given is not None and hmac.compare_digest(
             given.value.encode("latin-1", "replace"), self._credentials.session.encode()
         )
-
-
-def local_host(headers: Headers) -> str | None:
-    """Return the Host of a request if it is a name of this machine.
-
-    A site that makes its own name point to 127.0.0.1 (DNS rebinding) is refused: its name is in the header. The port
-    may be another one, that of a tunnel.
-    """
-    found = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
-    match = HOST.fullmatch(found[0]) if len(found) == 1 else None
-    return found[0] if match and match["name"] in LOCAL_NAMES else None
 
 
 def content_policy(host: str, nonce: str) -> str:
@@ -152,15 +150,9 @@ def content_policy(host: str, nonce: str) -> str:
     return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
-def _header(headers: Headers, wanted: bytes) -> bytes:
+def _header(headers: RawHeaders, wanted: bytes) -> bytes:
     """Return the values of a header, joined; empty if there is none."""
     return b"; ".join(value for name, value in headers if name == wanted)
-
-
-def _is_own_origin(headers: Headers, host: str, *, required: bool) -> bool:
-    """Return whether the request comes from a page of this server; one without Origin does unless it is required."""
-    found = [value for name, value in headers if name == b"origin"]
-    return found == [f"http://{host}".encode()] if found or required else True
 
 
 def _forwarded(scope: Message) -> Message:
@@ -176,7 +168,8 @@ def _secured(send: Send, host: str, nonce: str) -> Send:
     async def secured(message: Message) -> None:
         if message["type"] == "http.response.start":
             kept = [(name, value) for name, value in message.get("headers", []) if name.lower() != b"server"]
-            message = {**message, "headers": [*kept, *_security_headers(host, nonce)]}
+            rules = (b"content-security-policy", content_policy(host, nonce).encode())
+            message = {**message, "headers": [*kept, rules, *SECURITY_HEADERS]}
             if _header(kept, b"content-type").startswith(b"text/html"):
                 begun.append(message)
                 return
@@ -193,33 +186,9 @@ def _secured(send: Send, host: str, nonce: str) -> Send:
     return secured
 
 
-def _security_headers(host: str, nonce: str) -> list[tuple[bytes, bytes]]:
-    return [
-        (b"content-security-policy", content_policy(host, nonce).encode()),
-        (b"x-content-type-options", b"nosniff"),
-        (b"referrer-policy", b"no-referrer"),
-        (b"x-frame-options", b"DENY"),
-        (b"cross-origin-opener-policy", b"same-origin"),
-        (b"cross-origin-resource-policy", b"same-origin"),
-    ]
-
-
-async def _answer(send: Send, status: int, body: str | bytes, *, kind: str = PLAIN, extra: Headers = ()) -> None:
+async def _answer(send: Send, status: int, body: str | bytes, *, kind: str = PLAIN, extra: RawHeaders = ()) -> None:
     data = body.encode() if isinstance(body, str) else body
     sizes = [(b"content-type", kind.encode()), (b"content-length", str(len(data)).encode())]
     headers = [*sizes, (b"cache-control", b"no-store"), *extra]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": data})
-
-
-async def _read_body(receive: Receive, *, limit: int) -> bytes | None:
-    """Return the body of a request; None if it is longer than `limit`, or the client has gone."""
-    data = b""
-    while len(data) <= limit:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        data += message.get("body", b"")
-        if not message.get("more_body"):
-            return data if len(data) <= limit else None
-    return None

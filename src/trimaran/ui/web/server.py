@@ -17,13 +17,11 @@ from nicegui import run, ui
 from trimaran.core import UserError
 from trimaran.serve.server.api_error import status_of
 from trimaran.serve.server.connection_guard import ConnectionGuard, guarded_http, limits_of_process
-from trimaran.ui.report.document import html_document
-from trimaran.ui.report.markup import tag
+from trimaran.ui.language import LANGUAGE_COOKIE, language_of, say, set_server_language, speaking
+from trimaran.ui.report.markup import html_document, tag
 from trimaran.ui.web import chat_page, compare_page, home_page, run_page, views_page, workshop_page
-from trimaran.ui.web.frame import ASSET_PATH, ASSETS, LOGO, asset, page_frame, show_error
-from trimaran.ui.web.language import LANGUAGE_COOKIE, language_of, say, say_in, set_server_language
+from trimaran.ui.web.frame import ASSET_PATH, ASSETS, LOGO, WebState, asset, page_frame, show_error
 from trimaran.ui.web.security import Application, Credentials, SecurityMiddleware
-from trimaran.ui.web.web_state import WebState
 
 LOOPBACK = "127.0.0.1"
 TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
@@ -48,7 +46,10 @@ def build_app(state: WebState, credentials: Credentials) -> SecurityMiddleware:
     nicegui_app.on_page_exception(_show_page_error)
     nicegui_app.exception_handler(404)(_not_found)
     run.process_pool_start_method = "spawn"  # the server has threads, which a fork would copy in any state
-    _quiet_log()
+    # Pages that do not exist and users' mistakes are no faults to write to the terminal.
+    log = logging.getLogger("nicegui")
+    log.setLevel(logging.ERROR)
+    log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], UserError)))
     ui.run_with(
         outer,
         title="Trimaran",
@@ -116,13 +117,14 @@ def open_browser(url: str) -> None:
         browser = webbrowser.get()
         with tempfile.NamedTemporaryFile("w", suffix=".html", prefix="trimaran-", delete=False) as file:
             file.write(f'<!doctype html><meta charset="utf-8"><script>location.replace({url!r})</script>\n')
-        threading.Thread(target=_open_file, args=(browser, Path(file.name)), daemon=True).start()
+        path = Path(file.name)
 
+        def show() -> None:
+            browser.open(path.as_uri())
+            threading.Event().wait(30.0)  # until the browser has read it
+            path.unlink(missing_ok=True)
 
-def _open_file(browser: webbrowser.BaseBrowser, path: Path) -> None:
-    browser.open(path.as_uri())
-    threading.Event().wait(30.0)  # until the browser has read it
-    path.unlink(missing_ok=True)
+        threading.Thread(target=show, daemon=True).start()
 
 
 def _serve_asset(name: str) -> Response:
@@ -130,13 +132,6 @@ def _serve_asset(name: str) -> Response:
         return Response("there is no such file\n", status_code=404, media_type="text/plain")
     headers = {"cache-control": "private, max-age=31536000, immutable"}
     return Response(asset(name), media_type=TYPES[name.rpartition(".")[2]], headers=headers)
-
-
-def _quiet_log() -> None:
-    """Keep NiceGUI from writing what is no fault to the terminal: pages that do not exist, and users' mistakes."""
-    log = logging.getLogger("nicegui")
-    log.setLevel(logging.ERROR)
-    log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], UserError)))
 
 
 def _show_page_error(error: Exception) -> None:
@@ -153,7 +148,8 @@ def _show_page_error(error: Exception) -> None:
 
 def _not_found(request: Request, _: Exception) -> Response:
     language = language_of(request.cookies.get(LANGUAGE_COOKIE), request.headers.get("accept-language", ""))
-    title = say_in(language, "There is no such page")
-    back = tag("p", None, tag("a", {"href": "/"}, say_in(language, "Back to the list of runs")))
+    with speaking(language):
+        title = say("There is no such page")
+        back = tag("p", None, tag("a", {"href": "/"}, say("Back to the list of runs")))
     page = html_document(title, [tag("h1", None, title), back])
     return Response(page, status_code=404, media_type="text/html; charset=utf-8")

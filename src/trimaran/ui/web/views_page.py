@@ -1,33 +1,123 @@
 """The eleven views: a gallery, and a page for each with its modes, controls, and the command that answers the same."""
 
+import json
+import re
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
 from typing import cast
 from urllib.parse import urlencode
 
 from nicegui import run, ui
 
-from trimaran.core import UserError
+from trimaran.app.recipe.options import RUNS
+from trimaran.core import UserError, did_you_mean
+from trimaran.models import PRESETS, VLM_PRESETS
+from trimaran.runs import RunDirectory
+from trimaran.ui.language import Language, current_language, say, speaking, translate, translate_view
 from trimaran.ui.report.markup import Html, tag
 from trimaran.ui.report.view_page import TITLES, draw_mode
 from trimaran.ui.viz.catalogue import SHORT_NAMES, build_view, find_view
 from trimaran.ui.viz.figures import ModeName, PlanView
-from trimaran.ui.viz.texts import Lookup, translate, translate_view
-from trimaran.ui.web.controls import button, choice, text_field
-from trimaran.ui.web.frame import Markup, empty_state, error_state, page_frame
-from trimaran.ui.web.language import Language, chinese, current_language, say, speaking
-from trimaran.ui.web.view_controls import add_control
-from trimaran.ui.web.view_icons import view_icon
-from trimaran.ui.web.view_subjects import SubjectCache, SubjectName, files_version, model_names, recipe_names
-from trimaran.ui.web.web_state import WebState
+from trimaran.ui.viz.subject import Subject
+from trimaran.ui.viz.viz_request import EXAMPLE, plan_subject, refreshed, run_subject
+from trimaran.ui.web.controls import Chips, add_control, button, choice, text_field
+from trimaran.ui.web.frame import Markup, WebState, empty_state, error_state, page_frame
+from trimaran.ui.web.runs_root import RecentValues, RunsRoot, version_of
+
+RECIPES = Path("recipes")
+CLUSTER = re.compile(r"[A-Za-z0-9+-]{1,64}")
+MAX_KEPT = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubjectName:
+    """Names what a view is about. All empty: the example."""
+
+    plan: str = ""
+    cluster: str = ""
+    run: str = ""
+
+    @property
+    def query(self) -> dict[str, str]:
+        fields = {"plan": self.plan, "cluster": self.cluster, "run": self.run}
+        return {name: value for name, value in fields.items() if value}
+
+
+def model_names() -> list[str]:
+    return [*PRESETS, *VLM_PRESETS]
+
+
+def recipe_names() -> list[str]:
+    """Return the recipes in the folder `recipes` of the current folder."""
+    return sorted(each.name for each in RECIPES.glob("*.yaml")) if RECIPES.is_dir() else []
+
+
+class SubjectCache:
+    """Reads subjects, and keeps the last ones: a view then only computes what it shows."""
+
+    def __init__(self, runs: RunsRoot) -> None:
+        self._runs, self._kept = runs, RecentValues[SubjectName, Subject](MAX_KEPT)
+
+    def read(self, name: SubjectName) -> Subject:
+        """Return the subject; what a run has measured is read again only if its files have changed."""
+        run = self._runs.open(name.run) if name.run else None
+        version = files_version(run) if run else ()
+        kept = self._kept.get(name)
+        if kept is not None and kept[0] == version:
+            return kept[1]
+        if run is not None:
+            same_plan = kept is not None and kept[0][:2] == version[:2]
+            subject = refreshed(kept[1], run) if kept is not None and same_plan else run_subject(run)
+        else:
+            subject = plan_subject(_checked_plan(name.plan), _checked_cluster(name.cluster), ())
+        self._kept.add(name, version, subject)
+        return subject
+
+    def command(self, view: str, name: SubjectName, settings: Mapping[str, str]) -> str:
+        """Return the command that answers the same."""
+        words = ["trimaran", "viz", view]
+        if name.run:
+            path = self._runs.path / name.run
+            is_usual = self._runs.path == RUNS.absolute()
+            words += ["--run", name.run if is_usual else str(path)]
+        elif name.plan or name.cluster:
+            plan = name.plan or EXAMPLE["what"]
+            words += ["--plan", str(RECIPES / plan) if plan.endswith(".yaml") else plan]
+            words += ["--cluster", name.cluster] if name.cluster else []
+        words += [word for control, value in settings.items() for word in ("--with", f"{control}={value}")]
+        return shlex.join(words)
+
+
+def files_version(run: RunDirectory) -> tuple[int, ...]:
+    """Return the version of the files that a view of a run reads; that of the plan comes first."""
+    return version_of((run.plan, run.metrics, run.attempts, run.events(0), run.incidents, run.decisions))
+
+
+def _checked_plan(name: str) -> str | None:
+    """Return what the plan's name stands for; None for the example. Raise UserError for any other name."""
+    if not name or name in PRESETS or name in VLM_PRESETS:
+        return name or None
+    if name in recipe_names():
+        return str(RECIPES / name)
+    near = did_you_mean(name, [*model_names(), *recipe_names()])
+    raise UserError("V005", f"there is no model or recipe '{name[:60]}'{near}", where="plan, in the page's address",
+                    fix="choose a model from the list, or a recipe in the folder recipes/")  # fmt: skip
+
+
+def _checked_cluster(name: str) -> str | None:
+    if not name or CLUSTER.fullmatch(name):
+        return name or None
+    raise UserError("V005", f"'{name[:60]}' is not a cluster such as 8xH100", where="cluster, in the page's address",
+                    fix="name a number of devices and their type: 2x8xH100")  # fmt: skip
+
 
 REFRESH_SECONDS = 2.0
 MAX_RUNS = 200  # of the list
 MODES: tuple[ModeName, ...] = ("explain", "simulate", "live")
-
-
-def lookup_in(language: Language) -> Lookup:
-    """Return the translations of the views' texts."""
-    return (lambda text: chinese().get(text)) if language == "zh" else (lambda _: None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,13 +144,12 @@ class ShownView:
 
     def draw(self, view: PlanView) -> Html:
         """Return the chosen mode as markup, in the language of the page."""
-        lookup = lookup_in(self.language)
-        shown = translate_view(view, lookup)
         with speaking(self.language):
+            shown = translate_view(view)
             if self.mode not in shown.modes:
                 text = say("A plan measures nothing. Choose a run to see what it measured.")
                 return empty_state(text, f"trimaran viz {self.short} --run NAME")
-            return tag("section", {"class": "view-mode"}, *draw_mode(shown.modes[self.mode], lookup))
+            return tag("section", {"class": "view-mode"}, *draw_mode(shown.modes[self.mode]))
 
 
 def add_page(state: WebState) -> None:
@@ -94,10 +183,17 @@ def _address(short: str, name: SubjectName, mode: str = "") -> str:
     return f"{path}?{urlencode(query)}" if query else path
 
 
+@cache
+def _icons() -> Mapping[str, str]:
+    """Return small pictures of what kind of figure each view has: the shapes of an SVG of 120 by 64."""
+    return json.loads(files("trimaran.ui.web").joinpath("view_icons.json").read_text(encoding="utf-8"))
+
+
 def _gallery(name: SubjectName) -> Html:
     cards = [
         tag("a", {"class": "view-card", "href": _address(short, name), "id": f"view-{short}"},
-            view_icon(short), tag("h3", None, say(module.TITLE)), tag("p", None, say(module.QUESTION)),
+            tag("svg", {"class": "view-icon", "viewBox": "0 0 120 64", "aria-hidden": "true"}, Html(_icons()[short])),
+            tag("h3", None, say(module.TITLE)), tag("p", None, say(module.QUESTION)),
             tag("code", None, short))
         for short, module in SHORT_NAMES.items()
     ]  # fmt: skip
@@ -113,16 +209,13 @@ class _ViewPage:
 
     def __init__(self, state: WebState, subjects: SubjectCache, shown: ShownView) -> None:
         self._state, self._subjects, self._shown = state, subjects, shown
-        self._chips: dict[str, ui.element] = {}
         self._version: tuple[int, ...] = ()
 
     async def add(self) -> None:
         """Add the elements and draw the view."""
         await self._add_subject()
         with ui.element("div").classes("chips modes").props('role="group"'):
-            for mode in MODES:
-                self._chips[mode] = button(say(TITLES[mode]), lambda mode=mode: self._choose_mode(mode))
-                self._chips[mode].props["id"] = f"mode-{mode}"
+            self._chips = Chips({mode: say(TITLES[mode]) for mode in MODES}, self._choose_mode, prefix="mode-")
         with ui.element("div").classes("workshop view-layout"):
             self._panel = ui.element("div").classes("panel").props('id="controls"')
             self._frame = ui.element("div").classes("answer")
@@ -138,32 +231,25 @@ class _ViewPage:
     async def _add_subject(self) -> None:
         """Add what chooses the subject; another subject is another address."""
         name = self._shown.name
+        self._cluster = name.cluster
+
+        def open_subject(other: SubjectName) -> None:
+            ui.navigate.to(_address(self._shown.short, other, "" if other.run else self._shown.mode))
+
+        def open_plan(plan: str) -> None:
+            open_subject(SubjectName(plan=plan, cluster=self._cluster))
+
         names = await run.io_bound(self._state.runs.names) or ()  # None while the server shuts down
         runs = [each.slug for each in names[:MAX_RUNS]]
         usual = say("as in the run") if name.run else say("Example: llama-3.1-8b")
         plans = {"": usual, **{each: each for each in (*model_names(), *recipe_names())}}
         with ui.element("div").classes("bar-of-controls subject"):
-            choice(say("Model or recipe"), plans, self._open_plan, value=name.plan)
-            text_field(say("Cluster"), self._type_cluster, value=name.cluster, hint="2x8xH100")
-            button(say("Use it"), self._open_cluster)
+            choice(say("Model or recipe"), plans, open_plan, value=name.plan)
+            text_field(say("Cluster"), lambda text: setattr(self, "_cluster", text.strip()), value=name.cluster,
+                       hint="2x8xH100")  # fmt: skip
+            button(say("Use it"), lambda: open_plan(name.plan))
             options = {"": say("no run"), **{each: each for each in runs}}
-            choice(say("Run"), options, self._open_run, value=name.run)
-        self._cluster = name.cluster
-
-    def _open(self, name: SubjectName) -> None:
-        ui.navigate.to(_address(self._shown.short, name, "" if name.run else self._shown.mode))
-
-    def _open_plan(self, plan: str) -> None:
-        self._open(SubjectName(plan=plan, cluster=self._cluster))
-
-    def _type_cluster(self, cluster: str) -> None:
-        self._cluster = cluster.strip()
-
-    def _open_cluster(self) -> None:
-        self._open(SubjectName(plan=self._shown.name.plan, cluster=self._cluster))
-
-    def _open_run(self, slug: str) -> None:
-        self._open(SubjectName(run=slug))
+            choice(say("Run"), options, lambda slug: open_subject(SubjectName(run=slug)), value=name.run)
 
     async def _choose_mode(self, mode: str) -> None:
         self._shown.mode = cast("ModeName", mode)
@@ -175,11 +261,15 @@ class _ViewPage:
 
     async def _draw(self, changed: str = "") -> None:
         """Build and draw the view; a mistake is shown in place of it."""
-        for mode, chip in self._chips.items():
-            chip.props["aria-pressed"] = str(mode == self._shown.mode).lower()
+
+        def build() -> tuple[PlanView, Html]:
+            view = self._shown.build(self._subjects, changed)
+            return view, self._shown.draw(view)
+
+        self._chips.press(self._shown.mode)
         self._frame.classes(add="stale")  # a search of plans may take a second
         try:
-            built = await run.io_bound(self._built, changed)
+            built = await run.io_bound(build)
         except UserError as error:
             self._answer.show(error_state(error))
             return
@@ -188,16 +278,13 @@ class _ViewPage:
         if built is None:  # the server shuts down
             return
         view, markup = built
-        self._about.show(tag("span", None, translate(view.about, lookup_in(self._shown.language))))
+        with speaking(self._shown.language):
+            self._about.show(tag("span", None, translate(view.about)))
         self._answer.show(markup)
         command = self._subjects.command(self._shown.short, self._shown.name, self._shown.settings)
         title = tag("h3", None, say("The same in a terminal"))
         self._command.show(tag("div", {"class": "same-command"}, title, tag("pre", {"class": "command"}, command)))
         self._show_controls(view)
-
-    def _built(self, changed: str) -> tuple[PlanView, Html]:
-        view = self._shown.build(self._subjects, changed)
-        return view, self._shown.draw(view)
 
     def _show_controls(self, view: PlanView) -> None:
         """Show the controls again if they are others than before: the options of one may depend on another."""

@@ -5,24 +5,91 @@ Everything is what a command answers: `PlanInputs.plan_words` are the words of `
 
 import os
 import shlex
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from trimaran.app.plan.plan_answer import PlanReport, build_plan_report, run_settings, with_goal, with_top
+from trimaran.app.plan.plan_answer import PlanReport, all_plans, build_plan_report, run_settings, with_goal, with_top
 from trimaran.app.plan.run_cost import read_cost_terms
 from trimaran.app.plan.tuned_recipe import pinned_recipe_text
 from trimaran.app.recipe.options import complete_setting
 from trimaran.app.recipe.plan_request import PlanRequest, adapter_setting, read_plan_request
 from trimaran.app.recipe.request import read_recipe
 from trimaran.app.train.launch_request import preview_options
-from trimaran.core import Plan, UserError, show_count
+from trimaran.core import Mesh, Plan, UserError, show_count
 from trimaran.launch.targets.target import open_target
 from trimaran.machine import DEVICES
 from trimaran.models import PRESETS, VLM_PRESETS
-from trimaran.ui.web.known_plans import price_known_plans
+from trimaran.planner import NearMiss, PlanAnswer, Question
+from trimaran.planner.rules.legal import check_question
+from trimaran.planner.search.goals import predicted
+from trimaran.planner.search.rejections import reason_lost, too_big
+from trimaran.ui.web.runs_root import RecentValues
+
+MAX_MICRO_BATCHES = 4  # for each plan: as it is, and smaller ones if it does not divide the batch
+
+
+def price_known_plans(question: Question, last: PlanReport) -> PlanAnswer | None:
+    """Return the plans of the last answer for another question, the fastest first; None if none of them fits."""
+    question = replace(question, facts=last.answer.question.facts, for_trainer=last.answer.question.for_trainer)
+    if question.outline is None or question.cluster.groups:
+        return None
+    plans = {str(plan): plan for each, _ in all_plans(last) for plan in _fitted(each, question)}
+    priced = [predicted(plan, question) for plan in plans.values() if _can_run(plan, question)]
+    fitting = sorted(
+        (each for each in priced if each.prediction and each.prediction.fits),
+        key=lambda plan: plan.prediction.step_seconds if plan.prediction else 0.0,
+    )
+    if not fitting:
+        return None
+    large = [each for each in priced if each.prediction and not each.prediction.fits]
+    misses = [NearMiss(plan=each, why=reason_lost(fitting[0], each, question) or "") for each in fitting[1:]]
+    misses += [NearMiss(plan=each, why=too_big(each.prediction, question.cluster)) for each in large if each.prediction]
+    return PlanAnswer(question=question, ranked=tuple(fitting), misses=tuple(misses), num_considered=len(priced))
+
+
+def _fitted(plan: Plan, question: Question) -> Iterator[Plan]:
+    """Yield the plan with the pins, for as many ranks as the cluster has, and with the batch of the recipe."""
+    pins = question.pins
+    changed = {name: getattr(pins, name) for name in pins.model_fields_set & _SIMPLE}
+    mesh = _resized(plan.mesh, question.cluster.world_size)
+    if mesh is None or any(getattr(mesh, axis) != getattr(pins.mesh, axis) for axis in pins.mesh.model_fields_set):
+        return
+    batch = question.recipe.train.global_batch
+    size = plan.micro_batch
+    sizes = [size >> power for power in range(MAX_MICRO_BATCHES) if size >> power]
+    if "micro_batch" in pins.model_fields_set:
+        sizes = [pins.micro_batch]
+    for size in sizes:
+        if batch % (size * mesh.dp) == 0:
+            accumulation = batch // (size * mesh.dp)
+            yield plan.model_copy(update={**changed, "mesh": mesh, "micro_batch": size, "grad_accum": accumulation,
+                                          "pipeline": plan.pipeline.model_copy(update={"stages": ()})})  # fmt: skip
+            return
+
+
+_SIMPLE = {"sharding", "precision", "recompute", "offload", "loss", "compile"}
+
+
+def _resized(mesh: Mesh, ranks: int) -> Mesh | None:
+    """Return the mesh with more or fewer data ranks; None if the others do not divide the number of ranks."""
+    rest = mesh.world_size // (mesh.dp_replicate * mesh.dp_shard)
+    if ranks % rest:
+        return None
+    data = ranks // rest
+    replicas = 1 if mesh.dp_shard > 1 and data % mesh.dp_replicate else mesh.dp_replicate
+    shape = {"dp_replicate": replicas, "dp_shard": data // replicas} if mesh.dp_shard > 1 else {"dp_replicate": data}
+    return mesh.model_copy(update=shape)
+
+
+def _can_run(plan: Plan, question: Question) -> bool:
+    try:
+        check_question(plan, question)
+    except UserError:
+        return False
+    return True
+
 
 TOP = 12  # plans in the answer
 NO_TERMS = read_cost_terms(tokens=None, price=None, mtbf=None)
@@ -123,11 +190,12 @@ class PlanDesk:
     """Answers questions, and keeps the last answers: a slider that is moved back answers at once."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[PlanInputs, float], PlanReport] = OrderedDict()
+        self._kept = RecentValues[PlanInputs, PlanReport](MAX_KEPT)
 
     def find(self, inputs: PlanInputs) -> PlanReport | None:
         """Return the answer if it is known already."""
-        return self._kept.get((inputs, _changed(inputs.what)))
+        kept = self._kept.get(inputs)
+        return kept[1] if kept is not None and kept[0] == _version(inputs.what) else None
 
     def answer(self, inputs: PlanInputs) -> PlanReport:
         """Return what `trimaran plan` answers; raise UserError as it does."""
@@ -135,9 +203,7 @@ class PlanDesk:
             return kept
         refuse_unknown_model(inputs.what)
         report = search_plans(inputs)
-        self._kept[inputs, _changed(inputs.what)] = report
-        while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
+        self._kept.add(inputs, _version(inputs.what), report)
         return report
 
 
@@ -228,12 +294,12 @@ def _best(report: PlanReport) -> Plan:
     return report.best
 
 
-def _changed(what: str) -> float:
-    """Return when the file of a recipe was changed; 0 for a preset."""
+def _version(what: str) -> tuple[int, ...]:
+    """Return when the file of a recipe was changed; nothing for a preset."""
     try:
-        return os.stat(what).st_mtime if what.endswith((".yaml", ".yml")) else 0.0
+        return (os.stat(what).st_mtime_ns,) if what.endswith((".yaml", ".yml")) else ()
     except OSError:
-        return 0.0
+        return ()
 
 
 def with_sizes(inputs: PlanInputs) -> PlanInputs:

@@ -1,17 +1,19 @@
-"""All ranks as grids of coloured cells: lag, memory, last heartbeat. A thousand ranks stay readable and small."""
+"""Pictures of all ranks: lag, memory and heartbeat as coloured cells, and who holds what of the model.
+
+A thousand ranks stay readable and small.
+"""
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from trimaran.core import show_bytes, show_seconds
-from trimaran.ui.report.axis_scale import SHOW
-from trimaran.ui.report.markup import Html, tag
-from trimaran.ui.report.tables import note, table
-from trimaran.ui.report.words import say
+from trimaran.core import Mesh, show_bytes, show_seconds
+from trimaran.ui.language import say
+from trimaran.ui.report.figure_axis import SHOW
+from trimaran.ui.report.markup import Html, known, note, table, tag
 
 Tree = dict[str, Any]
 LEVELS = ("level-0", "level-1", "level-2", "level-3", "level-4")  # classes in page.css, from harmless to bad
@@ -57,7 +59,16 @@ def rank_matrix(facts: Tree) -> Html:
                        separators=(",", ":"))  # fmt: skip
     inside = tag("div", {"class": "grids"}, *grids)
     figure = tag("figure", {"class": "rank-grids", "data-cells": texts}, inside, tag("output", None))
-    return tag("div", None, _summary(ranks), figure, note(_layout_text(ranks, columns)), _worst(ranks))
+    states = [tag("li", None, tag("b", {"class": kind}, f"{ranks['state'].count(name):,}"), f" {say(meaning)}")
+              for name, (kind, meaning) in STATES.items() if name in ranks["state"]]  # fmt: skip
+    said = [say("Cells are ranks from left to right, {columns} in a row.", columns=columns)]
+    if ranks["per_node"] and columns % ranks["per_node"] == 0 and columns > ranks["per_node"]:
+        said.append(say("A node has {count} of them.", count=ranks["per_node"]))
+    if ranks["measured_step"] is not None:
+        lag = "Lag: how much later than the median rank of its stage a rank finished its own work of step {step}."
+        said.append(say(lag, step=f"{ranks['measured_step']:,}"))
+    summary = tag("ul", {"class": "legend states"}, *states)
+    return tag("div", None, summary, figure, note(" ".join(said)), _worst(ranks))
 
 
 def grid_columns(world_size: int, per_node: int) -> int:
@@ -112,7 +123,9 @@ def _draw(grid: RankGrid, ranks: Tree, columns: int) -> Html:
     shapes = [tag("path", {"class": f"cells {kind}", "d": "".join(found)}) for kind, found in sorted(paths.items())]
     rows = -(-ranks["world_size"] // columns)
     width, height = (count * (CELL + GAP) - GAP for count in (columns, rows))
-    about = {"role": "img", "data-columns": columns, "aria-label": f"{grid.title}: {_counts(grid)}"}
+    bad = sum(level_of(each, grid.limits) in LEVELS[3:] for each in grid.values)
+    counts = say("{bad} of {count} ranks in the two highest levels", bad=bad, count=len(grid.values))
+    about = {"role": "img", "data-columns": columns, "aria-label": f"{grid.title}: {counts}"}
     size = {"viewBox": f"0 0 {width} {height}", "class": "rank-grid", "width": width * 1.5}
     svg = tag("svg", size | about, *shapes, *numbers)
     title = tag("figcaption", None, tag("h3", None, grid.title))
@@ -129,11 +142,6 @@ def _legend(grid: RankGrid) -> Html:
     return tag("ul", {"class": "legend"}, *items)
 
 
-def _counts(grid: RankGrid) -> str:
-    bad = sum(level_of(each, grid.limits) in LEVELS[3:] for each in grid.values)
-    return say("{bad} of {count} ranks in the two highest levels", bad=bad, count=len(grid.values))
-
-
 def _text(ranks: Tree, rank: int, ages: Sequence[float | None]) -> str:
     """Return what is said about a rank under the pointer."""
     age = ages[rank]
@@ -147,24 +155,6 @@ def _text(ranks: Tree, rank: int, ages: Sequence[float | None]) -> str:
     return "  ·  ".join(parts)
 
 
-def _summary(ranks: Tree) -> Html:
-    """Return how many ranks are in each state."""
-    counts = {name: ranks["state"].count(name) for name in STATES if name in ranks["state"]}
-    items = [tag("li", None, tag("b", {"class": STATES[name][0]}, f"{count:,}"), f" {say(STATES[name][1])}")
-             for name, count in counts.items()]  # fmt: skip
-    return tag("ul", {"class": "legend states"}, *items)
-
-
-def _layout_text(ranks: Tree, columns: int) -> str:
-    rows = [say("Cells are ranks from left to right, {columns} in a row.", columns=columns)]
-    if ranks["per_node"] and columns % ranks["per_node"] == 0 and columns > ranks["per_node"]:
-        rows.append(say("A node has {count} of them.", count=ranks["per_node"]))
-    if ranks["measured_step"] is not None:
-        said = "Lag: how much later than the median rank of its stage a rank finished its own work of step {step}."
-        rows.append(say(said, step=f"{ranks['measured_step']:,}"))
-    return " ".join(rows)
-
-
 def _worst(ranks: Tree) -> Html:
     """Return the ranks to look at first as a table; nothing if all are at work."""
     troubled = [rank for rank, state in enumerate(ranks["state"]) if state in TROUBLE]
@@ -176,9 +166,9 @@ def _worst(ranks: Tree) -> Html:
         [
             say("rank {rank}", rank=rank),
             say(STATES[ranks["state"][rank]][1]),
-            _known(ranks["lag_seconds"][rank], show_seconds),
-            _known(ranks["memory_bytes"][rank], show_bytes),
-            _known(ages[rank], show_seconds),
+            known(ranks["lag_seconds"][rank], show_seconds),
+            known(ranks["memory_bytes"][rank], show_bytes),
+            known(ages[rank], show_seconds),
             ranks["section"][rank] or "-",
         ]
         for rank in order[:MAX_WORST]
@@ -187,5 +177,76 @@ def _worst(ranks: Tree) -> Html:
     return table([say(each) for each in columns], rows)
 
 
-def _known(value: float | None, show: Callable[[float], str]) -> str:
-    return "-" if value is None else show(value)
+COLORS = ("blue", "green", "orange", "purple", "sky", "brown", "red", "grey")
+MAX_SHOWN = 8  # rows, columns, and ranks in a cell; of more, the first and the last are shown
+MAX_SHOWN_SLICES = 4  # of a cell, if there are several stages
+HELD = {"none": "nothing", "optimizer": "the optimizer state", "gradients": "gradients and optimizer state",
+        "parameters": "the weights"}  # fmt: skip
+MEANINGS = {
+    "dp_replicate": "replicas, each with the whole model and other samples",
+    "dp_shard": "shards: each rank holds a part of {held}, and has its own samples",
+    "tp": "ranks that share every matmul (tensor parallel)",
+    "pp": "pipeline stages, each with some of the layers",
+    "cp": "parts of each sequence (context parallel)",
+    "ep": "groups of experts (expert parallel)",
+}
+
+
+def rank_layout(facts: Tree) -> Html:
+    """Return the ranks as a table: a column for each pipeline stage, a row for each part of the data.
+
+    Ranks that hold the same part have the same colour. The ranks of a cell share each matmul.
+    """
+    mesh = Mesh.model_validate(facts["plan"]["mesh"])
+    axes = [(name, degree) for name in MEANINGS if (degree := getattr(mesh, name)) > 1]
+    held = say(HELD[facts["plan"]["sharding"]])
+    meanings = [tag("li", None, tag("b", None, f"{degree}"), f" {say(MEANINGS[name], held=held)}")
+                for name, degree in axes]  # fmt: skip
+    words = tag("ul", {"class": "meanings"}, *meanings)
+    if not axes:
+        return tag("p", None, say("One rank holds the whole model."))
+    layers = facts["plan"]["pipeline"]["stages"]
+    stages = [say("stage {stage}, {layers} layers", stage=stage, layers=layers[stage]) if len(layers) == mesh.pp
+              else say("stage {stage}", stage=stage) for stage in range(mesh.pp)]  # fmt: skip
+    titles = ["…" if each is None else stages[each] for each in _shown(mesh.pp)]
+    head = tag("tr", None, tag("th", None, ""), *(tag("th", None, title) for title in titles))
+    rows = [_row(mesh, data) for data in _shown(mesh.data)]
+    picture = tag(
+        "table", {"class": "ranks"}, tag("thead", None, head) if mesh.pp > 1 else "", tag("tbody", None, *rows)
+    )
+    return tag("div", {"class": "layout"}, tag("div", {"class": "scroll"}, picture), words)
+
+
+def _row(mesh: Mesh, data: int | None) -> Html:
+    if data is None:
+        left = mesh.data - MAX_SHOWN + 1
+        return tag(
+            "tr",
+            None,
+            tag("th", None, say("{count} more", count=left)),
+            *(tag("td", None, "⋮") for _ in _shown(mesh.pp)),
+        )
+    replica, shard, part = data // mesh.shards, data % mesh.shards // mesh.cp, data % mesh.cp
+    names = [("replica", replica, mesh.dp_replicate), ("shard", shard, mesh.dp_shard), ("part", part, mesh.cp)]
+    label = ", ".join(f"{say(name)} {index}" for name, index, degree in names if degree > 1)
+    cells = [tag("td", None, *_ranks(mesh, stage, data)) for stage in _shown(mesh.pp)]
+    return tag("tr", None, tag("th", None, label), *cells)
+
+
+def _ranks(mesh: Mesh, stage: int | None, data: int) -> Iterator[Html]:
+    """Yield the ranks of a cell; of a stage that is not shown, dots."""
+    if stage is None:
+        yield tag("span", {"class": "more"}, "…")
+        return
+    for slice_ in _shown(mesh.tp, MAX_SHOWN if mesh.pp == 1 else MAX_SHOWN_SLICES):
+        if slice_ is None:
+            yield tag("span", {"class": "more"}, "…")
+            continue
+        rank = (stage * mesh.data + data) * mesh.tp + slice_
+        held = (stage * mesh.shards + data % mesh.shards) * mesh.tp + slice_  # what of the model it holds
+        yield tag("span", {"class": f"rank {COLORS[held % len(COLORS)]}"}, f"{rank}")
+
+
+def _shown(count: int, most: int = MAX_SHOWN) -> list[int | None]:
+    """Return the indices to show; None stands for those between."""
+    return [*range(count)] if count <= most else [*range(most - 2), None, count - 1]

@@ -1,0 +1,225 @@
+"""Facts that a report derives from a run: its ranks now, where its time went, useful commands, views of its plan."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from trimaran.app.recipe.options import path_argument, program_name
+from trimaran.app.runs.run_prompt import generate_command
+from trimaran.app.runs.run_state import ACTIVE_STATUSES, RunState
+from trimaran.core import Event, Plan, UserError
+from trimaran.core.regular_files import read_regular_text
+from trimaran.runs import RunDirectory
+from trimaran.runs.read.rank_table import RankTable
+from trimaran.runs.record_types import is_number, is_time
+from trimaran.runs.run_directory import MARKER
+from trimaran.ui.report.curves import number, tree
+from trimaran.ui.viz.catalogue import build_view
+from trimaran.ui.viz.figures import PlanView, view_as_dict
+from trimaran.ui.viz.viz_request import read_subject
+
+Tree = dict[str, Any]
+LATE_FRACTION = 0.1  # of a step: a rank that is later than the median of its stage by more is late
+SILENT_SECONDS = 30.0  # without a heartbeat; samples are a few seconds apart
+ENDED = ("done", "error", "stop")  # kinds of events after which a rank has no heartbeat
+
+
+def ranks_now(state: RunState, table: RankTable | None) -> Tree:
+    """Return a list for each quantity, with a value for each rank; empty before any rank has started.
+
+    `lag_seconds` is how much later than the median rank of its stage a rank finished its own work of step
+    `measured_step`. `heartbeat_time` is when the rank was last known to live. `state` is one of `late`, `silent`,
+    `ended`, `failed`, `missing` (it has not started) and `ok`.
+    """
+    world_size = state.plan.mesh.world_size
+    started = {event.rank: event for event in state.current_events("start")}
+    if not started:
+        return {}
+    measures = table.measures if table is not None else {}
+    if any(len(column) != world_size for column in measures.values()):  # it is of a plan that was changed since
+        measures = {}
+    lags = _lags(measures, state.plan.mesh.pp) if measures else []
+    samples = _rank_samples(state)
+    step_seconds = state.measured.step_seconds if state.measured else 0.0
+    rows = [_row(rank, state, samples.get(rank), started) for rank in range(world_size)]
+    for rank, row in enumerate(rows):
+        row["lag_seconds"] = lags[rank] if lags else None
+        row["memory_bytes"] = measures["peak_bytes"][rank] if "peak_bytes" in measures else row["memory_bytes"]
+        if row["state"] == "ok" and lags and lags[rank] > LATE_FRACTION * step_seconds:
+            row["state"] = "late"
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    counts = [len(tree(sample.get("ranks"))) for sample in state.samples.values()]
+    per_node = max(counts, default=0)
+    if per_node and world_size % per_node:  # rows of the matrix would not be nodes
+        per_node = 0
+    about = {"world_size": world_size, "measured_step": table.step if measures and table else None}
+    about |= {"per_node": per_node, "memory_total": _memory_total(state)}
+    return about | {"step_seconds": step_seconds, "is_live": state.status in ACTIVE_STATUSES} | columns
+
+
+def _lags(measures: Tree, stages: int) -> list[float]:
+    ready = [busy + data for busy, data in zip(measures["busy_seconds"], measures["data_seconds"], strict=True)]
+    size = max(1, len(ready) // stages)
+    middles = [median(ready[first : first + size]) for first in range(0, len(ready), size)]
+    return [max(0.0, each - middles[min(rank // size, len(middles) - 1)]) for rank, each in enumerate(ready)]
+
+
+def _rank_samples(state: RunState) -> dict[int, Tree]:
+    """Return the newest sample of each rank, with the time and the node of its node's sample."""
+    found: dict[int, Tree] = {}
+    for sample in state.samples.values():
+        at = number(sample.get("time"))
+        for rank, each in tree(sample.get("ranks")).items():
+            if rank.isdecimal() and at == at:
+                found[int(rank)] = tree(each) | {"time": at, "node": sample.get("node")}
+    return found
+
+
+def _row(rank: int, state: RunState, sample: Tree | None, started: Mapping[int, Event]) -> Tree:
+    events = state.events_of_rank(rank)
+    last = max((event.time for event in events), default=None)
+    row: Tree = {"heartbeat_time": last, "progress_seconds": None, "section": None, "step": None, "node": None,
+                 "memory_bytes": None, "cpu": None}  # fmt: skip
+    if sample is not None:
+        at = sample["time"] - (sample["heartbeat_seconds"] if is_number(sample.get("heartbeat_seconds")) else 0.0)
+        row["heartbeat_time"] = max(at, last or 0.0)
+        names = {"memory_bytes": "ram", "progress_seconds": "progress_seconds", "cpu": "cpu", "step": "step"}
+        row |= {name: value for name, key in names.items() if is_number(value := sample.get(key))}
+        row |= {"section": str(sample["section"])} if isinstance(sample.get("section"), str) else {}
+        row |= {"node": sample["node"]} if isinstance(sample.get("node"), int) else {}
+    return row | {"state": _state(rank, events, row, state, started)}
+
+
+def _state(rank: int, events: Sequence[Event], row: Tree, state: RunState, started: Mapping[int, Event]) -> str:
+    if rank not in started:
+        return "missing"
+    kinds = {event.kind for event in events}
+    if "error" in kinds:
+        return "failed"
+    if kinds & {"done", "stop"}:
+        return "ended"
+    newest = max((number(sample.get("time")) for sample in state.samples.values()), default=0.0)
+    is_silent = row["heartbeat_time"] is not None and newest - row["heartbeat_time"] > SILENT_SECONDS
+    if state.status in ACTIVE_STATUSES:
+        return "silent" if is_silent else "ok"
+    return "ended"
+
+
+def _memory_total(state: RunState) -> float | None:
+    """Return the memory of a rank's device; that of the whole machine is shared by its ranks."""
+    gpus = [gpu for sample in state.samples.values() for gpu in sample.get("gpus") or () if isinstance(gpu, dict)]
+    totals = [float(gpu["memory"]) for gpu in gpus if is_number(gpu.get("memory"))]
+    return min(totals) if totals else None
+
+
+GROUPS = {  # categories of the ledger, in the order of the drawing
+    "queue": ("idle",),
+    "start": ("init", "compile"),
+    "restart": ("restart",),
+    "replay": ("replay",),
+    "stall": ("data", "straggler", "save", "evaluation"),
+    "useful": ("compute", "communication"),
+}
+
+
+def waterfall_of(state: RunState) -> Tree:
+    """Return the seconds of each group and of its categories, which add up to `total`; empty before the first start.
+
+    `queue` is the time before the first start and between a stop and a resume, when no process ran.
+    """
+    if (ledger := state.ledger) is None:
+        return {}
+    waited = max(0.0, ledger.since - created) if (created := created_time(state.run)) else 0.0
+    parts = {name: {each: ledger.seconds[each] for each in categories} for name, categories in GROUPS.items()}
+    parts["queue"] = {"before the first start": waited, **parts["queue"]}
+    groups = [
+        {"name": name, "seconds": sum(found.values()), "parts": {each: value for each, value in found.items() if value}}
+        for name, found in parts.items()
+    ]
+    return {"total": ledger.total + waited, "goodput": ledger.goodput, "groups": groups}
+
+
+def created_time(run: RunDirectory) -> float | None:
+    """Return when the run directory was made; None if it does not say."""
+    try:
+        created = json.loads(read_regular_text(run.path / MARKER))["created"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return float(created) if is_time(created) else None
+
+
+ALWAYS = (
+    ("follow it in a terminal", ("watch", "{run}")),
+    ("diagnose it", ("doctor", "{run}")),
+    ("list its incidents", ("incidents", "{run}")),
+    ("list the decisions of the autopilot", ("decisions", "{run}")),
+    ("list its checkpoints", ("checkpoints", "{run}")),
+    ("read every checkpoint file and check it", ("checkpoints", "verify", "{run}")),
+    ("write the report, one HTML file", ("report", "{run}")),
+    ("print everything on this page as JSON", ("report", "{run}", "--json")),
+    ("what fits, with what the run measured", ("viz", "need", "--run", "{run}")),
+)
+LIVE = (("change the plan while it trains", ("replan", "{run}")), ("profile it", ("profile", "{run}")))
+
+
+def commands_of(state: RunState) -> list[Tree]:
+    """Return what each command is for, and the command; the most useful for the run's status come first."""
+    run, recipe = path_argument(state.run.path), path_argument(state.run.recipe)
+    first: list[tuple[str, tuple[str, ...]]] = []
+    if state.status in ACTIVE_STATUSES:
+        first += LIVE
+    elif state.status == "done":
+        if state.events_of_kind("saved"):
+            generate = generate_command(state.recipe, run)
+            first += [("try the trained model", tuple(generate[1:]))] if generate else []
+            first.append(("export the trained model", ("export", "{run}")))
+        longer = f"train.steps={2 * state.recipe.train.steps}"
+        first.append(("train it longer", ("resume", "{run}", "--set", longer)))
+    else:
+        first.append(("resume it from its newest checkpoint", ("resume", "{run}")))
+    last = ("train the same run again", ("train", recipe))
+    rows = [*first, *ALWAYS, last]
+    return [
+        {
+            "purpose": purpose,
+            "command": shlex.join([program_name(), *(run if each == "{run}" else each for each in parts)]),
+        }
+        for purpose, parts in rows
+    ]
+
+
+def view_names(plan: Plan) -> list[str]:
+    """Return the short names of the views that say something about `plan`."""
+    mesh = plan.mesh
+    return [
+        "need",
+        *(["ddp"] if mesh.dp_replicate > 1 and mesh.dp_shard == 1 and mesh.pp == 1 else []),
+        *(["fsdp"] if mesh.dp_shard > 1 and plan.sharding == "parameters" else []),
+        *(["zero"] if mesh.dp_shard > 1 else []),
+        *(["pipeline"] if mesh.pp > 1 else []),
+        *(["tensor"] if mesh.tp > 1 else []),
+        *(["mesh"] if mesh.world_size > 1 else []),
+    ]
+
+
+def build_run_views(run: RunDirectory) -> tuple[list[PlanView], str]:
+    """Return the views that suit the run, with what it measured; and why there are none, if there are none."""
+    try:
+        subject = read_subject(None, str(run.path), None, [], [])
+        return [build_view(name, subject) for name in view_names(subject.plan)], ""
+    except UserError as error:
+        return [], error.what
+
+
+def views_of(run: RunDirectory) -> tuple[list[Tree], str]:
+    """Return `build_run_views` as JSON, each view with the one mode that says most about a run."""
+    views, trouble = build_run_views(run)
+    found = []
+    for view in views:
+        mode = next(name for name in ("live", "simulate", "explain") if name in view.modes)
+        tree = view_as_dict(view)
+        about = {name: tree[name] for name in ("name", "title", "question", "about")}
+        found.append(about | {"mode": mode} | tree["modes"][mode])
+    return found, trouble

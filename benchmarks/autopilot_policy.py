@@ -193,7 +193,7 @@ class SimulatedRun:
             if loop.trial is None and not loop.is_due():
                 continue
             kept = sum(each.outcome == "kept" for each in loop.decisions.values())
-            output = loop.poll(self._facts(), now=self.seconds, propose=lambda _: self._propose())
+            output = loop.poll(self._facts(), now=self.seconds, propose=self._propose)
             if output.request is not None:
                 self._answer(output.request)
             if sum(each.outcome == "kept" for each in loop.decisions.values()) > kept:

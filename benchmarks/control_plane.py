@@ -40,7 +40,7 @@ from trimaran.launch.supervise.node_options import NodeOptions
 from trimaran.launch.supervise.remote_node_group import RemoteNodeGroup
 from trimaran.launch.supervise.supervisor import Supervisor
 from trimaran.runs import Heartbeat, RunDirectory, create_run, lease
-from trimaran.runs.attempts import read_attempts
+from trimaran.runs.run_records import read_attempts
 
 STEADY_SECONDS = 10.0
 LIMIT_SECONDS = 900.0

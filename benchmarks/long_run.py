@@ -25,12 +25,12 @@ RESTART = """
 import json, resource, sys, time
 from pathlib import Path
 from trimaran.runs import RunDirectory
-from trimaran.runs.attempts import read_attempts
+from trimaran.runs.run_records import read_attempts
 from trimaran.runs.journal import forget_steps_after, last_step
 from trimaran.runs.line_files import last_lines
 from trimaran.app.runs.run_state import RunState
 from trimaran.runs.read.ledger import LedgerReader
-from trimaran.runs.read.run_tail import RunTail
+from trimaran.runs.read.run_reader import RunTail
 run = RunDirectory(Path(sys.argv[1]))
 state, done = RunState(run), RunState(run, only_status=True)
 position = run.path / "telemetry" / "fed.json"

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.app.train.replan_request import plan_change
-from trimaran.runs import JsonlFollower, RunDirectory, holds_run
-from trimaran.runs.change_request import change_answers, write_change_request
+from trimaran.runs import RunDirectory, holds_run, read_json_lines
+from trimaran.runs.run_requests import change_answers, write_change_request
 
 POLL_SECONDS = 0.1
 
@@ -102,7 +102,7 @@ def _report(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _steps(run: RunDirectory) -> list[float]:
-    return [line["step_seconds"] for line in JsonlFollower(run.metrics).new()]
+    return [line["step_seconds"] for line in read_json_lines(run.metrics)]
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from trimaran.core import Recipe, parse_recipe
 from trimaran.data import cache_folder, prepare
 from trimaran.machine import detect
 from trimaran.runs import RunDirectory
-from trimaran.runs.attempts import read_attempts
 from trimaran.runs.journal import parse_lines
+from trimaran.runs.run_records import read_attempts
 
 MAX_START_SECONDS = 560.0
 LARGE = {

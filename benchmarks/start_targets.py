@@ -35,7 +35,7 @@ from tests.slurm.cluster import TOOLS, SlurmCluster
 from tests.ssh_machines import MISSING, SshMachines
 
 from trimaran.runs import RunDirectory
-from trimaran.runs.attempts import read_attempts
+from trimaran.runs.run_records import read_attempts
 
 MAX_START_SECONDS = 300.0
 SETTINGS = [f"--set={each}" for each in (*TINY, "train.steps=2", "checkpoint.every=100")]

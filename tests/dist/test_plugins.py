@@ -133,14 +133,14 @@ def test_the_policy_decides_within_the_limits_of_the_recipe(run: RunDirectory, t
     loop = Controller(run).loop  # which has read the steps of the run
     settings = settings_of(run.read_plan(), run.read_recipe()) | {"checkpoint.memory": "auto"}
     facts = RunSettings(total_steps=2 * STEPS, settings=settings)
-    (decision,) = loop.poll(facts, now=0.0, propose=lambda baseline: []).decisions
+    (decision,) = loop.poll(facts, now=0.0, propose=list).decisions
     assert (decision.outcome, decision.patch, decision.undo) == (
         "advised", {"checkpoint.memory": 0}, {"checkpoint.memory": "auto"},
     )  # fmt: skip
     assert decision.reason.startswith("policy fewer-copies: steps take")
     pinned = Controller(run).loop
     pinned.pins.append("checkpoint.memory")
-    assert pinned.poll(facts, now=0.0, propose=lambda baseline: []).decisions == []
+    assert pinned.poll(facts, now=0.0, propose=list).decisions == []
     assert "the change that the policy fewer-copies chose is not made: a field is pinned" in caplog.text
 
 

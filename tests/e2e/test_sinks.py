@@ -250,6 +250,16 @@ def test_a_reopened_sink_does_not_report_an_incident_twice(tmp_path: Path) -> No
     assert len(documents(run)) == 2
 
 
+def test_a_reopened_sink_of_charts_does_not_report_an_incident_twice(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = new_run(tmp_path / "toy")
+    for _ in range(2):
+        feed_sinks(run, {"tensorboard": True}, [each for each in LIFE if each[0] == "incident"])
+    found = accumulator.EventAccumulator(str(run.path / "tensorboard"))
+    found.Reload()
+    assert len(found.Tensors("incidents")) == 1
+
+
 def test_a_recipe_without_sinks_opens_none(tmp_path: Path) -> None:
     assert open_sinks(TelemetrySection(), new_run(tmp_path / "toy")) == []
 

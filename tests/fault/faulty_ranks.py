@@ -26,7 +26,7 @@ from trimaran.launch import (
     process_state,
     read_rank_reports,
 )
-from trimaran.runs import HeartbeatBoard, Journal, JsonlFollower, RunDirectory
+from trimaran.runs import HeartbeatBoard, Journal, RunDirectory, read_json_lines
 from trimaran.train import HeartbeatThread, SupervisorLink
 
 Scenario = Callable[[int, SupervisorLink], Any]
@@ -118,7 +118,7 @@ class FaultyRanks:
 
     def attribute(self) -> Attribution:
         deaths = [RankEnded(rank=rank, code=code, time=rank) for rank, code in self.ended.items()]
-        events = [event for rank in range(self.world_size) for event in JsonlFollower(self.run.events(rank)).new()]
+        events = [event for rank in range(self.world_size) for event in read_json_lines(self.run.events(rank))]
         return attribute_fault(self.collect(), deaths, events)
 
 

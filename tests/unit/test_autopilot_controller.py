@@ -15,7 +15,6 @@ import pytest
 from tests.answering_run import main as answer_changes
 from tests.answering_run import metrics
 from trimaran.autopilot import (
-    Baseline,
     Controller,
     DecisionLedger,
     Proposal,
@@ -29,10 +28,10 @@ from trimaran.core import Decision, Plan, parse_recipe
 from trimaran.doctor import Evidence
 from trimaran.launch import autopilot_process
 from trimaran.runs import (
-    DecisionReader,
     IncidentLog,
     Journal,
     RunDirectory,
+    RunReader,
     create_run,
     parse_decision,
     read_change_request,
@@ -52,7 +51,7 @@ class PlannedController(Controller):
 
     patches: Sequence[dict[str, Any]] = (FAST,)
 
-    def propose(self, baseline: Baseline) -> list[Proposal]:
+    def propose(self) -> list[Proposal]:
         settings = self.settings()
         return [
             Proposal(patch=each, undo=undo_of(each, settings) or {}, gain=0.2, uncertainty=0.05, reason="a try")
@@ -124,13 +123,13 @@ def test_the_best_layout_is_searched_once_for_each_plan(tmp_path: Path) -> None:
         return {}
 
     run = new_run(tmp_path / "run")
-    found, baseline = Controller(run, search_layout=search), Baseline(step_seconds=1.0, spread=0.1, steps=24)
+    found = Controller(run, search_layout=search)
     for _ in range(2):  # a decision may wait for more steps before the change, and then everything is proposed again
-        found.propose(baseline)
+        found.propose()
     assert searched == [run.read_plan()]
     replace_plan(run, Plan(micro_batch=2, grad_accum=4))
     found.settings()  # as in a poll: the files are read again
-    found.propose(baseline)
+    found.propose()
     assert [each.micro_batch for each in searched] == [1, 2]
 
 
@@ -223,9 +222,9 @@ class CountingController(Controller):
 
     num_diagnoses = 0
 
-    def propose(self, baseline: Baseline) -> Sequence[Proposal]:
+    def propose(self) -> Sequence[Proposal]:
         self.num_diagnoses += 1
-        return super().propose(baseline)
+        return super().propose()
 
 
 def test_an_advising_controller_diagnoses_a_real_run_and_requests_nothing(tmp_path: Path) -> None:
@@ -276,14 +275,14 @@ def decision(number: int, **other: Any) -> Decision:
 
 def test_the_last_line_of_a_decision_counts_and_a_torn_one_does_not(tmp_path: Path) -> None:
     run = new_run(tmp_path / "run")
-    ledger, reader = DecisionLedger(run), DecisionReader(run)
+    ledger, reader = DecisionLedger(run), RunReader(run)
     ledger.write(decision(1))
     ledger.write(decision(2, outcome="advised"))
-    assert list(reader.new()) == [1, 2]
+    assert list(reader.new_decisions()) == [1, 2]
     ledger.write(decision(1, outcome="kept", measured={"gain": 0.1}))
     with run.decisions.open("ab") as file:
         file.write(b'{"id": 2, "outcome": "ke')
-    assert list(reader.new()) == [1]
+    assert list(reader.new_decisions()) == [1]
     found = read_decisions(run)
     assert [(each.id, each.outcome) for each in found] == [(1, "kept"), (2, "advised")]
     assert found[0] == decision(1, outcome="kept", measured={"gain": 0.1})

@@ -38,7 +38,7 @@ class ToyRun:
         self.status: Callable[[PendingRequest], Any] = lambda request: "applied"
         self.rng, self.speed, self.peak = random.Random(0), 1.0, 1.0
 
-    def propose(self, _: Any) -> Sequence[Proposal]:
+    def propose(self) -> Sequence[Proposal]:
         return [
             Proposal(patch=each, undo=undo_of(each, self.plan) or {}, gain=0.15, uncertainty=0.05, reason="a try")
             for each in self.patches
@@ -93,7 +93,7 @@ class CompilingRun(ToyRun):
     def answer(self, request: PendingRequest, *, by: Any = "autopilot") -> ChangeAnswer:
         self.in_place = False
         found = super().answer(request, by=by)
-        self.loop.leave_out(range(self.step, self.step + 6))
+        self.loop.marks.leave_out_after(self.step)
         self.extra = 40.0
         return found
 

@@ -60,7 +60,7 @@ class LinkedRun(ToyRun):
         self.plan |= {"plan.mesh.pp": 1, "plan.mesh.dp_replicate": 2}
         self.link, self.in_place = 1.0, False
 
-    def propose(self, _: Any) -> Sequence[Proposal]:
+    def propose(self) -> Sequence[Proposal]:
         """Return what a cost model says that knows the measured link."""
         other = PIPELINE if self.plan["plan.mesh.pp"] == 1 else {"plan.mesh.pp": 1, "plan.mesh.dp_replicate": 2}
         now, then = self._seconds(self.plan["plan.mesh.pp"]), self._seconds(other["plan.mesh.pp"])

@@ -291,7 +291,7 @@ def test_repeated_recompilations_are_found_with_their_reason() -> None:
 
 
 def test_host_syncs_in_forward_are_found_in_a_profile() -> None:
-    # The summary of a real trace of three steps with an .item() in each of four layers (doctor/profile_evidence.py).
+    # The summary of a real trace of three steps with an .item() in each of four layers (doctor/evidence.py).
     trace = {"file": "step-00000010-rank-0.trace.json.gz", "steps": 3, "waits": {"aten::_local_scalar_dense": 12},
              "places": {"forward, after aten::max": 12}, "wait_seconds": 1.6e-05}  # fmt: skip
     evidence = recorded("healthy")

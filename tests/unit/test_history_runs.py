@@ -26,9 +26,8 @@ from trimaran.planner import (
     predicted,
     read_measured_run,
     stamp_of,
-    steady_steps,
 )
-from trimaran.runs import RunDirectory, StepLine, replace_plan
+from trimaran.runs import RunDirectory, StepLine, replace_plan, steady_steps
 
 EIGHT = PlannedRun(cluster="8xH100", plan=gpu_plan(dp_replicate=8))
 SHARDED = PlannedRun(cluster="8xH100", plan=gpu_plan(dp_shard=8))
@@ -55,20 +54,21 @@ def line(step: int, seconds: float, *, time: float, data: float = 0.0, checkpoin
 
 
 def test_steady_steps_are_without_warm_up_checkpoints_and_waits() -> None:
-    steps = [line(number, 9.0 if number <= 3 else 1.0, time=100.0 + number) for number in range(1, 21)]
+    steps = [line(number, 9.0 if number <= 5 else 1.0, time=100.0 + number) for number in range(1, 21)]
     steps += [line(21, 5.0, time=130.0), *(line(number, 1.0, time=110.0 + number) for number in range(22, 31))]
     steps[15] = line(16, 3.0, time=116.0, data=2.0)  # waited for its batch
     event = {"kind": "checkpoint", "time": 129.0, "data": {"seconds": 4.0}}
-    found = steady_steps(steps, [100.0], [event])
+    found = steady_steps(steps, [event])
     assert found is not None
     assert found.busy_seconds == 1.0
     assert found.step_seconds == 1.0
-    assert found.num_steps == 26
-    assert steady_steps(steps[:7], [100.0], []) is None
+    assert found.num_steps == 24
+    assert steady_steps(steps[:9], []) is None
+    assert steady_steps(steps[:10], []) is not None
     # A restart has its own warm-up.
-    again = steady_steps(steps[:20], [100.0, 110.5], [])
+    again = steady_steps(steps[:20], [{"kind": "ready", "time": 110.5, "step": 10}])
     assert again is not None
-    assert again.num_steps == 20 - 3 - 3
+    assert again.num_steps == 20 - 5 - 5
 
 
 def test_each_part_of_a_resized_run_counts_with_its_own_plan(folder: Path) -> None:

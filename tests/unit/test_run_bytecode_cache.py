@@ -7,7 +7,7 @@ from pathlib import Path
 
 SCRIPT = """
 import os, sys
-from trimaran.runs.bytecode_cache import use_bytecode_cache
+from trimaran.runs.compile_cache import use_bytecode_cache
 print(use_bytecode_cache(os.environ), sys.pycache_prefix)
 import torch.inner
 """

@@ -15,7 +15,8 @@ from trimaran.runs import (
     AttemptLog,
     IncidentLog,
     Journal,
-    JsonlFollower,
+    RunDirectory,
+    RunReader,
     append_line,
     create_run,
     free_run_path,
@@ -99,14 +100,14 @@ def test_an_unwritable_path_raises_and_leaves_nothing_behind(tmp_path: Path) -> 
 
 def test_followers_yield_each_line_once_when_it_is_complete(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
-    follower = JsonlFollower(file)
-    assert list(follower.new()) == []
+    reader = RunReader(RunDirectory(tmp_path))
+    assert list(reader.records(file)) == []
     file.write_text('{"a": 1}\n{"a"')
-    assert list(follower.new()) == [{"a": 1}]
+    assert list(reader.records(file)) == [{"a": 1}]
     with file.open("a") as more:
         more.write(": 2}\n")
-    assert list(follower.new()) == [{"a": 2}]
-    assert list(follower.new()) == []
+    assert list(reader.records(file)) == [{"a": 2}]
+    assert list(reader.records(file)) == []
 
 
 def test_nan_and_inf_are_null_in_the_journal(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from trimaran.ui import (
     speaking,
 )
 
-APP = Path(__file__).parents[2] / "src" / "trimaran" / "ui"
+UI = Path(__file__).parents[2] / "src" / "trimaran" / "ui"
 FILES = [
     *sorted((UI / "report").glob("*.py")),
     *sorted((UI / "web").glob("run_*.py")),

@@ -28,7 +28,6 @@ from trimaran.runs import (
     HostSampler,
     IncidentLog,
     Journal,
-    JsonlFollower,
     LineWriter,
     RunDirectory,
     RunTail,
@@ -36,6 +35,7 @@ from trimaran.runs import (
     SinkFeed,
     append_line,
     create_run,
+    read_json_lines,
 )
 
 # An idle rank with a busy loader process.
@@ -210,11 +210,11 @@ def test_a_full_disk_only_delays_samples(tmp_path: Path, caplog: pytest.LogCaptu
         (disk / "ballast").write_bytes(bytes(60 << 10))
         for _ in range(30):
             sampler.take()
-        assert len([*JsonlFollower(run.samples(0)).new()]) < 31
+        assert len([*read_json_lines(run.samples(0))]) < 31
         assert run.samples(0).read_bytes().endswith(b"\n")
         (disk / "ballast").unlink()
         sampler.take()
-        assert len([*JsonlFollower(run.samples(0)).new()]) == 32
+        assert len([*read_json_lines(run.samples(0))]) == 32
     assert "Read-only file system" in caplog.text
     assert "node-0.jsonl cannot be written: No space left on device" in caplog.text
 

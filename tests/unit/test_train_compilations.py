@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.runs import new_run
-from trimaran.runs import HeartbeatBoard, Journal, JsonlFollower
-from trimaran.train import WARMUP_STEPS, Compilations, SupervisorLink
+from trimaran.runs import WARM_UP_STEPS, HeartbeatBoard, Journal, read_json_lines
+from trimaran.train import Compilations, SupervisorLink
 
 
 class Block(nn.Module):
@@ -51,10 +51,10 @@ def test_a_new_shape_after_the_warm_up_is_reported_once_with_its_function(block:
     compilations = Compilations()
     compilations.end_step(0)
     block(torch.randn(4))
-    for step in range(1, WARMUP_STEPS + 2):
+    for step in range(1, WARM_UP_STEPS + 2):
         compilations.end_step(step)
     block(torch.randn(5))
-    late = WARMUP_STEPS + 2
+    late = WARM_UP_STEPS + 2
     (compilation,) = compilations.take_late(late)
     assert compilation.what.startswith("forward (test_train_compilations.py:")
     assert "size mismatch" in compilation.why
@@ -66,11 +66,11 @@ def test_a_new_shape_after_the_warm_up_is_reported_once_with_its_function(block:
 
 def test_compilations_of_an_evaluation_belong_to_no_step(block: nn.Module) -> None:
     compilations = Compilations()
-    for step in range(WARMUP_STEPS + 2):
+    for step in range(WARM_UP_STEPS + 2):
         compilations.end_step(step)
-    with compilations.outside_steps(WARMUP_STEPS + 2), torch.no_grad():
+    with compilations.outside_steps(WARM_UP_STEPS + 2), torch.no_grad():
         block(torch.randn(4))
-    compilations.end_step(WARMUP_STEPS + 3)
+    compilations.end_step(WARM_UP_STEPS + 3)
     assert compilations.metrics == {"compiles": 1, "recompiles": 0}
 
 
@@ -113,7 +113,7 @@ def test_until_the_first_step_ends_each_compilation_is_an_event_with_its_functio
         block(torch.randn(4))
         compilations.end_step(1)
         block(torch.randn(4, 2))
-    began, ended = [each for each in JsonlFollower(run.events(0)).new() if each["kind"] == "compile"]
+    began, ended = [each for each in read_json_lines(run.events(0)) if each["kind"] == "compile"]
     assert began["data"] == {"what": "Block.forward", "number": 1}
     assert ended["data"].keys() == {"what", "number", "seconds"}
     assert compilations.summary()["functions"] == {"Block.forward": ended["data"]["seconds"]}
@@ -124,4 +124,4 @@ def test_only_rank_0_writes_events_of_compilations(block: nn.Module, tmp_path: P
     with Journal(run, 1) as journal:
         Compilations(journal=journal)
         block(torch.randn(4))
-    assert [*JsonlFollower(run.events(1)).new()] == []
+    assert [*read_json_lines(run.events(1))] == []

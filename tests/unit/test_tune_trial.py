@@ -18,15 +18,21 @@ from trimaran.app import (
 )
 from trimaran.core import Plan, Recipe, UserError, parse_recipe
 from trimaran.planner import TrialLimits, TuneCandidate, locked_folder
-from trimaran.runs import RunDirectory
+from trimaran.runs import RunDirectory, StepLine
 
+COLD = [9.0, 2.0, 1.0, 1.0, 2.0]  # the first steps
 PLAN = {"mesh": {"dp_replicate": 2}, "micro_batch": 4, "precision": "fp32"}
+
+
+def _step(number: int, seconds: float) -> StepLine:
+    phases = {"data": 0.0, "checkpoint": 0.0}
+    return StepLine(number, 1.0, 1.0, 1e-3, 100, 4, seconds, 0.0, 1 << 20, phases, 1000.0 + number, b"")
 
 
 def watch(seconds: list[float], *, at: float = 10.0, **limits: Any) -> str | None:
     """Return the outcome of a trial with these steps, `at` seconds after its start; None if it goes on."""
     found = TrialWatch(RunDirectory(Path("/nowhere")), TrialLimits(**limits), began=0.0)
-    found.add(seconds, now=5.0)
+    found.add([_step(number, each) for number, each in enumerate(seconds, 1)], now=5.0)
     end = found.judge(at)
     return end.outcome if end else None
 
@@ -58,14 +64,14 @@ def test_a_trial_writes_nothing_beside_its_metrics_and_never_restarts() -> None:
 @pytest.mark.parametrize(
     ("seconds", "limits", "outcome"),
     [
-        ([9.0, 2.0, 1.0] + 5 * [0.5], {}, "measured"),  # the spread of steps after the warm-up is 0
-        ([9.0, 2.0, 1.0] + 4 * [0.5], {}, None),
-        ([9.0, 2.0, 1.0] + 3 * [0.4, 0.6], {}, None),  # too much spread
-        ([9.0, 2.0, 1.0] + MAX_STEADY_STEPS // 2 * [0.4, 0.6], {}, "measured"),
-        ([9.0, 2.0, 1.0] + 3 * [0.4, 0.6], {"steady_seconds": 4.0}, "measured"),  # they began 5 s ago
-        ([9.0, 2.0, 1.0, 0.9, 0.95], {"best_seconds": 0.5}, "slower"),
-        ([9.0, 2.0, 1.0, 0.9, 0.6], {"best_seconds": 0.5}, None),  # one step is not so slow
-        ([9.0, 2.0, 1.0] + 5 * [0.70, 0.72], {"best_seconds": 0.5}, "measured"),  # certainly slower, no more steps
+        (COLD + 5 * [0.5], {}, "measured"),  # the spread of steps after the warm-up is 0
+        (COLD + 4 * [0.5], {}, None),
+        (COLD + 3 * [0.4, 0.6], {}, None),  # too much spread
+        (COLD + MAX_STEADY_STEPS // 2 * [0.4, 0.6], {}, "measured"),
+        (COLD + 3 * [0.4, 0.6], {"steady_seconds": 4.0}, "measured"),  # they began 5 s ago
+        ([*COLD, 0.9, 0.95], {"best_seconds": 0.5}, "slower"),
+        ([*COLD, 0.9, 0.6], {"best_seconds": 0.5}, None),  # one step is not so slow
+        (COLD + 5 * [0.70, 0.72], {"best_seconds": 0.5}, "measured"),  # certainly slower, no more steps
         ([9.0, 2.0], {"deadline": 10.0}, "unfinished"),
         ([], {"start_seconds": 9.0}, "failed"),
         ([], {"start_seconds": 11.0}, None),
@@ -76,8 +82,8 @@ def test_a_trial_ends_when_it_knows_enough(seconds: list[float], limits: dict[st
 
 
 def test_steps_before_the_deadline_count(tmp_path: Path) -> None:
-    assert watch([1.0, 1.0, 1.0] + 3 * [0.4, 0.6], deadline=10.0) == "measured"
-    assert watch([1.0, 1.0, 1.0] + 2 * [0.4, 0.6], deadline=10.0) == "unfinished"
+    assert watch(COLD + 3 * [0.4, 0.6], deadline=10.0) == "measured"
+    assert watch(COLD + 2 * [0.4, 0.6], deadline=10.0) == "unfinished"
     assert watch([], deadline=math.inf, at=800.0) is None
 
 

@@ -63,15 +63,16 @@ from .recipe.prepare_data import check_all_data as check_all_data
 from .recipe.recipe_tokenizer import with_model_tokenizer as with_model_tokenizer
 from .recipe.request import Request as Request, read_question as read_question, resolve as resolve
 from .runs.decisions_view import command_of_decision as command_of_decision
-from .runs.diagnosis import command_of as command_of, diagnose_run as diagnose_run
 from .runs.live import follow as follow, show_log as show_log
-from .runs.loss_bound import loss_bound_text as loss_bound_text
 from .runs.profile_view import show_profile as show_profile
-from .runs.run_findings import FindingsPoller as FindingsPoller, RunDiagnosis as RunDiagnosis, RunFinding as RunFinding
+from .runs.run_findings import (
+    FindingsPoller as FindingsPoller, RunDiagnosis as RunDiagnosis, RunFinding as RunFinding, command_of as command_of,
+    diagnose_run as diagnose_run,
+)
 from .runs.run_prompt import generate_command as generate_command
 from .runs.run_state import DETAILS as DETAILS, RunState as RunState, Status as Status
 from .runs.run_view import difference as difference, draw as draw, line as line
-from .runs.status_lines import status_lines as status_lines
+from .runs.status_lines import loss_bound_text as loss_bound_text, status_lines as status_lines
 from .runs.step_history import StepHistory as StepHistory
 from .runs.summary import (
     explain_failure as explain_failure, next_commands as next_commands, readable_sample as readable_sample,

@@ -15,16 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trimaran.autopilot.decision_ledger import DecisionLedger
 from trimaran.autopilot.decision_loop import ChangeAnswer, DecisionLoop, Output, PendingRequest, RunSettings
 from trimaran.autopilot.policy import GROWING_MEMORY_FRACTION, fits
 from trimaran.autopilot.proposal import Patch, Proposal, settings_of
-from trimaran.autopilot.propose_changes import best_layout, proposals_of
-from trimaran.autopilot.propose_nodes import with_recovered_node, without_slow_node
-from trimaran.autopilot.propose_rows import rows_by_speed
+from trimaran.autopilot.propose_changes import (
+    best_layout,
+    proposals_of,
+    rows_by_speed,
+    with_recovered_node,
+    without_slow_node,
+)
 from trimaran.autopilot.trial import TimedStep
-from trimaran.autopilot.verdict import Baseline
-from trimaran.core import UserError
+from trimaran.core import Decision, UserError
 from trimaran.core.regular_files import open_regular_fd
 from trimaran.doctor.diagnose import diagnose
 from trimaran.doctor.evidence import Evidence, read_evidence
@@ -32,13 +34,25 @@ from trimaran.doctor.memory_fix import usable_bytes
 from trimaran.doctor.predicted_gain import can_measure_links, with_measured_links
 from trimaran.doctor.step_breakdown import get_number, step_breakdown
 from trimaran.machine import Link
-from trimaran.runs import JsonlFollower, RunDirectory, read_incidents
-from trimaran.runs.attempts import Attempts
-from trimaran.runs.change_request import read_change_request, write_change_request
-from trimaran.runs.decision_records import read_decisions
-from trimaran.runs.left_out_nodes import LEFT_OUT_FIELD, has_recovered, read_left_out, read_node_speeds, write_left_out
+from trimaran.runs import RunDirectory, RunReader
+from trimaran.runs.line_files import LineWriter
+from trimaran.runs.node_records import LEFT_OUT_FIELD, has_recovered, read_left_out, read_node_speeds, write_left_out
+from trimaran.runs.run_records import read_decisions
+from trimaran.runs.run_requests import read_change_request, write_change_request
 
 log = logging.getLogger(__name__)
+
+
+class DecisionLedger:
+    """Writes the decisions of a run. Only one process may use it: the one that holds the autopilot's lock."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._writer = LineWriter(run.decisions, reserve=run.reserve)
+
+    def write(self, decision: Decision) -> None:
+        self._writer.write(decision.as_dict())
+        self._writer.close()  # decisions are minutes apart
+
 
 POLL_SECONDS = 1.0
 BACKLOG_BYTES = 2 << 20  # of metrics and of events that a controller reads when it starts
@@ -48,7 +62,6 @@ LOST_POLLS = 5  # polls without an answer after the request's file is gone
 MAX_CPU_FRACTION = {"advise": 0.001, "act": 0.02}
 FIRST_DIAGNOSIS_SECONDS = {"off": 0.0, "advise": 60.0, "act": 0.0}
 OPEN_ACTIONS = ("restarted", "replanned", "resized", "rewound")  # of incidents whose cost is known once they are over
-LEFT_OUT_AFTER = {"evaluation": 1, "profile": 1, "recompile": 1, "started": 5, "resume": 5, "loader": 1}  # steps
 
 
 class Controller:
@@ -66,17 +79,13 @@ class Controller:
         self.recipe, self.plan = run.read_recipe(), run.read_plan()
         self.loop = DecisionLoop(self.recipe.autopilot, read_decisions(run))
         self._ledger = DecisionLedger(run)
-        self._metrics = JsonlFollower(run.metrics, backlog=BACKLOG_BYTES)
-        self._events = JsonlFollower(run.events(0), backlog=BACKLOG_BYTES)
-        self._attempts = Attempts(run)
+        self._reader = RunReader(run).follow(run.metrics, run.events(0), backlog=BACKLOG_BYTES)
         self._memory_limit: float | None = None
         self._requested_at, self._lost_polls = 0.0, 0
         # A short run is over before advice pays; one that may act is diagnosed as soon as it has enough steps.
         self._diagnose_due = self._clock() + FIRST_DIAGNOSIS_SECONDS[self.recipe.autopilot.mode]
         self._layouts: dict[str, Patch] = {}  # the patch to the best layout, by plan: searched once for each
         self._links: tuple[Link, ...] | None = None  # as they were last measured
-        self._incidents_version: tuple[int, int] | None = None
-        self._has_open_incident = False
         self._speeds_version, self._recovered = 0, set[str]()  # hosts that are left out and fast again
         self._waits_for_nodes = False  # the ranks start again because we asked for it
         self._settings_version: tuple[tuple[int, int], ...] = ()
@@ -88,14 +97,14 @@ class Controller:
         """Read what is new, and write decisions and a request if there are any."""
         self._read(first=False)
         loop = self.loop
-        if self._is_off():
+        if self.run.autopilot_off.exists():
             loop.take_back_trial("the autopilot was switched off")
             self._write(loop.take_output())
             return
         if loop.pending is not None:
             self._check_pending(loop.pending)
         pending = read_change_request(self.run) if self.run.change_request.exists() else None
-        if self._has_open_incident or (pending is not None and pending.by == "user"):
+        if self._has_open_incident() or (pending is not None and pending.by == "user"):
             self._write(loop.take_output())
             return
         self._notice_recovery()
@@ -113,53 +122,39 @@ class Controller:
     # Reading
 
     def _read(self, *, first: bool) -> None:
-        restarted = self._attempts.refresh()
-        for line in self._metrics.new():
+        restarted = self._reader.read_attempts()
+        for line in self._reader.metrics():
             if (sample := read_sample(line)) is not None:
                 self.loop.add_step(sample)
-                self._read_memory(line)
-        for event in self._events.new():
+                if get_number(line, "memory", "reserved") is not None:  # only the CUDA allocator reports it
+                    self._memory_limit = get_number(line, "memory", "total") or self._memory_limit
+        for event in self._reader.events():
             self._read_event(event)
         if restarted and not first:
             self._links = None  # the number of ranks may be another
             if not self._waits_for_nodes:
                 self.loop.restarted(self.loop.step)
         self._waits_for_nodes = _is_about_nodes(self.loop.pending)
-        self._read_incidents()
-
-    def _read_memory(self, line: Mapping[str, Any]) -> None:
-        if get_number(dict(line), "memory", "reserved") is not None:  # only the CUDA allocator reports it
-            self._memory_limit = get_number(dict(line), "memory", "total") or self._memory_limit
 
     def _read_event(self, event: Mapping[str, Any]) -> None:
         kind, step = event.get("kind"), int(event.get("step") or 0)
-        if kind == "change" and (answer := read_answer(event)) is not None:
-            self.loop.add_answer(answer)
-        elif kind == "ready" and (pending := self.loop.pending) is not None and _is_about_nodes(pending):
-            self._answer_about_nodes(pending, step)
-        elif kind in LEFT_OUT_AFTER:
-            self.loop.leave_out(range(step, step + LEFT_OUT_AFTER[kind] + 1))
-
-    def _answer_about_nodes(self, pending: PendingRequest, step: int) -> None:
-        """The ranks were started again on other nodes, after `step`."""
-        seconds = self._clock() - self._requested_at
-        self.loop.add_answer(
-            ChangeAnswer(id=pending.id, step=step, status="applied", patch=pending.patch, pause_seconds=seconds)
-        )
-
-    def _read_incidents(self) -> None:
-        """Note whether an incident is open; its file is read only if it has changed."""
-        try:
-            status = self.run.incidents.stat()
-            version = (status.st_size, status.st_mtime_ns)
-        except OSError:
+        if kind == "change":
+            if (answer := read_answer(event)) is not None:
+                self.loop.add_answer(answer)
             return
-        if version != self._incidents_version:
-            self._incidents_version = version
-            self._has_open_incident = any(
-                each.action is None or (each.action in OPEN_ACTIONS and "seconds_to_recover" not in each.cost)
-                for each in read_incidents(self.run)[-1:]
+        self.loop.marks.add(event)
+        if kind == "ready" and (pending := self.loop.pending) is not None and _is_about_nodes(pending):
+            # The ranks were started again on other nodes.
+            seconds = self._clock() - self._requested_at
+            self.loop.add_answer(
+                ChangeAnswer(id=pending.id, step=step, status="applied", patch=pending.patch, pause_seconds=seconds)
             )
+
+    def _has_open_incident(self) -> bool:
+        return any(
+            each.action is None or (each.action in OPEN_ACTIONS and "seconds_to_recover" not in each.cost)
+            for each in self._reader.incidents()[-1:]
+        )
 
     def _notice_recovery(self) -> None:
         """If a node that was left out is fast again, look at once whether to take it back."""
@@ -181,15 +176,12 @@ class Controller:
             self._known_settings, self._settings_version = settings_of(self.plan, self.recipe), version
         return self._known_settings | {LEFT_OUT_FIELD: sorted(read_left_out(self.run))}
 
-    def _is_off(self) -> bool:
-        return self.run.autopilot_off.exists()
-
     # Acting
 
-    def propose(self, baseline: Baseline) -> Sequence[Proposal]:
+    def propose(self) -> Sequence[Proposal]:
         """Diagnose the steps under the present plan. Expensive, so it is not done again for a while."""
         began = time.thread_time()
-        evidence = self._evidence(baseline)
+        evidence = self._evidence()
         limit, peak = self._memory_limit, max((each.get("peak_bytes") or 0 for each in evidence.steps), default=0)
         if limit is not None:  # other processes may hold a part of the device
             limit = min(limit, usable_bytes(evidence) or limit)
@@ -212,10 +204,11 @@ class Controller:
             self._diagnose_due = self._clock() + took / MAX_CPU_FRACTION[mode]
         return found
 
-    def _evidence(self, baseline: Baseline) -> Evidence:
-        """Return the evidence of the steps that `baseline` is made of."""
+    def _evidence(self) -> Evidence:
+        """Return the evidence of the steps that are compared, and of those between them."""
         evidence = read_evidence(self.run, calibrations=self._calibrations)
-        return replace(evidence, steps=evidence.steps[-baseline.steps :])
+        first = min((each.step for each in self.loop.baseline_steps()), default=0)
+        return replace(evidence, steps=tuple(each for each in evidence.steps if each["step"] >= first))
 
     def _with_measured_links(self, evidence: Evidence) -> Evidence:
         """Return the evidence with links as slow as they were measured, under this plan or an earlier one."""
@@ -291,10 +284,13 @@ def read_sample(line: Mapping[str, Any]) -> TimedStep | None:
     step, seconds = line.get("step"), get_number(dict(line), "step_seconds")
     if not isinstance(step, int) or not seconds:
         return None
-    checkpoint = get_number(dict(line), "phases", "checkpoint") or 0.0
+    checkpoint, data = (get_number(dict(line), "phases", name) or 0.0 for name in ("checkpoint", "data"))
     ranks = get_number(dict(line), "ranks", "peak_bytes", "max") or 0.0
     peak = max(ranks, get_number(dict(line), "peak_bytes") or 0.0)
-    return TimedStep(step, seconds - checkpoint, seconds, peak) if seconds > checkpoint else None
+    if seconds <= checkpoint + data:
+        return None
+    written = get_number(dict(line), "time") or 0.0
+    return TimedStep(step, seconds - checkpoint, seconds, peak_bytes=peak, time=written)
 
 
 def read_answer(event: Mapping[str, Any]) -> ChangeAnswer | None:

@@ -5,25 +5,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from trimaran.autopilot.choose_policy import choose_change
-from trimaran.autopilot.policy import MemoryTrend, Situation, baseline_steps_needed
+from trimaran.autopilot.policy import MemoryTrend, Situation, baseline_steps_needed, choose_change
 from trimaran.autopilot.proposal import CHECKPOINT_FIELDS, Patch, Proposal, describe
-from trimaran.autopilot.step_shift import StepShift, find_shift
 from trimaran.autopilot.trial import (
     MAX_BASELINE_STEPS,
     AppliedChange,
+    StepShift,
     TimedStep,
     TrialRecord,
+    find_shift,
     max_trial_steps,
     next_move,
 )
 from trimaran.autopilot.verdict import Baseline, baseline_of, compare
 from trimaran.core import AutopilotSection, Decision, DecisionOutcome
+from trimaran.runs.read.steady_steps import WARM_UP_STEPS, SteadyMarks
 
 MIN_BASELINE_STEPS = 24  # under the present plan, before anything is decided
 MAX_KEPT_STEPS = 1200
 FIRST_RECHECK_STEPS, MAX_RECHECK_STEPS = 100, 1600  # from one look without a decision to the next; doubled each time
-UNSETTLED_STEPS = 5  # after a start or a change that nobody measures
 MAX_SHIFTS = 6  # sudden changes of the speed in a run after which it starts anew: a speed that flaps is left alone
 MIN_RECOVERY = 0.15  # of a step that is saved since a change was kept, to look at the plan before it again
 USUAL_SECONDS = "usual_seconds"  # of a decision's baseline: a step before it suddenly became longer
@@ -84,7 +84,7 @@ class DecisionLoop:
         self.pending: PendingRequest | None = None
         self.last_request = max((each.request for each in self.decisions.values()), default=0)
         self._samples: list[TimedStep] = []
-        self._left_out: set[int] = set()
+        self.marks = SteadyMarks()  # tell them the events, except changes
         self._changes: list[AppliedChange] = []  # of the trial
         self._since = 0  # the first step that counts for the present plan's baseline
         self._pauses: dict[bool, list[float]] = {True: [], False: []}
@@ -116,12 +116,6 @@ class DecisionLoop:
         self._samples.append(sample)
         del self._samples[:-MAX_KEPT_STEPS]
 
-    def leave_out(self, steps: Iterable[int]) -> None:
-        """Leave steps out of all comparisons, such as the first ones after a restart or one with a profile."""
-        self._left_out.update(steps)
-        if self._samples and len(self._left_out) > MAX_KEPT_STEPS:
-            self._left_out = {each for each in self._left_out if each >= self._samples[0].step}
-
     def find_shift(self) -> StepShift | None:
         """Return a sudden change of the speed under the present plan, once; then measure and decide anew from there.
 
@@ -129,7 +123,7 @@ class DecisionLoop:
         """
         if self.trial is not None or self._num_shifts >= MAX_SHIFTS:
             return None
-        shift = find_shift(self._baseline_steps(), self._known)
+        shift = find_shift(self.baseline_steps(), self._known)
         if shift is not None:
             self.shift, self._since, self.due, self._known = shift, shift.step, 0, None
             self._num_shifts, self._recheck = self._num_shifts + 1, FIRST_RECHECK_STEPS
@@ -137,7 +131,7 @@ class DecisionLoop:
 
     def restarted(self, step: int) -> None:
         """The ranks start again after `step`. A change that was being tried may be the cause: it is taken back."""
-        self.leave_out(range(step, step + UNSETTLED_STEPS + 1))
+        self.marks.leave_out_after(step)
         trial = self.trial
         if trial is not None and self._changes and self._changes[-1].is_after and self.pending is None:
             self._request(trial, trial.undo, "failed", "take back: the ranks were started again during its trial")
@@ -151,7 +145,7 @@ class DecisionLoop:
                 self._user_changed(answer)
         elif trial is None or answer.step < trial.step or answer.patch not in (trial.patch, trial.undo):
             if answer.status == "applied":  # of an earlier trial, read again after a restart of the controller
-                self._since = max(self._since, answer.step + UNSETTLED_STEPS + 1)
+                self._since = max(self._since, answer.step + WARM_UP_STEPS + 1)
         else:
             self.pending = None
             if answer.status == "applied":
@@ -224,7 +218,7 @@ class DecisionLoop:
 
     # What to do
 
-    def poll(self, facts: RunSettings, *, now: float, propose: Callable[[Baseline], Sequence[Proposal]]) -> Output:
+    def poll(self, facts: RunSettings, *, now: float, propose: Callable[[], Sequence[Proposal]]) -> Output:
         """Return what is to be written now. `propose` is called only if a decision is due, because it is expensive."""
         if self.trial is not None:
             if self.pending is None:
@@ -252,8 +246,8 @@ class DecisionLoop:
         has_steps = len(self._samples) >= MIN_BASELINE_STEPS and self.step >= self._since + MIN_BASELINE_STEPS - 1
         return self.trial is None and self.step >= self.due and has_steps
 
-    def _decide(self, facts: RunSettings, now: float, propose: Callable[[Baseline], Sequence[Proposal]]) -> None:
-        steps = self._baseline_steps()
+    def _decide(self, facts: RunSettings, now: float, propose: Callable[[], Sequence[Proposal]]) -> None:
+        steps = self.baseline_steps()
         if len(steps) < MIN_BASELINE_STEPS:
             return
         baseline = baseline_of([each.seconds for each in steps])
@@ -263,7 +257,7 @@ class DecisionLoop:
             steps_left=left,
             baseline=baseline,
             settings=facts.settings,
-            proposals=[*self._returns(baseline, facts.settings)] or propose(baseline),
+            proposals=[*self._returns(baseline, facts.settings)] or propose(),
             budget_seconds=self.section.budget * facts.total_steps * baseline.step_seconds,
             decisions=list(self.decisions.values()),
             pins=self.pins,
@@ -338,7 +332,7 @@ class DecisionLoop:
     def _continue(self, trial: Decision, facts: RunSettings, now: float) -> None:
         record = self._record(trial, facts)
         move = next_move(record) if record.before or not self._changes else "roll back"
-        if move == "apply" and not self._changes and self._is_too_late(trial, facts):
+        if move == "apply" and not self._changes and facts.total_steps - self.step < 2 * WARM_UP_STEPS:
             self._write(replace(trial, outcome="rolled-back", reason=f"{trial.reason}; the run ends too soon"))
             self._forget_trial(self.step)
         elif move == "apply":
@@ -350,22 +344,23 @@ class DecisionLoop:
         elif move == "roll back":
             self._request(trial, trial.undo, "rolled-back", f"take back: {_why_rolled_back(record)}")
 
-    def _is_too_late(self, trial: Decision, facts: RunSettings) -> bool:
-        return facts.total_steps - self.step < 2 * UNSETTLED_STEPS
-
     def _record(self, trial: Decision, facts: RunSettings | None = None) -> TrialRecord:
         steps = facts.total_steps if facts else self.step
         left = self.section.budget * steps * trial.baseline.get("step_seconds", 0.0) - self.spent_seconds
+        counts_checkpoints = any(each in CHECKPOINT_FIELDS for each in trial.patch)
         present = [each for each in self._samples if each.step >= self._since]
+        warm = [each for each in present if self.marks.is_warm(each.step)]
+        samples = warm if counts_checkpoints else self.marks.steady(warm, TimedStep.place)
+        compared = {each.step for each in samples}
         return TrialRecord(
-            samples=[each for each in present if each.step not in self._left_out],
-            left_out=[each for each in present if each.step in self._left_out],
+            samples=samples,
+            left_out=[each for each in present if each.step not in compared],
             changes=self._changes,
             expected_gain=trial.expected.get("gain", 0.0),
             max_steps=max_trial_steps(steps - trial.step),
             allowance=max(0.0, left) / 2 if facts else math.inf,  # going back costs as much again
             saves_memory="peak_bytes" in trial.expected,
-            counts_checkpoints=any(each in CHECKPOINT_FIELDS for each in trial.patch),
+            counts_checkpoints=counts_checkpoints,
         )
 
     def _end(self, trial: Decision, outcome: DecisionOutcome) -> None:
@@ -400,7 +395,7 @@ class DecisionLoop:
 
     def _forget_trial(self, last_change: int) -> None:
         """Measure the present plan from now on: from the last change, without the first steps after it."""
-        self._since, self._changes = max(self._since, last_change + UNSETTLED_STEPS + 1), []
+        self._since, self._changes = max(self._since, last_change + WARM_UP_STEPS + 1), []
         self.due, self._known = 0, None
 
     def _request(self, trial: Decision, patch: Patch, outcome: DecisionOutcome | None, reason: str) -> None:
@@ -414,9 +409,10 @@ class DecisionLoop:
         self.decisions[decision.id] = decision
         self._output.decisions.append(decision)
 
-    def _baseline_steps(self) -> list[TimedStep]:
-        steps = [each for each in self._samples if each.step >= self._since and each.step not in self._left_out]
-        return steps[-MAX_BASELINE_STEPS:]
+    def baseline_steps(self) -> list[TimedStep]:
+        """Return the latest steady steps under the present plan."""
+        warm = [each for each in self._samples if each.step >= self._since and self.marks.is_warm(each.step)]
+        return self.marks.steady(warm[-MAX_BASELINE_STEPS:], TimedStep.place)
 
 
 def _memory_use(steps: Sequence[TimedStep], limit: float | None) -> MemoryTrend | None:

@@ -4,23 +4,27 @@ Every proposal is priced: what it should gain over the steps that are left, time
 less what the trial costs. The best one is tried if it pays and if the budget for trials allows its worst case.
 """
 
+import logging
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
-from typing import Any
+from typing import Any, Protocol
 
-from trimaran.autopilot.proposal import Proposal, changes_course, is_changeable, is_pinned
+from trimaran.autopilot.proposal import Proposal, changes_course, is_changeable, is_pinned, undo_of
 from trimaran.autopilot.trial import (
     LOOK_CONFIDENCE,
     MIN_HARM_STEPS,
     MIN_WINDOW_STEPS,
-    SETTLE_STEPS_AFTER_REBUILD,
     max_trial_steps,
 )
 from trimaran.autopilot.verdict import Baseline, smallest_gain_to_show, steps_to_show
-from trimaran.core import Decision
+from trimaran.core import AutopilotSection, Decision, UserError
+from trimaran.core.plugins import KINDS, load_plugin
+from trimaran.runs.read.steady_steps import WARM_UP_STEPS
+
+log = logging.getLogger(__name__)
+
 
 NORMAL = NormalDist()
 MIN_GAIN = 0.01  # of a step, below which nothing is tried
@@ -145,12 +149,13 @@ def price(proposal: Proposal, situation: Situation) -> PricedProposal:
     # More steps before the change can be measured first, at no cost.
     measured = replace(before, steps=max(before.steps, most))
     shown = max(MIN_GAIN, smallest_gain_to_show(measured, most, confidence=LOOK_CONFIDENCE))
-    kept_gain, kept_chance = _gain_above(shown, proposal)
+    deviation = max(1e-6, proposal.uncertainty)
+    kept_gain, kept_chance = _part_above(shown, proposal.gain, deviation)
     if_kept = max(proposal.gain, shown, kept_gain / max(kept_chance, 1e-6))
     needed = steps_to_show(if_kept, measured, confidence=LOOK_CONFIDENCE)
     window = max(MIN_WINDOW_STEPS, min(most, needed))
-    pause, settle = situation.pause_of(proposal), SETTLE_STEPS_AFTER_REBUILD
-    worse = _loss(proposal)
+    pause, settle = situation.pause_of(proposal), WARM_UP_STEPS
+    worse, _ = _part_above(0.0, -proposal.gain, deviation)  # of a step, while a change for the worse is tried
     noticed = steps_to_show(max(worse, shown), measured, confidence=LOOK_CONFIDENCE)  # then the trial is over
     loss = worse * (max(MIN_HARM_STEPS, min(window, noticed)) + settle) * seconds
     cost = pause * (2 - kept_chance) + loss + proposal.first_step_seconds
@@ -180,18 +185,11 @@ def seen_error(proposal: Proposal, decisions: Sequence[Decision]) -> float:
     return max((abs(now["gain"] - then["gain"]) for then, now in known), default=0.0)
 
 
-def _gain_above(least: float, proposal: Proposal) -> tuple[float, float]:
-    """Return the expected gain where only gains above `least` count, and the probability of one."""
-    mean, deviation = proposal.gain, max(1e-6, proposal.uncertainty)
+def _part_above(least: float, mean: float, deviation: float) -> tuple[float, float]:
+    """Return the expectation of a normal value of which only what is above `least` counts, and its probability."""
     scaled = (mean - least) / deviation
     chance = NORMAL.cdf(scaled)
     return max(0.0, mean * chance + deviation * NORMAL.pdf(scaled)), chance
-
-
-def _loss(proposal: Proposal) -> float:
-    """Return the expected fraction of a step that is lost while a change for the worse is tried."""
-    mean, deviation = -proposal.gain, max(1e-6, proposal.uncertainty)
-    return max(0.0, mean * NORMAL.cdf(mean / deviation) + deviation * NORMAL.pdf(mean / deviation))
 
 
 def fits(proposal: Proposal, peak: float, limit: float) -> bool:
@@ -217,7 +215,12 @@ def why_not(proposal: Proposal, situation: Situation) -> str | None:
 
 def _why_not_again(proposal: Proposal, situation: Situation) -> str | None:
     """Return why the decisions so far forbid the proposal; None if they do not."""
-    if _key(proposal.patch) in _tried_enough([each for each in situation.decisions if is_current(each, situation)]):
+    tries = [
+        each
+        for each in situation.decisions
+        if each.outcome == "rolled-back" and is_current(each, situation) and _key(each.patch) == _key(proposal.patch)
+    ]
+    if len(tries) >= MAX_TRIES:  # under other plans or without an answer
         return "it did not help before"
     for index, old in enumerate(situation.decisions):
         is_same_plan = not any(each.outcome in ("kept", "undone") for each in situation.decisions[index + 1 :])
@@ -231,7 +234,8 @@ def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, i
     same = _key(old.patch) == _key(proposal.patch)
     further = is_same_plan and _goes_further(proposal, old, situation)
     if old.outcome in ("failed", "refused"):
-        return "it failed before" if further or _contains(proposal.patch, old.patch) else None
+        contains = all(proposal.patch.get(name, _MISSING) == value for name, value in old.patch.items())
+        return "it failed before" if further or contains else None
     if old.outcome in ("rolled-back", "kept") and not is_current(old, situation):
         return None
     if old.outcome == "rolled-back" and old.measured:
@@ -251,12 +255,6 @@ def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, i
 def is_current(old: Decision, situation: Situation) -> bool:
     """Return whether a decision was made at the present speed of the machines, before which nothing counts."""
     return old.step >= situation.shifted_at
-
-
-def _tried_enough(decisions: Sequence[Decision]) -> set[str]:
-    """Return the patches that were tried and rolled back several times, under other plans or without an answer."""
-    tries = Counter(_key(each.patch) for each in decisions if each.outcome == "rolled-back")
-    return {patch for patch, count in tries.items() if count >= MAX_TRIES}
 
 
 def _returns(proposal: Proposal, old: Decision) -> bool:
@@ -301,10 +299,6 @@ def _goes_further(proposal: Proposal, old: Decision, situation: Situation) -> bo
     return False
 
 
-def _contains(patch: Mapping[str, Any], part: Mapping[str, Any]) -> bool:
-    return all(patch.get(name, _MISSING) == value for name, value in part.items())
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -319,3 +313,48 @@ def kind_of(patch: Iterable[str]) -> str:
 
 
 _MISSING = object()
+
+
+class AutopilotPolicy(Protocol):
+    """The contract of an autopilot policy, version 1."""
+
+    contract: int
+
+    def choose(self, situation: Situation) -> Proposal | None:
+        """Return the change to make, one of `situation.proposals` or another; None to leave the run as it is."""
+        ...
+
+
+def choose_change(section: AutopilotSection, situation: Situation) -> Proposal | None:
+    """Return the change that the recipe's policy wants to try, or to advise; None if it wants none, or may not."""
+    acts = section.mode == "act"
+    if section.policy in KINDS["autopilot policy"].reserved:
+        return decide(situation) if acts else advise(situation)
+    try:
+        chosen = load_plugin("autopilot policy", section.policy).choose(situation)
+    except UserError as error:
+        log.warning("the autopilot does nothing: %s", error.what)
+        return None
+    except Exception as error:  # a plug-in may raise anything
+        log.warning("the policy %s failed: %s: %s", section.policy, type(error).__name__, error)
+        return None
+    if chosen is None:
+        return None
+    undo = undo_of(chosen.patch, situation.settings) if isinstance(chosen, Proposal) else None
+    if undo is None or (why := _refusal(chosen, situation, acts=acts)) is not None:
+        reason = why if undo is not None else "it is no Proposal, or its patch names a field that a run does not have"
+        log.warning("the change that the policy %s chose is not made: %s", section.policy, reason)
+        return None
+    return replace(chosen, undo=undo, reason=f"policy {section.policy}: {chosen.reason}")
+
+
+def _refusal(chosen: Proposal, situation: Situation, *, acts: bool) -> str | None:
+    """Return which limit of the recipe forbids the change: a pinned field, memory, the course, the budget."""
+    if (why := why_not(chosen, situation)) is not None:
+        return why
+    left = situation.budget_seconds - situation.spent_seconds
+    if acts and not chosen.saves_memory and price(chosen, situation).worst_cost > left:
+        return "a trial of it would exceed the budget"
+    if not acts and sum(each.outcome == "advised" for each in situation.decisions) >= MAX_ADVISED:
+        return "enough advice waits for a person"
+    return None

@@ -7,7 +7,7 @@ from typing import Any
 from trimaran.core import Plan, Recipe
 from trimaran.core.autopilot_section import OTHER_CHANGEABLE_FIELDS
 from trimaran.planner.change_plan import RESULT_FIELDS
-from trimaran.runs.left_out_nodes import LEFT_OUT_FIELD
+from trimaran.runs.node_records import LEFT_OUT_FIELD
 
 Patch = dict[str, Any]  # recipe fields by dotted name, such as `plan.micro_batch`
 CHECKPOINT_FIELDS = tuple(field for field in OTHER_CHANGEABLE_FIELDS if field.startswith("checkpoint."))

@@ -7,6 +7,7 @@ policy may try it where that is cheap.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,21 +21,214 @@ from trimaran.autopilot.proposal import (
     settings_of,
     undo_of,
 )
-from trimaran.core import Finding, Plan, UserError
+from trimaran.core import Decision, Finding, Plan, UserError
 from trimaran.core.autopilot_section import OTHER_CHANGEABLE_FIELDS
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.memory_fix import cheapest_memory_fix
 from trimaran.doctor.predicted_gain import forecast, predicted_gain
-from trimaran.doctor.step_breakdown import StepBreakdown, get_number, step_breakdown
+from trimaran.doctor.rules.balance import slow_computer
+from trimaran.doctor.step_breakdown import MIN_STEPS, StepBreakdown, get_number, steady_steps, step_breakdown
+from trimaran.launch.supervise.next_attempt import resized
 from trimaran.planner.change_plan import RESULT_FIELDS, is_in_place
 from trimaran.planner.memory_ladder import plan_with
+from trimaran.planner.rules.replica_rules import check_micro_batches
 from trimaran.planner.search.goals import search
 from trimaran.planner.search.neighbours import neighbour_patches
+from trimaran.runs.node_records import LEFT_OUT_FIELD, has_recovered, speedup_of
+
+MIN_UNCERTAINTY = 0.05  # of a step: how far the cost model is off even where it predicts no change
+MIN_RETURN_GAIN = 0.05  # of a step, for a start of all ranks
+SLOW_RATIO, SLOW_RANKS = "slow_ratio", "slow_ranks"  # of a decision's baseline
+
+
+def without_slow_node(
+    evidence: Evidence, settings: Mapping[str, Any], *, instead: Sequence[Proposal] = ()
+) -> list[Proposal]:
+    """Return the proposal to leave the slowest rank's node out; none if the recipe or the planner do not allow it.
+
+    The others do its work: the global batch stays. `instead` are other answers to the slow rank, which keep the node:
+    leaving it out must be better than these.
+    """
+    slow, measured, plan = slow_computer(evidence), step_breakdown(evidence), evidence.plan
+    hosts = hosts_of_ranks(evidence)
+    if slow is None or measured is None or LEFT_OUT_FIELD not in settings or slow.rank not in hosts:
+        return []
+    host, size = hosts[slow.rank], plan.mesh.world_size
+    left = size - sum(each == host for each in hosts.values())
+    fewest = evidence.recipe.faults.ranks[0] if evidence.recipe.faults.ranks else size
+    if not fewest <= left < size or resized(plan, evidence.recipe, left) is None:
+        return []
+    compute = measured.compute + measured.straggler  # of the slowest rank
+    gain = compute * (1 - size / left / slow.ratio) / measured.step
+    if gain <= max((each.gain for each in instead), default=0.0):
+        return []
+    undo: dict[str, Any] = {LEFT_OUT_FIELD: settings[LEFT_OUT_FIELD]}
+    return [
+        Proposal(
+            patch={LEFT_OUT_FIELD: sorted({*settings[LEFT_OUT_FIELD], host})},
+            undo=undo,
+            gain=gain,
+            uncertainty=max(MIN_UNCERTAINTY, gain / 3),
+            reason=f"rank {slow.rank} computes {slow.ratio:.1f} times as long as the others; leave {host} out: "
+            f"{left} of {size} ranks go on",
+            finding="F005",
+            is_measured=True,
+            facts={SLOW_RATIO: slow.ratio, SLOW_RANKS: size - left},
+        )
+    ]
+
+
+def with_recovered_node(
+    evidence: Evidence,
+    settings: Mapping[str, Any],
+    *,
+    decisions: Sequence[Decision],
+    speeds: Mapping[str, Sequence[float]],
+) -> list[Proposal]:
+    """Return the proposals to take left-out nodes back that are clearly faster than when they were left out.
+
+    `speeds` are measured while the nodes are idle, see `node_records.py`. A node that a person has left out stays out.
+    """
+    measured, plan, recipe = step_breakdown(evidence), evidence.plan, evidence.recipe
+    left_out, now, found = settings.get(LEFT_OUT_FIELD, []), plan.mesh.world_size, list[Proposal]()
+    if measured is None:
+        return []
+    for host in left_out:
+        cause = _why_left_out(host, decisions)
+        if cause is None or not has_recovered(speeds.get(host, ())):
+            continue
+        size = now + int(cause.baseline.get(SLOW_RANKS, 0))
+        fewest, most = recipe.faults.ranks or (size, size)
+        if size == now or not fewest <= size <= most or resized(plan, recipe, size) is None:
+            continue
+        speedup = speedup_of(speeds[host])
+        ratio = max(1.0, cause.baseline.get(SLOW_RATIO, 1.0) / speedup)  # of its compute to that of the others
+        gain = measured.compute * (1 - now / size * ratio) / measured.step
+        if gain < MIN_RETURN_GAIN:
+            continue
+        found.append(
+            Proposal(
+                patch={LEFT_OUT_FIELD: sorted({*left_out} - {host})},
+                undo={LEFT_OUT_FIELD: [*left_out]},
+                gain=gain,
+                uncertainty=max(MIN_UNCERTAINTY, gain / 2),
+                reason=f"{host} computes {speedup:.1f} times as fast as when decision {cause.id} left it out; take it "
+                f"back: {size} ranks instead of {now}",
+                finding="F005",
+                is_measured=True,
+            )
+        )
+    return found
+
+
+def _why_left_out(host: str, decisions: Sequence[Decision]) -> Decision | None:
+    """Return the last decision that left a node out; None if a person did."""
+    added = (
+        each
+        for each in reversed(decisions)
+        if each.outcome == "kept"
+        and host in each.patch.get(LEFT_OUT_FIELD, ())
+        and host not in each.undo[LEFT_OUT_FIELD]
+    )
+    return next(added, None)
+
+
+def hosts_of_ranks(evidence: Evidence) -> dict[int, str]:
+    """Return the host of each rank of the newest attempt."""
+    starts = evidence.events_of_kind("start")
+    newest = max((int(each.get("attempt") or 0) for each in starts), default=0)
+    return {
+        int(each["rank"]): str(each["data"]["host"])
+        for each in starts
+        if each.get("attempt") == newest and isinstance(each.get("data"), dict) and "host" in each["data"]
+    }
+
+
+FIELD = "plan.micro_batches"
+MAX_DIFFERENCE = 1.2  # times, between the speeds of ranks that count as equally fast
+
+
+def rows_by_speed(evidence: Evidence, settings: Mapping[str, Any]) -> list[Proposal]:
+    """Return the change of rows that one slow rank asks for; none if there is no slow rank, or no better deal.
+
+    The global batch stays, and with it the results.
+    """
+    plan, slow, measured = evidence.plan, slow_computer(evidence), step_breakdown(evidence)
+    if measured is None or plan.mesh.dp == 1 or plan.mesh.pp > 1 or FIELD not in settings:
+        return []
+    if plan.rows_by_rank and _are_alike(evidence):
+        return _equal_rows(plan, measured, settings)
+    if slow is None:
+        return []
+    number = slow.rank // (plan.mesh.tp * plan.mesh.cp)
+    now = plan.rows_by_rank or (plan.micro_batch,) * plan.mesh.dp
+    others = [rows for index, rows in enumerate(now) if index != number]
+    row_seconds, slow_row_seconds = slow.usual / (sum(others) / len(others)), slow.most / now[number]
+    rows = deal_by_speed(sum(now), plan.mesh.dp, number, slow_row_seconds / row_seconds)
+    then = max(each * (slow_row_seconds if index == number else row_seconds) for index, each in enumerate(rows))
+    patch: Patch = {FIELD: [] if len({*rows}) == 1 else rows}
+    undo = {FIELD: settings[FIELD]}
+    gain = (1 - then / slow.most) * (measured.compute + measured.straggler) / measured.step
+    if patch == undo or gain <= 0 or not _is_allowed(plan, patch[FIELD]):
+        return []
+    return [
+        Proposal(
+            patch=patch,
+            undo=undo,
+            gain=gain,
+            uncertainty=max(MIN_UNCERTAINTY, gain / 3),
+            reason=f"rank {slow.rank} computes {slow.ratio:.1f} times as long as the others; {describe(patch, undo)}",
+            finding="F005",
+            is_measured=True,
+            is_in_place=True,
+        )
+    ]
+
+
+def _are_alike(evidence: Evidence) -> bool:
+    """Return whether ranks with unequal rows take equally long for a row: then the slow one has recovered."""
+    busy = [each["ranks"]["busy_seconds"] for each in steady_steps(evidence) if "busy_seconds" in each.get("ranks", {})]
+    ratios = [least / most for each in busy if (least := each.get("min")) and (most := each.get("max"))]
+    if len(ratios) < MIN_STEPS:
+        return False
+    expected = min(evidence.plan.rows_by_rank) / max(evidence.plan.rows_by_rank)
+    return expected / MAX_DIFFERENCE < median(ratios) < expected * MAX_DIFFERENCE
+
+
+def _equal_rows(plan: Plan, measured: StepBreakdown, settings: Mapping[str, Any]) -> list[Proposal]:
+    rows, undo = plan.rows_by_rank, {FIELD: settings[FIELD]}
+    gain = (1 - sum(rows) / len(rows) / max(rows)) * (measured.compute + measured.straggler) / measured.step
+    reason = f"all ranks take equally long for a row; {describe({FIELD: []}, undo)}"
+    known: dict[str, Any] = {"gain": gain, "uncertainty": max(MIN_UNCERTAINTY, gain / 3), "reason": reason}
+    return [Proposal(patch={FIELD: []}, undo=undo, is_measured=True, is_in_place=True, **known)] if gain > 0 else []
+
+
+def deal_by_speed(total: int, num_ranks: int, slow: int, slowdown: float) -> list[int]:
+    """Return the rows of each data rank, at least one, with which the last one is done earliest.
+
+    The data rank `slow` takes `slowdown` times as long for a row as the others.
+    """
+
+    def seconds(rows: int) -> float:
+        return max(rows * slowdown, -((rows - total) // (num_ranks - 1)))  # the others round up
+
+    fewest = min(range(1, total - num_ranks + 2), key=seconds)
+    each, more = divmod(total - fewest, num_ranks - 1)
+    others = iter([each + 1] * more + [each] * (num_ranks - 1 - more))
+    return [fewest if index == slow else next(others) for index in range(num_ranks)]
+
+
+def _is_allowed(plan: Plan, rows: Sequence[int]) -> bool:
+    try:
+        check_micro_batches(plan.model_copy(update={"micro_batches": tuple(rows)}))
+    except UserError:
+        return False
+    return True
+
 
 MAX_HOST_MEMORY_FRACTION = 0.9  # in use, above which no loader processes are added
 MAX_HOST_SAMPLES = 64  # of the nodes, the most recent ones
 COMPILE_SECONDS, WARM_COMPILE_SECONDS = 30.0, 10.0  # assumed; 37 s on the 2 busy cores of the test machine
-MIN_UNCERTAINTY = 0.05  # of a step: how far the cost model is off even where it predicts no change
 RELATIVE_UNCERTAINTY = 0.5  # of a predicted gain
 # Findings about memory, not about speed: their patch is taken if memory runs out, whatever it costs in time.
 MEMORY_CODES = ("F061", "F062", "F060")

@@ -13,6 +13,8 @@ from statistics import fmean, median
 from typing import Literal
 
 from trimaran.autopilot.verdict import Baseline, Comparison, StepWindow, baseline_of, compare, steps_to_show
+from trimaran.core.measured_speed import robust_sigma
+from trimaran.runs.read.steady_steps import WARM_UP_STEPS, StepPlace
 
 Move = Literal["wait", "apply", "undo", "keep", "roll back"]
 
@@ -26,20 +28,22 @@ MAX_STEPS_LEFT_FRACTION = 0.25  # of the steps that are left, for one trial
 MIN_HARM_STEPS = 4
 HARM_LOOKS = (4, 5, 6, 8, 10, 13, 16, 20, 26, 32, 40, 52, 64, 80, 104, 128, 160, 208, 256)  # steps of a window
 MAX_BASELINE_STEPS = 320  # before the change
-SETTLE_STEPS = 3  # after a change in place that are left out: caches, the loader's queue
-SETTLE_STEPS_AFTER_REBUILD = 5  # first allocations, compilation
 MAX_PAUSE_STEPS_TO_ALTERNATE = 2.0  # steps that a change may cost, to take it back and apply it again in a trial
 MIN_USEFUL_GAIN = 0.01  # of a step: a change that cannot gain this much is rolled back early
 
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """One step: its seconds without and with what the checkpointer added, and the peak memory."""
+    """One step: its seconds without and with what the checkpointer added, the peak memory, and when it was written."""
 
     step: int
     seconds: float
     seconds_with_checkpoint: float
     peak_bytes: float = 0.0
+    time: float = 0.0
+
+    def place(self) -> StepPlace:
+        return StepPlace(self.step, self.time, self.seconds_with_checkpoint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +54,6 @@ class AppliedChange:
     is_after: bool
     pause_seconds: float = 0.0
     in_place: bool = False
-
-    @property
-    def settle_steps(self) -> int:
-        return SETTLE_STEPS if self.in_place else SETTLE_STEPS_AFTER_REBUILD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class TrialRecord:
     def after_change(self, index: int, *, settled: bool) -> list[TimedStep]:
         """Return the steps between a change and the next one; if `settled`, without the first ones."""
         change = self.changes[index]
-        begin = bisect_right(self._steps, change.step + (change.settle_steps if settled else 0))
+        begin = bisect_right(self._steps, change.step + (WARM_UP_STEPS if settled else 0))
         is_last = index + 1 == len(self.changes)
         end = len(self.samples) if is_last else bisect_right(self._steps, self.changes[index + 1].step)
         return list(self.samples[begin:end])
@@ -122,7 +122,7 @@ class TrialRecord:
         """The pauses of all changes, and by how much the first steps after them exceeded a usual one."""
         usual, total = self.baseline.step_seconds, sum(each.pause_seconds for each in self.changes)
         for index, change in enumerate(self.changes):
-            last = change.step + change.settle_steps
+            last = change.step + WARM_UP_STEPS
             if index + 1 < len(self.changes):
                 last = min(last, self.changes[index + 1].step)
             first = [self.seconds(each) - usual for each in (*self.after_change(index, settled=False), *self.left_out)
@@ -228,3 +228,63 @@ def _judge_memory(trial: TrialRecord) -> Move:
     if len(peaks) < MIN_WINDOW_STEPS:
         return "wait"
     return "keep" if fmean(peaks) < fmean(each.peak_bytes for each in trial.before) else "roll back"
+
+
+RECENT_STEPS = 8  # that must all belong to the new speed, in both halves
+MIN_EARLIER_STEPS, MAX_EARLIER_STEPS = 16, 64
+MIN_SHIFT = 1.2  # times as long, or as short
+MIN_DEVIATIONS = 1.5  # of a single step before the shift, that the median of each half moves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShift:
+    """From `step` on, a typical step takes `after` seconds and not `before` seconds."""
+
+    step: int
+    before: float
+    after: float
+
+    @property
+    def is_slower(self) -> bool:
+        return self.after > self.before
+
+    def __str__(self) -> str:
+        if self.is_slower:
+            return f"steps take {self.after / self.before:.1f} times as long since step {self.step}"
+        return f"steps are {1 - self.after / self.before:.0%} shorter since step {self.step}"
+
+
+def find_shift(steps: Sequence[TimedStep], known: Baseline | None = None) -> StepShift | None:
+    """Return the shift in the last steps under one plan; None if there is none, or too few steps are known.
+
+    `known` is a step of this plan as a trial measured it before; it counts as long as there are few steps.
+    """
+    earlier, recent = steps[:-RECENT_STEPS][-MAX_EARLIER_STEPS:], steps[-RECENT_STEPS:]
+    if len(recent) < RECENT_STEPS or (len(earlier) < MIN_EARLIER_STEPS and known is None):
+        return None
+    logs = [math.log(each.seconds) for each in earlier]
+    if len(earlier) >= MIN_EARLIER_STEPS:
+        before = median(logs)
+        spread = robust_sigma(logs)
+    else:
+        assert known is not None
+        before, spread = math.log(known.step_seconds), known.spread
+    least = max(math.log(MIN_SHIFT), MIN_DEVIATIONS * spread)
+    half = RECENT_STEPS // 2
+    moved = [median(math.log(each.seconds) for each in part) - before for part in (recent[:half], recent[half:])]
+    if min(map(abs, moved)) < least or moved[0] * moved[1] < 0:
+        return None
+    after = median(math.log(each.seconds) for each in recent)
+    return StepShift(
+        step=_first_step([*earlier, *recent], before, after), before=math.exp(before), after=math.exp(after)
+    )
+
+
+def _first_step(steps: Sequence[TimedStep], before: float, after: float) -> int:
+    """Return the first step at the new speed. `before` and `after` are logarithms of seconds."""
+    middle = (before + after) / 2
+    is_new = [(math.log(each.seconds) - middle) * (after - before) > 0 for each in steps]
+    first = next(index for index in range(len(steps) - RECENT_STEPS, len(steps)) if is_new[index])
+    while first > 0 and is_new[first - 1]:
+        first -= 1
+    return steps[first].step

@@ -77,7 +77,9 @@ def baseline_of(seconds: Sequence[float]) -> Baseline:
 
 @lru_cache(maxsize=8)  # that of a trial stays the same until its end
 def _baseline_of(seconds: tuple[float, ...]) -> Baseline:
-    logs = _clipped([math.log(each) for each in seconds])
+    logs = [math.log(each) for each in seconds]
+    low, high = _limits(logs)
+    logs = [min(max(each, low), high) for each in logs]
     middle = sum(logs) / len(logs)
     residuals = [each - middle for each in logs]
     spread = math.sqrt(_dot(residuals, residuals) / max(1, len(logs) - 1))
@@ -193,11 +195,6 @@ def _inflation(windows: Sequence[Sequence[float]]) -> float:
             break
         total += found
     return max((1 + first) / (1 - first), 1 + 2 * total)
-
-
-def _clipped(logs: Sequence[float]) -> list[float]:
-    low, high = _limits(logs)
-    return [min(max(each, low), high) for each in logs]
 
 
 def _limits(logs: Sequence[float]) -> tuple[float, float]:

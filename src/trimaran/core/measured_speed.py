@@ -20,6 +20,11 @@ def median_error(values: Sequence[float]) -> float:
     return STANDARD_ERROR_OF_MEDIAN * robust_sigma(values) / math.sqrt(len(values))
 
 
+def relative_error(values: Sequence[float]) -> float:
+    """Return the standard error of the median of `values`, relative to it."""
+    return median_error(values) / median(values)
+
+
 RowSeconds = Callable[[int], float]  # from a number of rows to the seconds that a rank takes for them
 
 

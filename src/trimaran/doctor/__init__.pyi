@@ -1,6 +1,6 @@
 """Public names of `trimaran.doctor`, and the modules that they come from. They are imported on first use."""
 
-from .diagnose import diagnose as diagnose
+from .diagnose import TargetCheck as TargetCheck, check_targets as check_targets, diagnose as diagnose
 from .evidence import Evidence as Evidence, read_evidence as read_evidence, read_planner_inputs as read_planner_inputs
 from .memory_fix import usable_bytes as usable_bytes
 from .predicted_gain import (
@@ -15,4 +15,3 @@ from .rules.memory import memory_growth as memory_growth
 from .step_breakdown import (
     StepBreakdown as StepBreakdown, steady_steps as steady_steps, step_breakdown as step_breakdown,
 )
-from .targets import TargetCheck as TargetCheck, check_targets as check_targets

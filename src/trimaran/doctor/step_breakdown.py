@@ -7,8 +7,8 @@ from statistics import fmean, median
 from typing import Any
 
 from trimaran.doctor.evidence import Evidence, Line
+from trimaran.runs.read.steady_steps import SteadyMarks, StepPlace
 
-WARMUP_STEPS = 5  # after each start: compilation, first allocations, cold caches
 MIN_STEPS = 10  # for a verdict
 BACKWARD_OVER_FORWARD = 2.0  # without a prediction
 
@@ -17,13 +17,15 @@ BACKWARD_OVER_FORWARD = 2.0  # without a prediction
 class StepBreakdown:
     """Seconds of a step as rank 0 measured them. The parts add up to `step`.
 
-    `data` and `checkpoint`, which are occasional, are means; the others are medians. `comm` is exposed communication,
-    `straggler` the wait for the slowest rank, `bubble` the pipeline bubble. `axes` has the waits of each axis that is
-    measured, each with its own stragglers and bubble, so that they add up to the phase `comm`.
+    `data` and `checkpoint`, which are occasional, are means over all warm steps; the others are medians of the steady
+    ones, as is `step_seconds`. `comm` is exposed communication, `straggler` the wait for the slowest rank, `bubble` the
+    pipeline bubble. `axes` has the waits of each axis that is measured, each with its own stragglers and bubble, so
+    that they add up to the phase `comm`.
     """
 
     steps: int
     step: float
+    step_seconds: float
     data: float
     comm: float
     straggler: float
@@ -45,10 +47,10 @@ class StepBreakdown:
 @lru_cache(maxsize=1)  # most rules ask for it, with the same evidence
 def step_breakdown(evidence: Evidence) -> StepBreakdown | None:
     """Return the breakdown of a typical step; None with fewer than `MIN_STEPS` steps."""
-    steps = steady_steps(evidence)
+    warm, steps = warm_steps(evidence), steady_steps(evidence)
     if len(steps) < MIN_STEPS:
         return None
-    data, checkpoint = fmean(map(data_wait_seconds, steps)), fmean(phase_seconds(each, "checkpoint") for each in steps)
+    data, checkpoint = fmean(map(data_wait_seconds, warm)), fmean(phase_seconds(each, "checkpoint") for each in warm)
     rest = median(each["step_seconds"] - data_wait_seconds(each) - phase_seconds(each, "checkpoint") for each in steps)
     bubble = median(get_number(each, "bubble", "measured") or 0.0 for each in steps) * rest
     straggler = max(
@@ -60,6 +62,7 @@ def step_breakdown(evidence: Evidence) -> StepBreakdown | None:
     return StepBreakdown(
         steps=len(steps),
         step=rest + data + checkpoint,
+        step_seconds=median(each["step_seconds"] - phase_seconds(each, "checkpoint") for each in steps),
         data=data,
         comm=comm,
         straggler=straggler,
@@ -94,11 +97,25 @@ def straggler_seconds(evidence: Evidence, steps: Sequence[Line]) -> float:
     return median(late) if late else 0.0
 
 
-def steady_steps(evidence: Evidence) -> list[Line]:
-    """Return the steps without the first `WARMUP_STEPS` after each start, and without those that took no time."""
-    starts = {int(each.get("step") or 0) for each in evidence.events_of_kind("started")} or {1}
-    cold = {start + offset for start in starts for offset in range(WARMUP_STEPS)}
-    return [each for each in evidence.steps if each["step"] not in cold and each["step_seconds"] > 0]
+@lru_cache(maxsize=1)
+def warm_steps(evidence: Evidence) -> tuple[Line, ...]:
+    """Return the steps after the warm-up, for what is occasional: checkpoints, waits for data, recompilations."""
+    marks = SteadyMarks(evidence.events)
+    return tuple(each for each in evidence.steps if marks.is_warm(each["step"]) and _busy_seconds(each) > 0)
+
+
+@lru_cache(maxsize=1)
+def steady_steps(evidence: Evidence) -> tuple[Line, ...]:
+    """Return the steady steps, see `runs/read/steady_steps.py`."""
+    return tuple(SteadyMarks(evidence.events).steady(warm_steps(evidence), _place))
+
+
+def _place(step: Line) -> StepPlace:
+    return StepPlace(step["step"], get_number(step, "time") or 0.0, step["step_seconds"])
+
+
+def _busy_seconds(step: Line) -> float:
+    return step["step_seconds"] - phase_seconds(step, "data") - phase_seconds(step, "checkpoint")
 
 
 def data_wait_seconds(step: Line) -> float:

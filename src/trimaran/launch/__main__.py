@@ -51,12 +51,12 @@ from trimaran.launch.supervise.supervisor import Supervisor, file_lost_superviso
 from trimaran.machine import Cluster  # noqa: E402
 from trimaran.models.hub_files import restore_missing_files  # noqa: E402
 from trimaran.runs import RunDirectory, last_step, open_run  # noqa: E402
-from trimaran.runs.attempts import AttemptLog  # noqa: E402
 from trimaran.runs.compile_cache import refuse_unusable  # noqa: E402
-from trimaran.runs.create_from import create_run_from  # noqa: E402
 from trimaran.runs.held_directory import HeldDirectory, LostDirectoryError, report_lost_directory  # noqa: E402
 from trimaran.runs.lease import take_lease  # noqa: E402
 from trimaran.runs.rank_environment import worker_environment  # noqa: E402
+from trimaran.runs.run_records import AttemptLog  # noqa: E402
+from trimaran.runs.stored_settings import create_run_from  # noqa: E402
 
 
 def main(signals: Signals, fork_server: ForkServerProcess | None = None) -> int:

@@ -1,25 +1,24 @@
 """Public names of `trimaran.machine`, and the modules that they come from. They are imported on first use."""
 
 from .calibration import (
-    apply_calibration as apply_calibration, Calibration as Calibration, calibration_folder as calibration_folder,
-    Collectives as Collectives, combined as combined, FittedRates as FittedRates, LinkFactors as LinkFactors,
+    Calibration as Calibration, Collectives as Collectives, FittedRates as FittedRates, LinkFactors as LinkFactors,
+    apply_calibration as apply_calibration, calibration_folder as calibration_folder, combined as combined,
     read_calibration as read_calibration, with_fitted as with_fitted,
 )
 from .checks.between_nodes import (
     culprits as culprits, first_round as first_round, node_pairs as node_pairs, second_round as second_round,
 )
 from .checks.fabric_presets import (
-    FabricFacts as FabricFacts, FABRICS as FABRICS, load_presets as load_presets, preset_changes as preset_changes,
+    FABRICS as FABRICS, FabricFacts as FabricFacts, load_presets as load_presets, preset_changes as preset_changes,
     read_fabric as read_fabric,
 )
 from .checks.machine_facts import (
-    DiskFacts as DiskFacts, Facts as Facts, HostFacts as HostFacts,
-    Interconnect as Interconnect, MachineMeasurements as MachineMeasurements, Nic as Nic,
-    NodeMeasurements as NodeMeasurements, Pair as Pair, ProcessLimits as ProcessLimits,
-    RunRequirements as RunRequirements, Versions as Versions,
+    DiskFacts as DiskFacts, Facts as Facts, HostFacts as HostFacts, Interconnect as Interconnect,
+    MachineMeasurements as MachineMeasurements, Nic as Nic, NodeMeasurements as NodeMeasurements, Pair as Pair,
+    ProcessLimits as ProcessLimits, RunRequirements as RunRequirements, Versions as Versions,
 )
 from .checks.measure_machine import (
-    measure_devices as measure_devices, ProbeProcess as ProbeProcess, RendezvousOptions as RendezvousOptions,
+    ProbeProcess as ProbeProcess, RendezvousOptions as RendezvousOptions, measure_devices as measure_devices,
 )
 from .checks.preflight import CHECKS as CHECKS, refuse_failed_checks as refuse_failed_checks, run_checks as run_checks
 from .checks.read_machine import (
@@ -38,22 +37,21 @@ from .comm_result import (
     CommResult as CommResult, fit_link as fit_link, read_comm_result as read_comm_result,
 )
 from .cpu_rates import (
-    cpu_rates_path as cpu_rates_path, CpuRates as CpuRates, read_cpu_rates as read_cpu_rates,
+    CpuRates as CpuRates, cpu_rates_path as cpu_rates_path, read_cpu_rates as read_cpu_rates,
     write_cpu_rates as write_cpu_rates,
 )
 from .detect import (
     cpu_flops as cpu_flops, cpu_rates_file as cpu_rates_file, detect as detect, gpu_device as gpu_device,
     machine_name as machine_name, num_cores as num_cores, with_cpu_rates as with_cpu_rates,
 )
-from .device_catalogue import CPU as CPU, Device as Device, DEVICES as DEVICES, find_device as find_device
+from .device_catalogue import CPU as CPU, DEVICES as DEVICES, Device as Device, find_device as find_device
 from .gpus import (
-    Ecc as Ecc, Gpu as Gpu, GpuClocks as GpuClocks,
-    FULL_QUERY as FULL_QUERY, gpu_links as gpu_links, GpuSampler as GpuSampler,
-    HARDWARE_THROTTLE_REASONS as HARDWARE_THROTTLE_REASONS, parse_full_query as parse_full_query,
-    parse_gpu_nic_paths as parse_gpu_nic_paths, parse_peers as parse_peers, parse_short_query as parse_short_query,
-    parse_topology as parse_topology, PEER_MATRIX as PEER_MATRIX, read_network as read_network,
-    run_driver_tool as run_driver_tool, SHORT_QUERY as SHORT_QUERY, THROTTLE_REASONS as THROTTLE_REASONS,
-    TOPOLOGY_MATRIX as TOPOLOGY_MATRIX,
+    Ecc as Ecc, FULL_QUERY as FULL_QUERY, Gpu as Gpu, GpuClocks as GpuClocks, GpuSampler as GpuSampler,
+    HARDWARE_THROTTLE_REASONS as HARDWARE_THROTTLE_REASONS, PEER_MATRIX as PEER_MATRIX, SHORT_QUERY as SHORT_QUERY,
+    THROTTLE_REASONS as THROTTLE_REASONS, TOPOLOGY_MATRIX as TOPOLOGY_MATRIX, gpu_links as gpu_links,
+    parse_full_query as parse_full_query, parse_gpu_nic_paths as parse_gpu_nic_paths, parse_peers as parse_peers,
+    parse_short_query as parse_short_query, parse_topology as parse_topology, read_network as read_network,
+    run_driver_tool as run_driver_tool,
 )
 from .host_limits import (
     cores_near as cores_near, count_oom_kills as count_oom_kills, cpu_quota as cpu_quota, free_bytes as free_bytes,
@@ -66,7 +64,6 @@ from .probe.collective_calls import CommGroup as CommGroup, count_wrong as count
 from .probe.measure_comm import measure as measure
 from .probe.measure_cpu import stopped as stopped
 from .probe.probe_ranks import (
-    count_wrong_values as count_wrong_values, measure_all_reduce as measure_all_reduce,
-    measure_matmuls as measure_matmuls, NodeRendezvous as NodeRendezvous, PAIR_SECONDS as PAIR_SECONDS,
-    run_forked as run_forked,
+    NodeRendezvous as NodeRendezvous, PAIR_SECONDS as PAIR_SECONDS, count_wrong_values as count_wrong_values,
+    measure_all_reduce as measure_all_reduce, measure_matmuls as measure_matmuls, run_forked as run_forked,
 )

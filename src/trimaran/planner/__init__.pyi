@@ -28,7 +28,6 @@ from .measure.run_index import (
     find_runs as find_runs, index_path as index_path, measured_plans as measured_plans, open_index as open_index,
     pins_of as pins_of, stamp_of as stamp_of,
 )
-from .measure.steady_steps import steady_steps as steady_steps
 from .measure.step_time_model import (
     ExpectedTime as ExpectedTime, StepTimeModel as StepTimeModel, expected_gain as expected_gain,
 )

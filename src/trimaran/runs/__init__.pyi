@@ -1,29 +1,14 @@
 """Public names of `trimaran.runs`, and the modules that they come from. They are imported on first use."""
 
-from .attempts import AttemptLog as AttemptLog, AttemptOutcome as AttemptOutcome, read_attempts as read_attempts
-from .bad_nodes import (
-    MIN_LOSSES as MIN_LOSSES, VARIABLE as VARIABLE, add_observation as add_observation,
-    bad_nodes_file as bad_nodes_file, observe as observe, read_bad_nodes as read_bad_nodes,
-)
-from .change_phases import (
-    CHANGE_PHASES as CHANGE_PHASES, ChangePhase as ChangePhase, reach_phase as reach_phase,
-    request_kill as request_kill,
-)
-from .change_request import (
-    change_answers as change_answers, read_change_request as read_change_request, replace_plan as replace_plan,
-    replace_recipe as replace_recipe, write_change_request as write_change_request,
-)
 from .compile_cache import (
     INDUCTOR as INDUCTOR, TRITON as TRITON, compile_cache as compile_cache, compile_folder as compile_folder,
     refuse_unusable as refuse_unusable,
 )
-from .connection_lost import find_refusal as find_refusal, says_connection_lost as says_connection_lost
-from .create_from import create_run_from as create_run_from
-from .decision_records import (
-    DecisionReader as DecisionReader, parse_decision as parse_decision, read_decisions as read_decisions,
-)
 from .disk_folder import check_disk_folder as check_disk_folder, filesystem_of as filesystem_of
-from .evaluation_records import read_evaluations as read_evaluations
+from .fault_texts import (
+    find_refusal as find_refusal, memory_holes as memory_holes, says_connection_lost as says_connection_lost,
+    says_out_of_memory as says_out_of_memory,
+)
 from .gloo_listeners import closed_listeners as closed_listeners, count_refused_packets as count_refused_packets
 from .heartbeat import (
     HEADER_WORDS as HEADER_WORDS, Heartbeat as Heartbeat, HeartbeatBoard as HeartbeatBoard, STEP as STEP,
@@ -32,36 +17,28 @@ from .heartbeat import (
 from .held_directory import (
     CONFIRM_SECONDS as CONFIRM_SECONDS, HeldDirectory as HeldDirectory, lock_directory as lock_directory,
 )
-from .incidents import IncidentLog as IncidentLog, read_incidents as read_incidents
 from .journal import (
-    Journal as Journal, JsonlFollower as JsonlFollower, LineFollower as LineFollower,
-    forget_steps_after as forget_steps_after, last_step as last_step,
+    Journal as Journal, LineFollower as LineFollower, forget_steps_after as forget_steps_after, last_step as last_step,
+    read_json_lines as read_json_lines,
 )
 from .lease import (
     EXPIRY_SECONDS as EXPIRY_SECONDS, FENCED_SECONDS as FENCED_SECONDS, LeaseHolder as LeaseHolder,
     LeaseWatch as LeaseWatch, RENEW_SECONDS as RENEW_SECONDS, claim_term as claim_term, new_token as new_token,
     read_holder as read_holder, run_token as run_token, take_lease as take_lease,
 )
-from .left_out_nodes import (
-    LEFT_OUT_FIELD as LEFT_OUT_FIELD, MAX_KEPT as MAX_KEPT, add_speed as add_speed, has_recovered as has_recovered,
-    read_left_out as read_left_out, read_node_speeds as read_node_speeds, write_left_out as write_left_out,
-    write_node_speeds as write_node_speeds,
-)
 from .line_files import (
     BLOCK_BYTES as BLOCK_BYTES, LineWriter as LineWriter, MAX_LINE_BYTES as MAX_LINE_BYTES, append_line as append_line,
     last_lines as last_lines, lines_from_end as lines_from_end,
 )
-from .measured_links import (
-    LinkSpeed as LinkSpeed, MeasuredLinks as MeasuredLinks, read_measured_links as read_measured_links,
-    write_measured_links as write_measured_links,
+from .node_records import (
+    LEFT_OUT_FIELD as LEFT_OUT_FIELD, LinkSpeed as LinkSpeed, MAX_KEPT as MAX_KEPT, MIN_LOSSES as MIN_LOSSES,
+    MeasuredLinks as MeasuredLinks, VARIABLE as VARIABLE, add_observation as add_observation, add_speed as add_speed,
+    bad_nodes_file as bad_nodes_file, has_recovered as has_recovered, observe as observe,
+    read_bad_nodes as read_bad_nodes, read_left_out as read_left_out, read_measured_links as read_measured_links,
+    read_node_speeds as read_node_speeds, write_left_out as write_left_out,
+    write_measured_links as write_measured_links, write_node_speeds as write_node_speeds,
 )
-from .out_of_memory import memory_holes as memory_holes, says_out_of_memory as says_out_of_memory
 from .process_control import die_with_parent as die_with_parent, set_process_name as set_process_name
-from .profile_request import (
-    ProfileRequest as ProfileRequest, find_traces as find_traces, read_request as read_request,
-    recipe_request as recipe_request, request_file as request_file, snapshot_file as snapshot_file,
-    trace_file as trace_file, withdraw_request as withdraw_request, write_request as write_request,
-)
 from .rank_environment import (
     DEBUG_VARIABLES as DEBUG_VARIABLES, allocator_settings as allocator_settings,
     worker_environment as worker_environment,
@@ -70,21 +47,21 @@ from .read.ledger import (
     CATEGORIES as CATEGORIES, Ledger as Ledger, LedgerReader as LedgerReader, read_ledger as read_ledger,
 )
 from .read.memory_holders import MemoryOwner as MemoryOwner, downsample as downsample, read_snapshot as read_snapshot
-from .read.merged_trace import (
-    clock_shifts as clock_shifts, device_phases as device_phases, merge as merge, write_merged as write_merged,
-)
-from .read.nsys_stats import read_nsys_stats as read_nsys_stats
 from .read.rank_table import RankTableWriter as RankTableWriter, read_rank_table as read_rank_table
-from .read.run_tail import RunTail as RunTail
+from .read.run_reader import RunReader as RunReader, RunTail as RunTail
+from .read.steady_steps import (
+    MIN_STEADY_STEPS as MIN_STEADY_STEPS, SteadyMarks as SteadyMarks, SteadySteps as SteadySteps,
+    WARM_UP_STEPS as WARM_UP_STEPS, median_step as median_step, steady_steps as steady_steps,
+)
 from .read.step_index import (
-    BLOCK_LINES as BLOCK_LINES, SCALARS as SCALARS, STEP_CATEGORIES as STEP_CATEGORIES, StepBlock as StepBlock,
-    StepIndexer as StepIndexer, read_index as read_index, split_step as split_step,
+    BLOCK_LINES as BLOCK_LINES, ReadLimits as ReadLimits, SCALARS as SCALARS, STEP_CATEGORIES as STEP_CATEGORIES,
+    StepBlock as StepBlock, StepIndexer as StepIndexer, read_index as read_index, split_step as split_step,
 )
 from .read.step_lines import StepLine as StepLine, read_details as read_details, read_step as read_step
-from .read.step_reader import ReadLimits as ReadLimits
-from .read.trace_summary import (
-    Trace as Trace, load_trace as load_trace, overlap as overlap, self_times as self_times, summarise as summarise,
-    total as total, union as union,
+from .read.traces import (
+    Trace as Trace, clock_shifts as clock_shifts, device_phases as device_phases, load_trace as load_trace,
+    merge as merge, overlap as overlap, read_nsys_stats as read_nsys_stats, self_times as self_times,
+    summarise as summarise, total as total, union as union, write_merged as write_merged,
 )
 from .replica_records import (
     Round as Round, RoundResult as RoundResult, Statement as Statement, lost_key as lost_key, result_key as result_key,
@@ -99,17 +76,31 @@ from .run_directory import (
     free_run_path as free_run_path, holds_run as holds_run, newest_term as newest_term, open_run as open_run,
     refuse_full_disk as refuse_full_disk, refuse_occupied as refuse_occupied, writing as writing,
 )
-from .sinks.host_sampler import CounterRates as CounterRates, HostSampler as HostSampler
+from .run_records import (
+    AttemptLog as AttemptLog, AttemptOutcome as AttemptOutcome, IncidentLog as IncidentLog,
+    parse_decision as parse_decision, read_attempts as read_attempts, read_decisions as read_decisions,
+    read_evaluations as read_evaluations, read_incidents as read_incidents,
+)
+from .run_requests import (
+    CHANGE_PHASES as CHANGE_PHASES, ChangePhase as ChangePhase, ProfileRequest as ProfileRequest,
+    change_answers as change_answers, find_traces as find_traces, reach_phase as reach_phase,
+    read_change_request as read_change_request, read_request as read_request, recipe_request as recipe_request,
+    replace_plan as replace_plan, replace_recipe as replace_recipe, request_file as request_file,
+    request_kill as request_kill, snapshot_file as snapshot_file, trace_file as trace_file,
+    withdraw_request as withdraw_request, write_change_request as write_change_request, write_request as write_request,
+)
 from .sinks.metric_catalogue import (
     CATALOGUE as CATALOGUE, MAX_INDIVIDUAL_SERIES as MAX_INDIVIDUAL_SERIES,
     MAX_SERIES_PER_METRIC as MAX_SERIES_PER_METRIC,
 )
 from .sinks.open_sinks import SINKS as SINKS, open_sinks as open_sinks, refuse_missing_sinks as refuse_missing_sinks
 from .sinks.prometheus import PrometheusSink as PrometheusSink
-from .sinks.sampler import Sampler as Sampler, add_heartbeats as add_heartbeats
+from .sinks.sampler import (
+    CounterRates as CounterRates, HostSampler as HostSampler, Sampler as Sampler, add_heartbeats as add_heartbeats,
+)
 from .sinks.sidecar import open_feeds as open_feeds
-from .sinks.sink import Line as Line, Sink as Sink
-from .sinks.sink_feed import SinkFeed as SinkFeed
+from .sinks.sink import Line as Line, Sink as Sink, SinkFeed as SinkFeed
+from .stored_settings import create_run_from as create_run_from
 from .warm_protocol import difference as difference, runtime_folder as runtime_folder, take_lock as take_lock
 from .wire import (
     ChannelClient as ChannelClient, FrameAuthenticator as FrameAuthenticator, FrameReader as FrameReader,

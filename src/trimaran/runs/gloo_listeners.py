@@ -40,7 +40,9 @@ def closed_listeners() -> Iterator[None]:
         if inode not in before and fd in polled:
             try:
                 with _socket_of(fd) as listener:
-                    _drop_all_packets(listener)
+                    code = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
+                    program = struct.pack("@HP", 1, ctypes.addressof(code))  # struct sock_fprog
+                    listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
             except OSError as error:  # a sandbox may forbid it
                 log.warning("a port of gloo stays open to everyone who can reach it: %s", error)
 
@@ -53,20 +55,10 @@ def count_refused_packets() -> int:
     total = 0
     for fd in _listening_sockets().values():
         with contextlib.suppress(OSError), _socket_of(fd) as listener:
-            if _has_filter(listener):
+            if listener.getsockopt(socket.SOL_SOCKET, SO_GET_FILTER, len(DROP_ALL)):
                 counts = listener.getsockopt(socket.SOL_SOCKET, SO_MEMINFO, MEMORY_COUNTS.size)
                 total += MEMORY_COUNTS.unpack(counts)[DROPPED_PACKETS]
     return total
-
-
-def _drop_all_packets(listener: socket.socket) -> None:
-    code = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
-    program = struct.pack("@HP", 1, ctypes.addressof(code))  # struct sock_fprog
-    listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
-
-
-def _has_filter(listener: socket.socket) -> bool:
-    return len(listener.getsockopt(socket.SOL_SOCKET, SO_GET_FILTER, len(DROP_ALL))) > 0
 
 
 @contextlib.contextmanager

@@ -190,19 +190,14 @@ class LineFollower:
                     yield line
 
 
-class JsonlFollower:
-    """Yields the records that were added to a file since the last call; `backlog` as in `LineFollower`."""
+def read_lines(path: Path, *, backlog: int | None = None) -> Iterator[bytes]:
+    """Yield the lines of a file, or of its last `backlog` bytes. A missing file has none."""
+    return LineFollower(path, backlog=backlog).new()
 
-    def __init__(self, path: Path, *, backlog: int | None = None) -> None:
-        self._lines = LineFollower(path, backlog=backlog)
 
-    @property
-    def long_lines(self) -> list[LongLine]:
-        """The lines that were skipped because they are too long to be read."""
-        return self._lines.long_lines
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        return parse_lines(self._lines.new())
+def read_json_lines(path: Path, *, backlog: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file, or of its last `backlog` bytes; see `parse_lines`."""
+    return parse_lines(read_lines(path, backlog=backlog))
 
 
 def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

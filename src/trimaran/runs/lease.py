@@ -193,7 +193,10 @@ def take_lease(
                 lock = lock_directory(run)
             except BlockingIOError:
                 if time.monotonic() > until:
-                    raise _locked_error(run) from None
+                    # The lease names no live process: it was deleted.
+                    raise UserError("S020", "this run is already running: another process on this machine holds its "
+                                    "directory", where=str(run.location), fix="find that process with `lsof` and end "
+                                    "it, or start another run: --run-dir DIR") from None  # fmt: skip
                 time.sleep(POLL_SECONDS)
                 continue
             lease = None
@@ -235,13 +238,6 @@ def held_lease_error(run: RunDirectory, holder: LeaseHolder) -> UserError:
     return UserError("S020", f"this run is already running: run {holder.run}, {holder}", where=str(run.location),
                      fix="wait until it ends, stop it with Ctrl-C or SIGTERM there, or start another run: "
                      "--run-dir DIR")  # fmt: skip
-
-
-def _locked_error(run: RunDirectory) -> UserError:
-    """Return the error for a directory whose lock is held, while its lease names no live process: it was deleted."""
-    return UserError("S020", "this run is already running: another process on this machine holds its directory",
-                     where=str(run.location),
-                     fix="find that process with `lsof` and end it, or start another run: --run-dir DIR")  # fmt: skip
 
 
 def read_holder(run: RunDirectory) -> LeaseHolder | None:

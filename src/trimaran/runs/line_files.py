@@ -93,7 +93,11 @@ class LineWriter:
             except OSError as error:
                 if error.errno not in DISK_ERRORS:
                     raise
-                self._fail(error.strerror or str(error))
+                why = error.strerror or str(error)
+                if not self.failure:
+                    log.warning("%s cannot be written: %s; new lines are kept in memory", self.path.name, why)
+                self.failure, self._retry_at = why, self._clock() + RETRY_SECONDS
+                self.close()  # a stale descriptor of a network disk never works again
             else:
                 self.failure = ""
         while self._kept_bytes > self._max_kept_bytes:
@@ -119,12 +123,6 @@ class LineWriter:
         """Count the kept lines as lost: the process ends."""
         while self._kept:
             self.lost.add(self._pop())
-
-    def _fail(self, why: str) -> None:
-        if not self.failure:
-            log.warning("%s cannot be written: %s; new lines are kept in memory", self.path.name, why)
-        self.failure, self._retry_at = why, self._clock() + RETRY_SECONDS
-        self.close()  # a stale descriptor of a network disk never works again
 
     def _write_kept(self) -> None:
         if self._fd is None:

@@ -66,12 +66,12 @@ class RunDirectory:
 
     @property
     def change_request(self) -> Path:
-        """A file that asks the ranks to go on with another plan; see `change_request.py`."""
+        """A file that asks the ranks to go on with another plan; see `run_requests.py`."""
         return self.path / "change.json"
 
     @property
     def kill_request(self) -> Path:
-        """A file that has a rank killed in the next change of the plan, for drills; see `change_phases.py`."""
+        """A file that has a rank killed in the next change of the plan, for drills; see `run_requests.py`."""
         return self.path / "change-drill.json"
 
     @property
@@ -99,7 +99,7 @@ class RunDirectory:
 
     @property
     def attempts(self) -> Path:
-        """The attempts: starts and ends of the ranks, as the supervisor saw them; see `attempts.py`."""
+        """The attempts: starts and ends of the ranks, as the supervisor saw them; see `run_records.py`."""
         return self.path / "attempts.jsonl"
 
     @property
@@ -109,22 +109,22 @@ class RunDirectory:
 
     @property
     def left_out_nodes(self) -> Path:
-        """The host names of nodes that the run goes on without; see `left_out_nodes.py`."""
+        """The host names of nodes that the run goes on without; see `node_records.py`."""
         return self.path / "nodes-left-out.json"
 
     @property
     def node_speeds(self) -> Path:
-        """How fast left-out nodes compute now; see `node_speeds.py`."""
+        """How fast left-out nodes compute now; see `node_records.py`."""
         return self.path / "node-speeds.json"
 
     @property
     def measured_links(self) -> Path:
-        """The measured links between nodes, and the order that follows; see `measured_links.py`."""
+        """The measured links between nodes, and the order that follows; see `node_records.py`."""
         return self.path / "links.json"
 
     @property
     def decisions(self) -> Path:
-        """The decisions of the autopilot, one JSON line for each state of one; see `decision_records.py`."""
+        """The decisions of the autopilot, one JSON line for each state of one; see `run_records.py`."""
         return self.path / "decisions.jsonl"
 
     @property
@@ -158,7 +158,7 @@ class RunDirectory:
 
     @property
     def evaluations(self) -> Path:
-        """What `trimaran eval` measured of this run's checkpoints; see `evaluation_records.py`."""
+        """What `trimaran eval` measured of this run's checkpoints; see `run_records.py`."""
         return self.path / "evaluations.jsonl"
 
     @property

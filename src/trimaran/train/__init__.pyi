@@ -38,7 +38,7 @@ from .generation.next_token import (
     whole_sequence_logits as whole_sequence_logits,
 )
 from .generation.sampling import Sampling as Sampling, TokenSampler as TokenSampler
-from .health.compilations import Compilations as Compilations, WARMUP_STEPS as WARMUP_STEPS
+from .health.compilations import Compilations as Compilations
 from .health.guard import (
     BadSampleCount as BadSampleCount, Guard as Guard, MEAN_LOSS_STEPS as MEAN_LOSS_STEPS,
     MIN_GOOD_STEPS as MIN_GOOD_STEPS, RefusedStep as RefusedStep, StepNumbers as StepNumbers,

@@ -10,7 +10,7 @@ from typing import Any
 
 from trimaran.core import Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe
 from trimaran.runs import Journal, RunDirectory
-from trimaran.runs.change_request import ChangeRequest, ChangeStatus, read_change_request, replace_recipe
+from trimaran.runs.run_requests import ChangeRequest, ChangeStatus, read_change_request, replace_recipe
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,9 @@ import torch
 from trimaran.core import Plan, Recipe
 from trimaran.models import Spec, model_folder, spec_of, weight_files
 from trimaran.models.stages import stage_ranges, stages_of_rank
-from trimaran.nets import Network, initialise, network_of
+from trimaran.nets import Network, initialise
 from trimaran.nets.local_shards import is_fsdp_module, is_on_meta, to_empty
+from trimaran.nets.network import network_of
 from trimaran.parallel import RankMesh, apply_plan, override_precision
 from trimaran.parallel.mesh import freeze_towers
 from trimaran.train.process.rank_setup import RankInfo

@@ -19,7 +19,7 @@ from trimaran.core.version import VERSION
 from trimaran.data.loader import LoaderFault
 from trimaran.parallel.apply import steps_of
 from trimaran.runs import Journal, RunDirectory
-from trimaran.runs.connection_lost import GLOO_NOISE, find_refusal, says_connection_lost
+from trimaran.runs.fault_texts import GLOO_NOISE, find_refusal, says_connection_lost
 from trimaran.train.agreement import StopRequest
 from trimaran.train.build import build_worker_parts
 from trimaran.train.change_file import ChangeFile

@@ -16,8 +16,8 @@ from trimaran.app.drill.inject import inject, oldest_loader
 from trimaran.app.drill.measure import DrillResult, Observed, detected_at, is_complete, judge
 from trimaran.app.drill.network_cut import find_peers
 from trimaran.core import Incident, UserError
-from trimaran.runs import JsonlFollower, LineFollower, RunDirectory, append_line, read_incidents
-from trimaran.runs.attempts import read_attempts
+from trimaran.runs import RunDirectory, RunReader, append_line, read_json_lines
+from trimaran.runs.run_records import read_attempts
 
 POLL_SECONDS = 0.02
 SLOW_POLL_SECONDS = 0.2  # of files that are read whole, and of processes
@@ -41,7 +41,7 @@ def mark_as_own(run: RunDirectory) -> None:
 
 
 def is_own(run: RunDirectory) -> bool:
-    return any(each.get("started_by_drill") is True for each in JsonlFollower(drills_file(run)).new())
+    return any(each.get("started_by_drill") is True for each in read_json_lines(drills_file(run)))
 
 
 class RunObserver:
@@ -49,15 +49,14 @@ class RunObserver:
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
-        self._metrics = JsonlFollower(run.metrics, backlog=METRICS_BACKLOG_BYTES)
-        lines = [*self._metrics.new()]
+        self._reader = RunReader(run).follow(run.metrics, backlog=METRICS_BACKLOG_BYTES)
+        lines = [*self._reader.metrics()]
         self.step_seconds = statistics.median([each.get("step_seconds") or 0.0 for each in lines] or [0.0])
         self.seen = Observed(step_before=max((each.get("step", 0) for each in lines), default=0))
-        self._known = {each.id: each for each in read_incidents(run)}
+        self._known = {each.id: each for each in self._reader.incidents()}
         self._earlier = frozenset(self._known)
-        self._incidents = JsonlFollower(run.incidents, backlog=0)
-        self._events = JsonlFollower(run.events(0), backlog=0)
-        self._logs = [LineFollower(path, backlog=0) for path in sorted((run.path / "logs").glob("rank-*.log"))]
+        self._logs = sorted((run.path / "logs").glob("rank-*.log"))
+        self._reader.follow(run.events(0), *self._logs, backlog=0)
         self._began = time.monotonic()
 
     @property
@@ -66,22 +65,21 @@ class RunObserver:
 
     def restart_clock(self) -> None:
         """Call it right before the fault: steps that were finished until now are before it."""
-        steps = [each.get("step", 0) for each in self._metrics.new()]
+        steps = [each.get("step", 0) for each in self._reader.metrics()]
         self.seen.step_before = max([self.seen.step_before, *steps])
         self._began = time.monotonic()
 
     def poll(self) -> None:
         now, seen = self.seconds, self.seen
-        seen.steps += [(now, each["step"]) for each in self._metrics.new() if isinstance(each.get("step"), int)]
+        seen.steps += [(now, each["step"]) for each in self._reader.metrics() if isinstance(each.get("step"), int)]
         seen.incidents += [(now, each) for each in self._changed_incidents()]
-        seen.starts += [(now, each.get("step", 0)) for each in self._events.new() if each.get("kind") == "ready"]
-        seen.log_lines += [(now, line.decode(errors="replace")) for each in self._logs for line in each.new()]
+        seen.starts += [(now, each.get("step", 0)) for each in self._reader.events() if each.get("kind") == "ready"]
+        lines = (line for path in self._logs for line in self._reader.lines(path))
+        seen.log_lines += [(now, line.decode(errors="replace")) for line in lines]
 
     def _changed_incidents(self) -> list[Incident]:
         """Return the incidents since the fault that were written or changed since the last call."""
-        if not [*self._incidents.new()]:
-            return []
-        found = {each.id: each for each in read_incidents(self.run)}
+        found = {each.id: each for each in self._reader.incidents()}
         changed = [each for each in found.values() if each.id not in self._earlier and self._known.get(each.id) != each]
         self._known = found
         return changed
@@ -183,7 +181,7 @@ class Drill:
 
     def _default_limit(self, observer: RunObserver) -> float:
         """Return a generous limit: the hang deadline, three starts, and the steps in which a slow rank is found."""
-        starts = [each for each in JsonlFollower(self.run.events(0)).new() if each.get("kind") == "ready"]
+        starts = [each for each in read_json_lines(self.run.events(0)) if each.get("kind") == "ready"]
         start = max((float(each.get("data", {}).get("seconds") or 0.0) for each in starts), default=0.0)
         hang = self.run.read_recipe().faults.hang_seconds
         return BASE_SECONDS + hang + 3 * start + 100 * observer.step_seconds
@@ -211,10 +209,10 @@ class Drill:
     def wait_for_steady_run(self, steps: int = STEADY_STEPS) -> RunProcesses:
         """Return the processes once the newest attempt has finished `steps` steps."""
         deadline = time.monotonic() + max(START_SECONDS, self.run.read_recipe().faults.start_seconds)
-        metrics, highest = JsonlFollower(self.run.metrics, backlog=METRICS_BACKLOG_BYTES), 0
+        reader, highest = RunReader(self.run).follow(self.run.metrics, backlog=METRICS_BACKLOG_BYTES), 0
         while True:
             processes = self._wait_for_processes()
-            highest = max([highest, *(each.get("step", 0) for each in metrics.new())])
+            highest = max([highest, *(each.get("step", 0) for each in reader.metrics())])
             done = highest - _first_step(self.run, processes.attempt, otherwise=highest)
             if done >= steps:
                 return processes
@@ -231,8 +229,11 @@ def _refuse_late(run: RunDirectory, deadline: float, what: str) -> None:
 
 def _first_step(run: RunDirectory, attempt: int, *, otherwise: int) -> int:
     """Return the step that an attempt started from; `otherwise` if it is not ready yet."""
-    events = JsonlFollower(run.events(0)).new()
-    ready = [each for each in events if each.get("kind") == "ready" and each.get("attempt", 0) == attempt]
+    ready = [
+        each
+        for each in read_json_lines(run.events(0))
+        if each.get("kind") == "ready" and each.get("attempt", 0) == attempt
+    ]
     return int(ready[-1].get("step", 0)) if ready else otherwise
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trimaran.core import Cause, UserError
-from trimaran.runs.change_phases import CHANGE_PHASES, ChangePhase
+from trimaran.runs.run_requests import CHANGE_PHASES, ChangePhase
 
 FaultName = Literal[
     "kill",

@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 
 from trimaran.core import UserError
-from trimaran.runs import JsonlFollower, RunDirectory
-from trimaran.runs.attempts import read_attempts
+from trimaran.runs import RunDirectory, read_json_lines
 from trimaran.runs.lease import LeaseWatch
+from trimaran.runs.run_records import read_attempts
 
 FORK_SERVERS = (".fork_server", ".warm_fork_server")  # the ends of the modules that a fork server runs
 SUPERVISOR = ".launch"
@@ -111,7 +111,7 @@ def _start_of(run: RunDirectory, rank: int, attempt: int) -> dict[str, object] |
     """Return the data of the `start` event of a rank in an attempt; None if it has not started."""
     found = [
         each
-        for each in JsonlFollower(run.events(rank)).new()
+        for each in read_json_lines(run.events(rank))
         if each.get("kind") == "start" and each.get("attempt", 0) == attempt
     ]
     return found[-1].get("data", {}) if found else None

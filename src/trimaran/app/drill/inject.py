@@ -17,8 +17,7 @@ from trimaran.checkpoint.step_dirs import newest_step, step_path
 from trimaran.core import UserError
 from trimaran.core.regular_files import write_atomically
 from trimaran.runs import RunDirectory
-from trimaran.runs.change_phases import request_kill
-from trimaran.runs.change_request import write_change_request
+from trimaran.runs.run_requests import request_kill, write_change_request
 
 SLOW_PERIOD_SECONDS = 0.08  # in each, a slow rank runs for a part; shorter than most steps
 MAX_CUT_SECONDS = 600.0

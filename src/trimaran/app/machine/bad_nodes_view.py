@@ -7,7 +7,7 @@ import time
 import typer
 
 from trimaran.core import UserError, did_you_mean
-from trimaran.runs.bad_nodes import add_observation, bad_nodes_file, observe, read_bad_nodes
+from trimaran.runs.node_records import add_observation, bad_nodes_file, observe, read_bad_nodes
 
 
 def show_bad_nodes(*, as_json: bool) -> int:

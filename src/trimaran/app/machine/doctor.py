@@ -57,7 +57,7 @@ def doctor(
 
         return forget_bad_node(forget_node) if forget_node else show_bad_nodes(as_json=as_json)
     if run:
-        from trimaran.app.runs.diagnosis import diagnose_run
+        from trimaran.app.runs.run_findings import diagnose_run
 
         return diagnose_run(run, as_json=as_json, against=against)
     if against:

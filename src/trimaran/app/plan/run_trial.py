@@ -10,14 +10,20 @@ from statistics import median
 from typing import NamedTuple
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, Recipe, UserError
-from trimaran.core.measured_speed import median_error
+from trimaran.core.measured_speed import relative_error
 from trimaran.core.recipe import MlflowSection, PrometheusSection, WandbSection
 from trimaran.launch.supervise.local import LocalRun, start_local
-from trimaran.planner.measure.measured_run import UnusableRunError, read_measured_run
-from trimaran.planner.measure.steady_steps import MIN_STEADY_STEPS, WARM_UP_STEPS
 from trimaran.planner.measure.trial_record import MeasuredTrial, TrialLimits, TrialOutcome, TuneCandidate
-from trimaran.runs import JsonlFollower, RunDirectory, create_run
-from trimaran.runs.incidents import read_incidents
+from trimaran.runs import RunDirectory, RunReader, create_run
+from trimaran.runs.read.steady_steps import (
+    MIN_STEADY_STEPS,
+    SteadyMarks,
+    median_step,
+    seconds_without_stall,
+    steady_ones,
+)
+from trimaran.runs.read.step_lines import StepLine
+from trimaran.runs.run_records import read_incidents
 
 STEPS = 10_000_000  # more than any trial lasts
 POLL_SECONDS = 0.05
@@ -89,7 +95,7 @@ def run_trial(
         shutil.rmtree(run.checkpoints, ignore_errors=True)
     record = replace(record, outcome=end.outcome, reason=_short(end.reason), time=time.time())
     record = replace(record, trial_seconds=time.monotonic() - began, start_seconds=watch.start_seconds)
-    return _with_figures(record, run, watch) if end.outcome in ("measured", "slower") else record
+    return replace(record, measured=_figures(watch.steady)) if end.outcome in ("measured", "slower") else record
 
 
 class TrialWatch:
@@ -97,36 +103,48 @@ class TrialWatch:
 
     def __init__(self, run: RunDirectory, limits: TrialLimits, *, began: float) -> None:
         self._run, self._limits, self._began = run, limits, began
-        self._follower = JsonlFollower(run.metrics)
+        self._reader = RunReader(run)
+        self._marks = SteadyMarks()
         self._steady_since = math.inf
-        self.seconds: list[float] = []
+        self.steps: list[StepLine] = []
         self.start_seconds = 0.0
 
     @property
-    def steady(self) -> list[float]:
-        return self.seconds[WARM_UP_STEPS:]
+    def seconds(self) -> list[float]:
+        """The seconds of all steps."""
+        return [each.step_seconds for each in self.steps]
+
+    @property
+    def steady(self) -> list[StepLine]:
+        return steady_ones(self.steps, self._marks)
 
     def poll(self, ranks: LocalRun) -> TrialEnd | None:
         """Return why the trial is over; None while it is not."""
         code, now = ranks.poll(), time.monotonic()
-        self.add([float(each["step_seconds"]) for each in self._follower.new() if "step_seconds" in each], now)
+        self.refresh(now)
         if code is not None:
             return _ended(self._run, ranks, code)
         return self.judge(now)
 
-    def add(self, seconds: Sequence[float], now: float) -> None:
+    def refresh(self, now: float) -> None:
+        """Read what is new."""
+        for event in self._reader.events():
+            self._marks.add(event)
+        self.add([*self._reader.steps()], now)
+
+    def add(self, steps: Sequence[StepLine], now: float) -> None:
         """Add the steps that were finished by `now`."""
-        if seconds and not self.seconds:
+        if steps and not self.steps:
             self.start_seconds = now - self._began
-        self.seconds += seconds
+        self.steps += steps
         if self.steady and self._steady_since == math.inf:
             self._steady_since = now
 
     def judge(self, now: float) -> TrialEnd | None:
         """Return why the trial is over by what was measured until `now`; None while it is not."""
-        steady, best, limits = self.steady, self._limits.best_seconds, self._limits
+        steady, best, limits = [*map(seconds_without_stall, self.steady)], self._limits.best_seconds, self._limits
         if best and len(steady) >= MIN_SLOW_STEPS and min(steady) > SLOW_RATIO * best:
-            return TrialEnd("slower", f"stopped after {len(self.seconds)} steps: {min(steady) / best:.1f} x the best")
+            return TrialEnd("slower", f"stopped after {len(self.steps)} steps: {min(steady) / best:.1f} x the best")
         if len(steady) >= MIN_STEADY_STEPS:
             error = relative_error(steady)
             is_slower = best is not None and median(steady) * (1 - 2 * error) > CLEARLY_SLOWER * best
@@ -134,15 +152,10 @@ class TrialWatch:
             if is_slower or is_over or error <= TARGET_ERROR or len(steady) >= MAX_STEADY_STEPS:
                 return TrialEnd("measured")
         if now >= limits.deadline:
-            return TrialEnd("unfinished", f"time was over after {len(self.seconds)} steps")
-        if not self.seconds and now >= self._began + limits.start_seconds:
+            return TrialEnd("unfinished", f"time was over after {len(self.steps)} steps")
+        if not self.steps and now >= self._began + limits.start_seconds:
             return TrialEnd("failed", f"no step within {limits.start_seconds:.0f} s")
         return None
-
-
-def relative_error(seconds: Sequence[float]) -> float:
-    """Return the standard error of the median, relative to it."""
-    return median_error(seconds) / median(seconds)
 
 
 def _record_of(candidate: TuneCandidate, path: Path) -> MeasuredTrial:
@@ -178,29 +191,16 @@ def _ended(run: RunDirectory, ranks: LocalRun, code: int) -> TrialEnd:
     return TrialEnd("failed", f"the supervisor ended with exit code {code}; see logs/agent.log")
 
 
-def _with_figures(record: MeasuredTrial, run: RunDirectory, watch: TrialWatch) -> MeasuredTrial:
-    """Return the record with the medians of the steady steps, without steps that were disturbed, such as by compiling.
-
-    A trial that was stopped early has too few of them: then all steps after the warm-up count.
-    """
-    steady = watch.steady
-    figures = {"step_seconds": median(steady), "sigma": relative_error(steady), "steps": float(len(steady))}
-    try:
-        steps = read_measured_run(run.path).plans[-1].steps
-    except UnusableRunError:
-        return replace(record, measured=figures | {"peak_bytes": float(_peak(run))})
-    figures = {
+def _figures(steady: Sequence[StepLine]) -> dict[str, float]:
+    """Return what a trial measured in its steady steps; one that was stopped early has few of them."""
+    steps = median_step(steady)
+    return {
         "step_seconds": steps.step_seconds,
-        "sigma": max(steps.standard_error, relative_error(steady)),
+        "sigma": max(steps.standard_error, relative_error([*map(seconds_without_stall, steady)])),
         "steps": float(steps.num_steps),
         "peak_bytes": float(steps.peak_bytes),
         "data_fraction": steps.phases.get("data", 0.0) / steps.step_seconds,
     }
-    return replace(record, measured=figures)
-
-
-def _peak(run: RunDirectory) -> int:
-    return max((int(each.get("peak_bytes", 0)) for each in JsonlFollower(run.metrics).new()), default=0)
 
 
 def _short(text: str) -> str:

@@ -149,7 +149,7 @@ def _write(folder: Path, answer: dict[str, Any], simulation: "Simulation") -> li
     """Write the answer and the timelines, and return their paths. Older ones are replaced."""
     from trimaran.core import UserError
     from trimaran.cost.simulate.simulation import job_trace, step_trace
-    from trimaran.runs.read.merged_trace import write_merged
+    from trimaran.runs.read.traces import write_merged
 
     files = [folder / name for name in ("simulation.json", "step.trace.json.gz", "job.trace.json.gz")]
     try:

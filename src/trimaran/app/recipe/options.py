@@ -175,7 +175,7 @@ def find_run(name: str) -> "RunDirectory":
 def refuse_missing_ranks(ranks: str, world: int) -> None:
     """Raise UserError unless `ranks` is `all`, or a list of ranks of a run that has `world` of them."""
     from trimaran.core import UserError
-    from trimaran.runs.profile_request import RANKS_PATTERN
+    from trimaran.runs.run_requests import RANKS_PATTERN
 
     if not RANKS_PATTERN.match(ranks) or (ranks != "all" and max(map(int, ranks.split(","))) >= world):
         raise UserError("A001", f"'{ranks}' is not a list of ranks of this run, which has {world}", where="--ranks",

@@ -60,8 +60,8 @@ def decisions(
 def request_undo(run: "RunDirectory", number: int) -> int:
     """Ask the ranks to take a kept decision back, as the user, and return the number of the request."""
     from trimaran.core import UserError
-    from trimaran.runs.change_request import write_change_request
     from trimaran.runs.lease import is_running
+    from trimaran.runs.run_requests import write_change_request
 
     found = next((each for each in _read(run) if each.id == number), None)
     if found is None or found.outcome != "kept":
@@ -99,7 +99,7 @@ def _facts(run: "RunDirectory") -> dict[str, Any]:
 
 
 def _read(run: "RunDirectory") -> "list[Decision]":
-    from trimaran.runs.decision_records import read_decisions
+    from trimaran.runs.run_records import read_decisions
 
     return read_decisions(run)
 
@@ -108,13 +108,13 @@ def _follow(run: "RunDirectory", console: "Console") -> None:
     """Print each state of each decision until the run has ended."""
     from trimaran.app.runs.decisions_view import decision_lines
     from trimaran.app.runs.run_state import ACTIVE_STATUSES, RunState
-    from trimaran.runs.decision_records import DecisionReader
+    from trimaran.runs.read.run_reader import RunReader
 
-    state, reader = RunState(run, only_status=True), DecisionReader(run)
+    state, reader = RunState(run, only_status=True), RunReader(run)
     while True:
         state.refresh()
         has_ended = state.status not in ACTIVE_STATUSES
-        for each in reader.new().values():
+        for each in reader.new_decisions().values():
             for line in decision_lines(each, run, state.status):
                 console.print(line, soft_wrap=True)
         if has_ended:

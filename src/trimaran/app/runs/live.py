@@ -10,8 +10,7 @@ from rich.text import Text
 from trimaran.app.runs.run_findings import FindingsPoller
 from trimaran.app.runs.run_state import RunState, accuracy_texts
 from trimaran.app.runs.run_view import draw, line
-from trimaran.app.runs.status_lines import finding_lines, status_lines
-from trimaran.app.runs.store_notes import store_notes
+from trimaran.app.runs.status_lines import finding_lines, status_lines, store_notes
 from trimaran.app.show.clean_console import print_plain
 from trimaran.app.show.logs import LogLine
 from trimaran.app.show.text_chart import ORANGE

@@ -27,14 +27,13 @@ from trimaran.core import (
     StepMetrics,
     show_count,
 )
-from trimaran.runs import JsonlFollower, RunDirectory, read_incidents
-from trimaran.runs.attempts import Attempts
-from trimaran.runs.decision_records import DecisionReader
-from trimaran.runs.journal import LineFollower, LongLine
+from trimaran.runs import RunDirectory
+from trimaran.runs.journal import LongLine
 from trimaran.runs.line_files import lines_from_end
 from trimaran.runs.read.ledger import Ledger, LedgerReader
+from trimaran.runs.read.run_reader import RunReader
 from trimaran.runs.read.step_index import StepBlock, StepIndexer
-from trimaran.runs.read.step_lines import StepLine, read_details, read_step
+from trimaran.runs.read.step_lines import StepLine, read_details
 from trimaran.runs.record_types import is_number
 
 Status = Literal["starting", "training", "restarting", "done", "stopped", "failed", "vanished"]
@@ -121,16 +120,13 @@ class RunState:
     def __init__(self, run: RunDirectory, *, only_status: bool = False) -> None:
         self.run, self._only_status = run, only_status
         self.events: list[Event] = []
-        self.attempts = Attempts(run)
+        self._reader = RunReader(run)
+        self.attempts = self._reader.attempts
         self.samples: dict[str, dict[str, Any]] = {}
-        self._sample_followers: dict[str, JsonlFollower] = {}
         self._ledger_reader = LedgerReader(run, num_lines=MEASURED_STEPS)
         self._indexer: StepIndexer | None = StepIndexer(run.metrics, run.metrics_index)
-        self._last_lines: LineFollower | None = None
-        self._decision_reader = DecisionReader(run)
-        self._incidents: tuple[tuple[int, int, int] | None, list[Incident]] | None = None
+        self._knows_end = False  # where the last steps begin
         self._forget_steps()
-        self._event_followers: dict[int, JsonlFollower] = {}
         self._log_followers: dict[int, LogFollower] = {}
         self._current: dict[int, list[Event]] = {}  # of each rank, since its last start
         self._read_plan()
@@ -140,8 +136,8 @@ class RunState:
         run = self.run
         self.recipe, self.plan = run.read_recipe(), run.read_plan()
         for rank in range(self.plan.mesh.world_size):
-            self._event_followers.setdefault(rank, JsonlFollower(run.events(rank)))
-            self._log_followers.setdefault(rank, LogFollower(run.log(rank), rank))
+            if rank not in self._log_followers:
+                self._log_followers[rank] = LogFollower(self._reader, rank)
 
     def _forget_steps(self) -> None:
         """Clear all steps: some were withdrawn, and the reader returns all of them again."""
@@ -152,14 +148,16 @@ class RunState:
 
     def refresh(self) -> list[LogLine]:
         """Read what is new, and return the log lines of the ranks since the last call."""
-        if self.attempts.refresh():
+        if self._reader.read_attempts():
             self._read_plan()
-        for follower in self._event_followers.values():
-            for line in follower.new():
+        for rank in list(self._log_followers):
+            for line in self._reader.events(rank):
                 if line.keys() >= {"kind", "rank", "time"}:  # otherwise it is not one of our events
                     self._add_event(Event(**{key: line[key] for key in _EVENT_FIELDS & line.keys()}))
         self._read_steps()
-        self._read_samples()
+        for path in self.run.samples(0).parent.glob("node-*.jsonl"):
+            for line in self._reader.follow(path, backlog=SAMPLE_BACKLOG).records(path):
+                self.samples[path.name] = line
         return [line for follower in self._log_followers.values() for line in follower.new()]
 
     def _read_steps(self) -> None:
@@ -195,10 +193,10 @@ class RunState:
 
     def _new_steps(self) -> Iterator[StepLine | StepBlock]:
         if self._only_status:
-            if self._last_lines is None:
-                self._last_lines = LineFollower(self.run.metrics)
-                self._last_lines.skip_to(min((at for at, _ in islice(lines_from_end(self.run.metrics), 2)), default=0))
-            return filter(None, map(read_step, self._last_lines.new()))
+            if not self._knows_end:
+                self._knows_end, last = True, islice(lines_from_end(self.run.metrics), 2)
+                self._reader.skip_to(self.run.metrics, min((at for at, _ in last), default=0))
+            return self._reader.steps()
         if self._ledger_reader.poll() or self._rebuild_index():
             self._forget_steps()
         return self._ledger_reader.new_steps()
@@ -211,20 +209,12 @@ class RunState:
     @property
     def long_lines(self) -> list[LongLine]:
         """The lines of metrics and events that are too long to be ours, and were skipped."""
-        followers = self._event_followers.values()
-        return [*self._ledger_reader.long_lines, *(line for each in followers for line in each.long_lines)]
+        return [*self._ledger_reader.long_lines, *self._reader.long_lines(*map(self.run.events, self._log_followers))]
 
     @property
     def steps(self) -> list[StepMetrics]:
         """The latest steps; of a short run all of them."""
         return self.history.steps
-
-    def _read_samples(self) -> None:
-        """Read the last sample of each node."""
-        for path in self.run.samples(0).parent.glob("node-*.jsonl"):
-            follower = self._sample_followers.setdefault(path.name, JsonlFollower(path, backlog=SAMPLE_BACKLOG))
-            for line in follower.new():
-                self.samples[path.name] = line
 
     def _add_event(self, event: Event) -> None:
         self.events.append(event)
@@ -300,21 +290,14 @@ class RunState:
 
     @property
     def incidents(self) -> list[Incident]:
-        """The incidents so far. The file is read again only if it has changed: a frame asks for them several times."""
-        try:
-            found = self.run.incidents.stat()
-            version = (found.st_ino, found.st_size, found.st_mtime_ns)
-        except OSError:
-            version = None
-        if self._incidents is None or self._incidents[0] != version:
-            self._incidents = version, read_incidents(self.run)
-        return self._incidents[1]
+        """The incidents so far."""
+        return self._reader.incidents()
 
     @property
     def decisions(self) -> list[Decision]:
         """The decisions of the autopilot so far, each in its latest state."""
-        self._decision_reader.new()
-        return list(self._decision_reader.decisions.values())
+        self._reader.new_decisions()
+        return list(self._reader.decisions.values())
 
     @property
     def ledger(self) -> Ledger | None:

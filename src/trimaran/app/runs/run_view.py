@@ -49,22 +49,14 @@ def draw(state: RunState, *, width: int, height: int | None = None, extra: Seque
     """
     rows, lines = CURVE_ROWS + 2 if width >= WIDE_COLUMNS else CURVE_ROWS, list(extra)
     if height is not None and lines:
-        others = _count_rows(_panel(state, width, rows, []), width) - rows + 1
+        drawn = Console(width=width, file=io.StringIO()).render_lines(_panel(state, width, rows, []))
+        others = len(drawn) - rows + 1
         rows = max(MIN_CURVE_ROWS, min(rows, height - others - len(lines)))
-        lines = _first(lines, limit=max(1, height - others - rows))
+        limit = max(1, height - others - rows)
+        if len(lines) > limit:
+            hidden = len(lines) - limit + 1
+            lines = [*lines[: limit - 1], Text(f"... {hidden} more in a taller window", style="dim")]
     return _panel(state, width, rows, lines)
-
-
-def _count_rows(content: RenderableType, width: int) -> int:
-    return len(Console(width=width, file=io.StringIO()).render_lines(content))
-
-
-def _first(lines: list[Text], *, limit: int) -> list[Text]:
-    """Return the first lines, and as the last of `limit` lines how many are hidden."""
-    if len(lines) <= limit:
-        return lines
-    hidden = len(lines) - limit + 1
-    return [*lines[: limit - 1], Text(f"... {hidden} more in a taller window", style="dim")]
 
 
 def _panel(state: RunState, width: int, rows: int, lines: Sequence[Text]) -> RenderableType:

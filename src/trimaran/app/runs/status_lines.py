@@ -1,19 +1,74 @@
 """The status lines of a run's panel: findings, goodput, incidents, ranks, memory and machines."""
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.text import Text
 
 from trimaran.app.runs.decisions_view import last_decision_text
 from trimaran.app.runs.run_findings import FindingsPoller, RunFinding
 from trimaran.app.runs.run_state import RunState
-from trimaran.app.runs.unread import unread_texts
 from trimaran.app.show.text_chart import GREEN, ORANGE, RED, SKY
 from trimaran.core import show_bytes, show_count, show_seconds
 from trimaran.core.plan import show_rows
-from trimaran.runs.measured_links import read_measured_links
+from trimaran.runs.node_records import read_measured_links
+from trimaran.runs.record_types import is_number
+
+
+def unread_texts(state: RunState) -> list[str]:
+    """Return a line for each damaged line, and one if steps were estimated."""
+    texts = [
+        f"{each.file}: a line of {show_bytes(each.num_bytes)} at byte {each.offset:,} is damaged and was skipped"
+        for each in state.long_lines
+    ]
+    if state.num_estimated:
+        name, count = state.run.metrics_index.name, show_count(state.num_estimated)
+        texts.append(f"{name} is missing or incomplete: {count} steps were not read, sums and curves are estimates")
+    return texts
+
+
+def loss_bound_text(bound: Mapping[str, Any], *, total_steps: int) -> str:
+    """Return a sentence about the data of a `loss_bound` event of a run of `total_steps`; empty if there is none."""
+    if not bound:
+        return ""
+    rank, node = (
+        _cost(bound.get(f"{prefix}steps"), bound.get(f"{prefix}seconds"), total_steps) for prefix in ("", "node_")
+    )
+    return f"repeated after a fault of a rank: {rank}; after the loss of the node: {node}"
+
+
+def _cost(steps: Any, seconds: Any, total_steps: int) -> str:
+    if not is_number(steps) or not is_number(seconds) or steps >= total_steps:
+        return "everything since the last checkpoint"
+    return f"at most {round(steps)} steps (about {show_seconds(seconds)})"
+
+
+def store_notes(state: RunState) -> Iterator[str]:
+    """Yield what the current attempt took from the store, and how far the upload is that it waits for at its end."""
+    if not (url := state.recipe.checkpoint.store):
+        return
+    for event in state.current_events("resume"):
+        if event.data.get("tier") == "store":
+            yield f"step {event.step} was fetched from {url}: this run directory had no newer state"
+    for event in state.current_events("upload"):
+        if (fraction := event.data.get("sent")) is not None:
+            yield f"uploading step {event.step} to {url}: {fraction:.0%}"
+
+
+def store_summary(state: RunState) -> str:
+    """Return what the store has of this run at its end; an empty text if the run has no store."""
+    url = state.recipe.checkpoint.store
+    ended = [event for event in state.events_of_kind("upload") if "sent" not in event.data]
+    if not url or not ended:
+        return ""
+    last, done = ended[-1], [event for event in ended if "failed" not in event.data]
+    if "failed" in last.data:
+        newest = f"it has step {done[-1].step}" if done else "it has no checkpoint of this run"
+        return f"step {last.step} is not in {url}, {newest}: {last.data['failed']}"
+    took = f"{show_bytes(last.data['bytes'])} in {show_seconds(last.data['seconds'])}"
+    return f"step {last.step} is also in {url} ({took})"
+
 
 Tree = dict[str, Any]
 SEVERITY = {"fault": ("✗", RED), "warning": ("!", ORANGE), "note": ("i", SKY)}  # a sign each, not only a colour
@@ -31,7 +86,8 @@ POWER_CAP, AT_LIMIT = "power_cap", "at the power limit"  # normal for a busy GPU
 def status_lines(state: RunState, poller: FindingsPoller | None = None) -> list[Text]:
     """Return the lines, the most important first; without data there is no line."""
     found = [*_findings(poller), *_ledger(state)] if poller else []
-    found += [*_unread(state), *_decisions(state), *_incidents(state), *_change(state)]
+    found += [_line("files", Text(each, style=ORANGE)) for each in unread_texts(state)]
+    found += [*_decisions(state), *_incidents(state), *_change(state)]
     return [*found, *_ranks(state), *_memory(state), *_links(state), *_machines(state)]
 
 
@@ -51,10 +107,6 @@ def _findings(poller: FindingsPoller) -> Iterator[Text]:
         yield _line("finding", Text.assemble((f"{sign} {each.finding.code} ", color), each.finding.verdict))
     if poller.error:
         yield _line("doctor", Text(poller.error, style=ORANGE))
-
-
-def _unread(state: RunState) -> Iterator[Text]:
-    yield from (_line("files", Text(each, style=ORANGE)) for each in unread_texts(state))
 
 
 def _decisions(state: RunState) -> Iterator[Text]:
@@ -111,7 +163,7 @@ def _spread(spread: Tree, show: Any) -> Text:
 def _outlier(each: Tree) -> str:
     what = SPREADS.get(str(each.get("what")), (str(each.get("what")), "{:.4g}".format))
     value, median = each.get("value"), each.get("median")
-    if not _is_number(value) or not _is_number(median) or not median:
+    if not is_number(value) or not is_number(median) or not median:
         return ""
     return f"rank {each.get('rank')} is an outlier: {what[0]} {what[1](value)}, {value / median:.1f} x the median"
 
@@ -120,15 +172,15 @@ def _memory(state: RunState) -> Iterator[Text]:
     """Yield how full the device is, and how fragmented."""
     memory = _tree(state.latest.get("memory"))
     used = memory.get("reserved", memory.get("allocated"))
-    if not _is_number(used):
+    if not is_number(used):
         return
     text, style = show_bytes(used), ""
-    if _is_number(total := memory.get("total")) and total > 0:
+    if is_number(total := memory.get("total")) and total > 0:
         text += f" of {show_bytes(total)} ({used / total:.0%})"
         style = RED if used > FULL_MEMORY_FRACTION * total else ""
-    if _is_number(memory.get("reserved")) and _is_number(memory.get("allocated")):
+    if is_number(memory.get("reserved")) and is_number(memory.get("allocated")):
         text += f", {show_bytes(memory['allocated'])} in tensors"
-    if _is_number(memory.get("fragmentation")) and memory["fragmentation"] >= 0.01:
+    if is_number(memory.get("fragmentation")) and memory["fragmentation"] >= 0.01:
         text += f", {memory['fragmentation']:.0%} fragmented"
     counts = [f"{memory[name]} {name}" for name in ("retries", "ooms") if memory.get(name)]
     if counts:
@@ -193,7 +245,7 @@ def _range(values: Sequence[object], show: Any) -> str:
 
 
 def _fraction(part: object, total: object) -> float | None:
-    return part / total if _is_number(part) and _is_number(total) and total else None
+    return part / total if is_number(part) and is_number(total) and total else None
 
 
 def _line(name: str, text: Text) -> Text:
@@ -204,11 +256,7 @@ def _line(name: str, text: Text) -> Text:
 
 
 def _is_spread(value: Tree) -> bool:
-    return all(_is_number(value.get(name)) for name in ("min", "median", "max"))
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return all(is_number(value.get(name)) for name in ("min", "median", "max"))
 
 
 def _listed(value: object) -> list[Any]:

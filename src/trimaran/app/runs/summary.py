@@ -3,7 +3,6 @@
 import re
 import shlex
 import signal
-from pathlib import Path
 
 from rich.console import Console
 from rich.rule import Rule
@@ -11,12 +10,10 @@ from rich.text import Text
 
 from trimaran.app.recipe.options import path_argument, program_name
 from trimaran.app.runs.live import print_plain
-from trimaran.app.runs.loss_bound import loss_bound_text
 from trimaran.app.runs.run_prompt import generate_command
 from trimaran.app.runs.run_state import RunState, accuracy_texts
 from trimaran.app.runs.run_view import difference
-from trimaran.app.runs.store_notes import store_summary
-from trimaran.app.runs.unread import unread_texts
+from trimaran.app.runs.status_lines import loss_bound_text, store_summary, unread_texts
 from trimaran.app.show.logs import tail
 from trimaran.app.show.text_chart import GREEN, RED
 from trimaran.checkpoint.step_dirs import complete_steps
@@ -49,7 +46,9 @@ def summarise(state: RunState, console: Console) -> None:
         print_plain(console, f"      {speed}, {show_bytes(measured.peak_bytes)} a rank")
         _compare(state, console)
         _show_faults(state, console)
-        _show_unfinished(state, console)
+        unfinished = (event.data for event in state.current_events("unfinished"))
+        for what, why in {str(data.get("what")): str(data.get("why")) for data in unfinished}.items():
+            print_plain(console, f"      warning: training is done and saved, but not the {what}: {why}")
         if state.status == "done" and (epochs := state.recipe.data.epochs):
             ends = f"data.epochs {epochs:g} or train.steps {state.recipe.train.steps}, whichever came first"
             print_plain(console, f"      ended by {ends}; to train longer, resume with a larger one")
@@ -93,13 +92,6 @@ def readable_sample(text: str) -> str:
     if num_bad > len(text) * MAX_UNDECODABLE:
         return f"({num_bad} of {len(text)} characters cannot be decoded, so that the text is not shown)"
     return re.sub(f"{UNDECODABLE}+", UNDECODABLE, text)
-
-
-def _show_unfinished(state: RunState, console: Console) -> None:
-    """Print what was not done after training, which was done and saved."""
-    reasons = {str(event.data.get("what")): str(event.data.get("why")) for event in state.current_events("unfinished")}
-    for what, why in reasons.items():
-        print_plain(console, f"      warning: training is done and saved, but not the {what}: {why}")
 
 
 def _compare(state: RunState, console: Console) -> None:
@@ -173,7 +165,8 @@ def explain_failure(state: RunState, console: Console, code: int = 1) -> int:
         what, rank, code = f"the supervisor was killed{name}, and the ranks with it", None, 1
     if (incidents := state.incidents) and incidents[-1].action == "stopped":
         what, rank = state.attempts.why, next(iter(incidents[-1].suspects), rank)
-    log = _log_of(state, rank)
+    log = state.run.agent_log if rank is None else state.run.log(rank)
+    log = log if log.exists() else state.run.agent_log
     source = "the launcher" if log == state.run.agent_log else f"rank {rank}"
     console.print(Text.assemble(("failed", f"bold {RED}"), f"  {what}"), soft_wrap=True)
     if lines := tail(log, MAX_LOG_LINES):
@@ -185,12 +178,6 @@ def explain_failure(state: RunState, console: Console, code: int = 1) -> int:
     if state.status == "vanished" and complete_steps(state.run.checkpoints):
         console.print(Text.assemble("next  ", (next_commands(state)[0], "bold")), soft_wrap=True)
     return code
-
-
-def _log_of(state: RunState, rank: int | None) -> Path:
-    """Return the rank's log, or the launcher's if the rank has none."""
-    named = state.run.agent_log if rank is None else state.run.log(rank)
-    return named if named.exists() else state.run.agent_log
 
 
 def _crashed(state: RunState) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trimaran.app.show.terminal import printable
 from trimaran.core.regular_files import open_regular_file
-from trimaran.runs import LineFollower
+from trimaran.runs import RunReader
 
 MAX_TAIL_BYTES = 1 << 16
 TRACEBACK = "Traceback (most recent call last):"
@@ -31,12 +31,13 @@ class LogFollower:
     Of a traceback it yields only the last line, which has the error: if one rank dies, all others print a traceback.
     """
 
-    def __init__(self, path: Path, rank: int) -> None:
-        self._lines, self._rank = LineFollower(path, backlog=MAX_TAIL_BYTES), rank
+    def __init__(self, reader: RunReader, rank: int) -> None:
+        self._path, self._rank = reader.run.log(rank), rank
+        self._reader = reader.follow(self._path, backlog=MAX_TAIL_BYTES)
         self._in_traceback = False
 
     def new(self) -> Iterator[LogLine]:
-        for line in self._lines.new():
+        for line in self._reader.lines(self._path):
             text = _visible_text(line)
             self._in_traceback = text.startswith(TRACEBACK) or (self._in_traceback and text[:1] in ("", " "))
             if text and not self._in_traceback and not ATTEMPT.fullmatch(text):

@@ -18,7 +18,7 @@ from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, UserErro
 from trimaran.launch.supervise.recovery_policy import EXIT_FAULT
 from trimaran.launch.targets.target import JobRecord, JobState, Target
 from trimaran.runs import RunDirectory, open_run
-from trimaran.runs.attempts import read_attempts
+from trimaran.runs.run_records import read_attempts
 
 STATE_SECONDS = 2.0  # between questions to the target about a job's state
 OVER = ("done", "stopped", "failed")

@@ -16,8 +16,8 @@ from trimaran.core import Plan, Recipe, UserError
 from trimaran.machine.parse_cluster import cluster_of
 from trimaran.planner.measure.trial_record import TuneCandidate
 from trimaran.runs import free_run_path
-from trimaran.runs.profile_request import ProfileRequest
 from trimaran.runs.rank_environment import worker_environment
+from trimaran.runs.run_requests import ProfileRequest
 
 WARM_UP_STEPS = 10  # before the recorded ones: kernels are chosen, buffers allocated, blocks compiled
 GPU_OPTIONS = ("--trace=cuda,nvtx,osrt,cudnn,cublas", "--capture-range=cudaProfilerApi", "--capture-range-end=stop")

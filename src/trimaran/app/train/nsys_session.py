@@ -15,7 +15,7 @@ from trimaran.app.recipe.prepare_data import check_data
 from trimaran.app.train.nsys_request import STATS, NsysRequest
 from trimaran.core import UserError
 from trimaran.runs import RunDirectory, create_run
-from trimaran.runs.read.nsys_stats import read_nsys_stats
+from trimaran.runs.read.traces import read_nsys_stats
 
 POLL_SECONDS = 0.2
 END_SECONDS = 10.0  # for the other ranks after one has failed

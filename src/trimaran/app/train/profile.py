@@ -12,12 +12,12 @@ from trimaran.app.recipe.options import Json, Settings, complete_run_or_recipe, 
 from trimaran.core import UserError
 from trimaran.core.regular_files import read_regular_text
 from trimaran.runs.lease import is_running
-from trimaran.runs.profile_request import MAX_STEPS, ProfileRequest, find_traces, withdraw_request, write_request
+from trimaran.runs.run_requests import MAX_STEPS, ProfileRequest, find_traces, withdraw_request, write_request
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trimaran.runs import RunDirectory
+    from trimaran.runs import RunDirectory, RunReader
 
 POLL_SECONDS = 0.1
 
@@ -108,8 +108,7 @@ def record_with_nsys(source: str, settings: Sequence[str], *, steps: int, ranks:
 def merge_newest_traces(run: "RunDirectory") -> dict[str, Any]:
     """Merge the newest traces of all ranks, and return what `--merge --json` prints."""
     from trimaran.runs import writing
-    from trimaran.runs.read.merged_trace import merge, write_merged
-    from trimaran.runs.read.trace_summary import load_trace
+    from trimaran.runs.read.traces import load_trace, merge, write_merged
 
     found = find_traces(run)
     if not found:
@@ -149,10 +148,10 @@ def _no_profile(run: "RunDirectory", what: str) -> UserError:
 
 def request_profile(run: "RunDirectory", request: ProfileRequest, console: "Console") -> list[Path]:
     """Send `request` to the ranks of a live run and return the files they write. Ctrl-C withdraws the request."""
-    from trimaran.runs import JsonlFollower, last_step, writing
+    from trimaran.runs import RunReader, last_step, writing
 
     wanted = request.ranks_of(run.read_plan().mesh.world_size)
-    followers = {rank: JsonlFollower(run.events(rank), backlog=0) for rank in wanted}
+    reader = RunReader(run).follow(*map(run.events, wanted), backlog=0)
     with writing(run):
         write_request(run, request)
     paths: dict[int, Path] = {}
@@ -160,7 +159,7 @@ def request_profile(run: "RunDirectory", request: ProfileRequest, console: "Cons
         with console.status("") as status:
             _wait(
                 run,
-                lambda: all(_has_answered(run, request, rank, each, paths) for rank, each in followers.items()),
+                lambda: all(_has_answered(reader, request, rank, paths) for rank in wanted),
                 lambda: status.update(f"step {last_step(run)}; waiting for rank "
                                       f"{', '.join(str(rank) for rank in wanted if rank not in paths)}"),
             )  # fmt: skip
@@ -169,9 +168,10 @@ def request_profile(run: "RunDirectory", request: ProfileRequest, console: "Cons
     return [paths[rank] for rank in wanted]
 
 
-def _has_answered(run: "RunDirectory", request: ProfileRequest, rank: int, events: Any, paths: dict[int, Path]) -> bool:
+def _has_answered(reader: "RunReader", request: ProfileRequest, rank: int, paths: dict[int, Path]) -> bool:
     """Read the new events of `rank`; return whether it has answered."""
-    for event in events.new():
+    run = reader.run
+    for event in reader.events(rank):
         data = event.get("data", {})
         if event.get("kind") != "profile" or data.get("request") != request.id:
             continue
@@ -199,6 +199,6 @@ def _read(files: list[Path], *, memory: bool) -> dict[str, Any]:
     """Return the contents of the files, summarised."""
     if memory:
         return {"memory": [json.loads(read_regular_text(each)) for each in files]}
-    from trimaran.runs.read.trace_summary import load_trace, summarise
+    from trimaran.runs.read.traces import load_trace, summarise
 
     return {"traces": [summarise(load_trace(each)).as_dict() for each in files]}

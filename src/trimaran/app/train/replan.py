@@ -14,7 +14,7 @@ from trimaran.core import UserError
 if TYPE_CHECKING:
     from trimaran.app.train.replan_request import PlannedChange
     from trimaran.runs import RunDirectory
-    from trimaran.runs.change_request import ChangeRequest
+    from trimaran.runs.run_requests import ChangeRequest
 
 POLL_SECONDS = 0.1
 EXIT_FAILED = 1
@@ -85,7 +85,7 @@ def _send(run: "RunDirectory", change: "PlannedChange", *, wait: bool, quiet: bo
     """Request the change, wait for the answer if asked to, and return what `--json` prints of it."""
     from trimaran.app.show.clean_console import open_console
     from trimaran.app.train.replan_view import show_answer, show_planned
-    from trimaran.runs.change_request import write_change_request
+    from trimaran.runs.run_requests import write_change_request
 
     console = open_console(stderr=quiet)
     if not quiet:
@@ -111,8 +111,8 @@ def _send(run: "RunDirectory", change: "PlannedChange", *, wait: bool, quiet: bo
 
 def _answer(run: "RunDirectory", request: "ChangeRequest", show: Callable[[], None]) -> dict[str, Any]:
     """Return the event that answers the request. Raises if the run ends before; Ctrl-C withdraws the request."""
-    from trimaran.runs.change_request import change_answers, withdraw_change_request
     from trimaran.runs.lease import is_running
+    from trimaran.runs.run_requests import change_answers, withdraw_change_request
 
     shown = 0.0
     try:

@@ -33,9 +33,9 @@ from trimaran.cost import STATE_BYTES
 from trimaran.cost.goodput import checkpoint_bytes
 from trimaran.launch.supervise.local import LocalRun, start_local
 from trimaran.runs import RunDirectory, create_run, refuse_full_disk, writing
-from trimaran.runs.change_request import replace_plan, replace_recipe
 from trimaran.runs.compile_cache import refuse_unusable
 from trimaran.runs.held_directory import HeldDirectory
+from trimaran.runs.run_requests import replace_plan, replace_recipe
 
 POLL_SECONDS = 0.1
 

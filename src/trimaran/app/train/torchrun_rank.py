@@ -28,9 +28,9 @@ from trimaran.data import cache_folder
 from trimaran.launch.supervise.side_processes import SidecarProcess, autopilot_process
 from trimaran.models import model_folder
 from trimaran.runs import RunDirectory, create_run, holds_run, open_run, writing
-from trimaran.runs.change_request import replace_plan, replace_recipe
 from trimaran.runs.compile_cache import compile_cache
 from trimaran.runs.process_control import raise_soft_limits, set_process_name
+from trimaran.runs.run_requests import replace_plan, replace_recipe
 from trimaran.train.process.rank_setup import RankInfo, read_rank_info
 from trimaran.train.process.torchrun_ranks import open_torchrun_run
 from trimaran.train.worker import run_worker

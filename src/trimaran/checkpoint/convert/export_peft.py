@@ -16,9 +16,10 @@ from trimaran.checkpoint.convert.export_hf import all_tensors, copy_tokenizer_fi
 from trimaran.core import AdapterSection, ModelSection, UserError
 from trimaran.models import model_folder, spec_of
 from trimaran.models.weight_files import BASE_DIGEST, base_reference
-from trimaran.nets import Network, network_of
+from trimaran.nets import Network
 from trimaran.nets.adapters.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, hf_modules, peft_config, peft_tensors
 from trimaran.nets.local_shards import ReadTensor, full_tensor
+from trimaran.nets.network import network_of
 from trimaran.parallel.mesh import StageMap
 
 

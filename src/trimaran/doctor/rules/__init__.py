@@ -8,7 +8,6 @@ from trimaran.doctor.rules import (
     data,
     failures,
     hardware,
-    loss,
     memory,
     numerics,
     storage,
@@ -21,11 +20,11 @@ RULES: tuple[Rule, ...] = (
     numerics.loss_scale_collapse,  # F054: the fp16 loss scale collapses
     numerics.unused_parameters,  # F055: trained parameters get no gradient
     numerics.replicas_differ,  # F073: replicas of the weights differ, or a rank's memory changed between two updates
-    loss.loss_spike,  # F051: the loss spikes
-    loss.learning_rate_high,  # F056: the learning rate is too high
-    loss.learning_rate_low,  # F057: the learning rate is too low
-    loss.warm_up,  # F058: the loss rises at the start, without learning-rate warm-up
-    loss.compression_harm,  # F075: compressed gradients hurt training
+    numerics.loss_spike,  # F051: the loss spikes
+    numerics.learning_rate_high,  # F056: the learning rate is too high
+    numerics.learning_rate_low,  # F057: the learning rate is too low
+    numerics.warm_up,  # F058: the loss rises at the start, without learning-rate warm-up
+    numerics.compression_harm,  # F075: compressed gradients hurt training
     balance.straggler,  # F005: a straggler: one rank is slower than the others, and all wait for it
     balance.imbalance,  # F013: tokens or image patches are unevenly distributed over ranks
     balance.uneven_stages,  # F011: the stages of a pipeline are uneven

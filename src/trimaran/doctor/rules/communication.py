@@ -67,7 +67,7 @@ def communication_bound(evidence: Evidence) -> Iterator[Finding]:
             "comm_share": round(measured.fraction("comm"), 4),
             "comm_seconds": measured.comm,
             "predicted_comm_seconds": expected,
-            "step_seconds": measured.step,
+            "step_seconds": measured.step_seconds,
             "exposed": dict(prediction.exposed) if prediction else {},
             "by_axis": dict(measured.axes),
             "predicted_by_axis": by_axis,

@@ -11,7 +11,14 @@ from trimaran.cost import predict
 from trimaran.cost.stack_profiles import HostOverhead
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.predicted_gain import Patch, best_patch
-from trimaran.doctor.step_breakdown import StepBreakdown, get_number, get_numbers, steady_steps, step_breakdown
+from trimaran.doctor.step_breakdown import (
+    StepBreakdown,
+    get_number,
+    get_numbers,
+    steady_steps,
+    step_breakdown,
+    warm_steps,
+)
 from trimaran.planner.search.neighbours import fewer_launches, larger_micro_batches
 
 MIN_LAUNCH_FRACTION = 0.15  # of compute time
@@ -96,7 +103,7 @@ def host_limit(evidence: Evidence) -> Iterator[Finding]:
         culprit="the host",
         evidence={
             "host_seconds": host_seconds,
-            "step_seconds": measured.step,
+            "step_seconds": measured.step_seconds,
             "bound_share": round(bound_fraction, 4),
             "micro_batch": plan.micro_batch,
             "grad_accum": plan.grad_accum,
@@ -202,7 +209,7 @@ def recompilations(evidence: Evidence) -> Iterator[Finding]:
     what, count = Counter(str(each.get("what")) for each in facts).most_common(1)[0]
     why = next(str(each.get("why")) for each in facts if str(each.get("what")) == what)
     at = {each.get("step") for each in late}
-    steps = steady_steps(evidence)
+    steps = warm_steps(evidence)
     usual = median(each["step_seconds"] for each in steps) if steps else 0.0
     total = sum(each["step_seconds"] for each in steps)
     lost = sum(max(0.0, each["step_seconds"] - usual) for each in steps if each["step"] in at)

@@ -15,8 +15,8 @@ from trimaran.doctor.step_breakdown import (
     data_wait_seconds,
     get_number,
     get_numbers,
-    steady_steps,
     step_breakdown,
+    warm_steps,
 )
 
 MIN_WAIT_FRACTION = 0.1  # of the time
@@ -38,7 +38,7 @@ def data_bound(evidence: Evidence) -> Iterator[Finding]:
     measured = step_breakdown(evidence)
     if measured is None or measured.fraction("data") < MIN_WAIT_FRACTION:
         return
-    steps = steady_steps(evidence)
+    steps = warm_steps(evidence)
     waiting = [each for each in steps if data_wait_seconds(each) > MIN_STEP_WAIT_FRACTION * each["step_seconds"]]
     if len(waiting) < MIN_WAITING_STEPS_FRACTION * len(steps):
         return
@@ -114,7 +114,7 @@ PACKED_PADDING_FRACTION = 0.05  # that packing leaves at most, if samples are mu
 def padding(evidence: Evidence) -> Iterator[Finding]:
     """Yield F012 if rows contain much padding that packing would avoid."""
     measured = step_breakdown(evidence)
-    rows = [each["rows"] for each in steady_steps(evidence) if isinstance(each.get("rows"), dict)]
+    rows = [each["rows"] for each in warm_steps(evidence) if isinstance(each.get("rows"), dict)]
     padded = sum(get_number(each, "padding") or 0.0 for each in rows)
     total = padded + sum(get_number(each, "tokens") or 0.0 for each in rows)
     if measured is None or not total or padded < MIN_PADDING_FRACTION * total:

@@ -14,8 +14,8 @@ from trimaran.doctor.step_breakdown import (
     get_numbers,
     get_timed_numbers,
     phase_seconds,
-    steady_steps,
     step_breakdown,
+    warm_steps,
 )
 
 MIN_STALL_FRACTION = 0.04  # of the time; with checkpoint.every=auto it stays below 0.005
@@ -25,7 +25,7 @@ PATCHED_STALL_FRACTION = 0.01  # of the time, with asynchronous checkpoints at a
 
 def checkpoint_stall(evidence: Evidence) -> Iterator[Finding]:
     """Yield F007 if checkpoints take too much of the time."""
-    measured, steps = step_breakdown(evidence), steady_steps(evidence)
+    measured, steps = step_breakdown(evidence), warm_steps(evidence)
     if measured is None or measured.fraction("checkpoint") < MIN_STALL_FRACTION:
         return
     # The run tunes how often it copies the state in its first steps, so the later half must stall as well.

@@ -10,8 +10,8 @@ from typing import Any
 from trimaran.core import EXIT_AGAIN, EXIT_DONE
 from trimaran.launch.supervise.node import AttemptSpec, Node, NodeLost, RankEnded, RankSilent
 from trimaran.machine.host_limits import count_oom_kills
-from trimaran.runs import Heartbeat, JsonlFollower, RunDirectory, Section
-from trimaran.runs.attempts import AttemptOutcome
+from trimaran.runs import Heartbeat, RunDirectory, RunReader, Section
+from trimaran.runs.run_records import AttemptOutcome
 
 # The event that a rank writes before it exits with one of these codes. An exit without it is unexpected.
 LAST_EVENTS = {EXIT_DONE: "done", EXIT_AGAIN: "stop"}
@@ -45,8 +45,9 @@ class AttemptWatch:
         self.is_saved = False
         self._oom_kills = count_oom_kills()
         # Skip the lines of earlier attempts; those that are still being written are recognised by their number.
-        self._followers = {rank: JsonlFollower(run.events(rank), backlog=0) for rank in range(spec.world_size)}
-        self._turns = cycle(self._followers)
+        self._ranks = range(spec.world_size)
+        self._reader = RunReader(run).follow(*map(run.events, self._ranks), backlog=0)
+        self._turns = cycle(self._ranks)
         self._by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self._written: set[tuple[int, str]] = set()  # ranks and kinds of `events`
         first = 0
@@ -70,7 +71,7 @@ class AttemptWatch:
         heartbeats = {rank: heartbeat for node in self.nodes for rank, heartbeat in node.heartbeats().items()}
         self.highest_step = max(self.highest_step, self._finished_step(heartbeats))
         has_news = len(self.ended) + len(self.silent) + len(self.lost) > num_known
-        self._read_events(self._followers if has_news or self._lacks_last_event else self._next_ranks())
+        self._read_events(self._ranks if has_news or self._lacks_last_event else self._next_ranks())
         told = any(event["rank"] in self.lead_ranks for event in self.of_kind("trained"))
         marked = any(rank in heartbeats and heartbeats[rank].saved for rank in self.lead_ranks)
         self.is_saved = self.is_saved or told or marked
@@ -155,7 +156,7 @@ class AttemptWatch:
 
     def _read_events(self, ranks: Iterable[int]) -> None:
         for rank in [*ranks]:
-            for event in self._followers[rank].new():
+            for event in self._reader.events(rank):
                 if event.get("attempt", 0) == self.spec.attempt:
                     self.events.append(event)
                     self._by_kind[event["kind"]].append(event)

@@ -17,7 +17,6 @@ from trimaran.launch.supervise.attribution import read_exit
 from trimaran.launch.supervise.investigate import headline
 from trimaran.launch.supervise.node import AttemptSpec, Node
 from trimaran.runs import Heartbeat, IncidentLog, RunDirectory
-from trimaran.runs.attempts import AttemptOutcome
 from trimaran.runs.replica_records import (
     LAST_ROUND,
     STATEMENTS,
@@ -28,6 +27,7 @@ from trimaran.runs.replica_records import (
     result_key,
     round_key,
 )
+from trimaran.runs.run_records import AttemptOutcome
 
 Written = dict[str, bytes | None]
 """What to write to the store, in order; None deletes a key."""

@@ -21,8 +21,8 @@ from trimaran.core.parse_text import TextError, load_json
 from trimaran.core.regular_files import append_regular_file, open_regular_file, read_regular_text, write_atomically
 from trimaran.launch.supervise.early_supervisor import Signals
 from trimaran.runs import RunDirectory, holds_run, open_run
-from trimaran.runs.create_from import create_run_from
 from trimaran.runs.lease import LeaseHolder, read_holder
+from trimaran.runs.stored_settings import create_run_from
 from trimaran.runs.wire import ChannelClient, Record, RefusedError, WireError, fingerprint, pack, unpack
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 from trimaran.core import Action, Cause, Incident
 from trimaran.launch.supervise.attempt_watch import AttemptWatch
-from trimaran.runs import IncidentLog, JsonlFollower, RunDirectory
+from trimaran.runs import IncidentLog, RunDirectory, RunReader
 from trimaran.runs.reserve import DISK_REASONS
 
 VARIABLE_PARTS = re.compile(r"[\w.,]*\d[\w.,]*( [KMG]?i?B)?")
@@ -176,7 +176,7 @@ class NetworkCheck:
 
     def __init__(self, run: RunDirectory, log: IncidentLog, watch: AttemptWatch) -> None:
         self._run, self._log, self._watch = run, log, watch
-        self._lines = JsonlFollower(run.metrics, backlog=0)
+        self._reader = RunReader(run).follow(run.metrics, backlog=0)
         self._comm: deque[float] = deque(maxlen=NUM_STEPS)
         self._steps: deque[float] = deque(maxlen=NUM_STEPS)
         self._num_changes = 0
@@ -196,7 +196,7 @@ class NetworkCheck:
         if len(changes := self._watch.of_kind("change")) > self._num_changes:
             self._num_changes = len(changes)
             self._read_plan()
-        for step in self._lines.new():
+        for step in self._reader.metrics():
             self._comm.append(step["phases"].get("comm", 0.0))
             self._steps.append(step["step_seconds"])
         if is_below_plan(self._comm, self._steps, expected=self._expected):

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from trimaran.core import Seconds
 from trimaran.runs import RunDirectory
-from trimaran.runs.measured_links import LinkSpeed, MeasuredLinks, Pair, read_measured_links, write_measured_links
+from trimaran.runs.node_records import LinkSpeed, MeasuredLinks, Pair, read_measured_links, write_measured_links
 from trimaran.runs.wire import ChannelClient, frame
 
 MEASURE_LINK = "measure_link"  # the operation that `serve_link` answers

@@ -25,9 +25,9 @@ from trimaran.launch.supervise.remote_node_group import FencedError, RemoteNodeG
 from trimaran.launch.supervise.side_processes import autopilot_process
 from trimaran.launch.supervise.supervisor import OpenIncident, Supervisor
 from trimaran.runs import IncidentLog, append_line, last_step
-from trimaran.runs.attempts import AttemptLog, read_attempts
 from trimaran.runs.held_directory import HeldDirectory
 from trimaran.runs.lease import LeaseHolder, LeaseWatch, claim_term, held_lease_error
+from trimaran.runs.run_records import AttemptLog, read_attempts
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from trimaran.machine import Cluster
 from trimaran.machine.parse_cluster import cluster_of as cluster_in
 from trimaran.machine.parse_cluster import full_cluster
 from trimaran.runs import RunDirectory, append_line, read_incidents
-from trimaran.runs.attempts import read_attempts
-from trimaran.runs.change_request import replace_plan
-from trimaran.runs.out_of_memory import HOST_RAN_OUT
+from trimaran.runs.fault_texts import HOST_RAN_OUT
 from trimaran.runs.rank_environment import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
+from trimaran.runs.run_records import read_attempts
+from trimaran.runs.run_requests import replace_plan
 
 if TYPE_CHECKING:
     from trimaran.models.hf_facts import HfFacts

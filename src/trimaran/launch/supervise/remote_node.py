@@ -17,7 +17,7 @@ from trimaran.launch.supervise.head_client import FileReceiver
 from trimaran.launch.supervise.measure_links import link_of_record
 from trimaran.launch.supervise.node import AttemptSpec, NodeEvent, NodeLost, RankEnded, RankSilent
 from trimaran.runs import Heartbeat, RunDirectory
-from trimaran.runs.measured_links import LinkSpeed
+from trimaran.runs.node_records import LinkSpeed
 from trimaran.runs.wire import Record
 
 KILL_SECONDS = 30.0

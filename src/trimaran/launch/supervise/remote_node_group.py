@@ -22,7 +22,7 @@ from trimaran.launch.supervise.node import Node
 from trimaran.launch.supervise.remote_node import RemoteNode
 from trimaran.runs import IncidentLog, RunDirectory
 from trimaran.runs.lease import Lease
-from trimaran.runs.left_out_nodes import MIN_SPEEDUP, add_speed, read_left_out, read_node_speeds, write_node_speeds
+from trimaran.runs.node_records import MIN_SPEEDUP, add_speed, read_left_out, read_node_speeds, write_node_speeds
 from trimaran.runs.wire import Record
 
 log = logging.getLogger(__name__)

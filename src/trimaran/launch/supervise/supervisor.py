@@ -38,11 +38,11 @@ from trimaran.launch.supervise.node import Node, on_all_nodes
 from trimaran.launch.supervise.rank_report import show_ranks
 from trimaran.launch.supervise.recovery_policy import EXIT_FAULT, Cycle, PolicyDecision, decide
 from trimaran.launch.supervise.slow_rank_check import SlowRankCheck
-from trimaran.runs import IncidentLog, Journal, JsonlFollower, RunDirectory, last_step
-from trimaran.runs.attempts import AttemptLog, AttemptOutcome, read_attempts
+from trimaran.runs import IncidentLog, Journal, RunDirectory, last_step, read_json_lines
 from trimaran.runs.held_directory import HeldDirectory
-from trimaran.runs.left_out_nodes import read_left_out
+from trimaran.runs.node_records import read_left_out
 from trimaran.runs.reserve import fill_reserve, remove_reserve
+from trimaran.runs.run_records import AttemptLog, AttemptOutcome, read_attempts
 
 DIRECTORY_SECONDS = 1.0  # between looks at the run directory
 
@@ -155,7 +155,7 @@ def file_lost_supervisor(run: RunDirectory) -> OpenIncident | None:
         return None
     last, step = known.attempts[-1], last_step(run)
     what = f"the previous supervisor was killed (process {last.pid} on {last.host})"
-    events = JsonlFollower(run.events(0), backlog=EVENT_BACKLOG_BYTES).new()
+    events = read_json_lines(run.events(0), backlog=EVENT_BACKLOG_BYTES)
     bounds = [each.get("data", {}) for each in events if each.get("kind") == "loss_bound"]
     found = {f"max_lost_{name}": bounds[-1].get(f"node_{name}") for name in ("steps", "seconds")} if bounds else {}
     cost = {key: each for key, each in found.items() if each is not None}

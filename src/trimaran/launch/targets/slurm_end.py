@@ -15,9 +15,9 @@ from typing import Any
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, UserError
 from trimaran.runs import RunDirectory, append_line, last_step, open_run
-from trimaran.runs.attempts import read_attempts
-from trimaran.runs.journal import JsonlFollower
+from trimaran.runs.journal import read_json_lines
 from trimaran.runs.line_files import last_lines
+from trimaran.runs.run_records import read_attempts
 
 MAX_DEATHS = 3  # ends in a row without a new step, of which no supervisor could say why
 MAX_REASON = 250  # characters
@@ -45,7 +45,7 @@ def find_end(run: RunDirectory, *, code: int, since: float) -> JobEnd:
     known = read_attempts(run)
     if known.over is not None and _time_of_over(run) >= since - SINCE_SECONDS:
         return JobEnd(code=known.over, reason=known.why)
-    for event in reversed(list(JsonlFollower(run.events(0), backlog=EVENT_BACKLOG_BYTES).new())):
+    for event in reversed(list(read_json_lines(run.events(0), backlog=EVENT_BACKLOG_BYTES))):
         if event.get("kind") in OUTCOME_OF_EVENT and float(event.get("time", 0.0)) >= since - SINCE_SECONDS:
             found = OUTCOME_OF_EVENT[event["kind"]]  # ranks of torchrun, which have no supervisor
             return JobEnd(code=found, reason=f"{NAMES[found]} at step {event.get('step', 0)}")

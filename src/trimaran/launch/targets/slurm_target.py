@@ -36,7 +36,7 @@ from trimaran.launch.targets.target import (
     State,
 )
 from trimaran.runs import RunDirectory
-from trimaran.runs.bad_nodes import bad_nodes_file, read_bad_nodes
+from trimaran.runs.node_records import bad_nodes_file, read_bad_nodes
 
 ASK_SECONDS = 30.0
 SUBMIT_SECONDS = 120.0

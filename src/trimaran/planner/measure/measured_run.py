@@ -13,9 +13,9 @@ from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.parse_text import TextError, load_yaml
 from trimaran.core.plugins import UNCHECKED
 from trimaran.core.regular_files import read_regular_bytes
-from trimaran.planner.measure.steady_steps import MIN_STEADY_STEPS, WARM_UP_STEPS, SteadySteps, steady_steps
-from trimaran.runs.journal import JsonlFollower
+from trimaran.runs.journal import read_json_lines
 from trimaran.runs.read.ledger import LedgerReader
+from trimaran.runs.read.steady_steps import MIN_STEADY_STEPS, WARM_UP_STEPS, SteadySteps, steady_steps
 from trimaran.runs.read.step_lines import StepLine
 from trimaran.runs.run_directory import RunDirectory, holds_run
 from trimaran.runs.stored_settings import MAX_FILE_BYTES
@@ -85,7 +85,7 @@ def _read_recipe(run: RunDirectory) -> Recipe:
 
 
 def _measured(run: RunDirectory, recipe: Recipe, plans: Sequence[Plan]) -> MeasuredRun:
-    events = [each for each in JsonlFollower(run.events(0)).new() if "time" in each]
+    events = [each for each in read_json_lines(run.events(0)) if "time" in each]
     starts = _starts(events)
     if not starts:
         raise UnusableRunError("its events do not say that ranks have started")
@@ -103,7 +103,7 @@ def _measured(run: RunDirectory, recipe: Recipe, plans: Sequence[Plan]) -> Measu
             last_start[plan] = starts[number]
     found = []
     for number, steps in by_plan.items():
-        if (steady := steady_steps(steps, times, events)) is not None:
+        if (steady := steady_steps(steps, events)) is not None:
             start, plan = last_start[number], plans[number]
             found.append(PlanSteps(plan=plan, steps=steady, start=start, cluster=_cluster_of(run, recipe, plan, start)))
     if not found:

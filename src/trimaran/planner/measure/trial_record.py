@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any, Literal, Self
 
 from trimaran.core import Plan, UserError
-from trimaran.runs import JsonlFollower, append_line
+from trimaran.runs import append_line, read_json_lines
 
 Workers = int | Literal["auto"]
 TrialOutcome = Literal["measured", "slower", "out of memory", "refused", "failed", "unfinished"]
@@ -171,7 +171,7 @@ class TrialStore:
     def read(self) -> None:
         """Read the records that are on disk. Damaged lines are left out: their plans are measured again."""
         self.records = []
-        for tree in JsonlFollower(self.path).new():
+        for tree in read_json_lines(self.path):
             if tree.get("again"):
                 self.records = []
                 continue

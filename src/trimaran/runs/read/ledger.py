@@ -7,6 +7,7 @@ shut-down, or a restart if the attempt failed.
 
 import math
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,10 +15,18 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from trimaran.runs.journal import JsonlFollower, LongLine
-from trimaran.runs.read.step_index import STEP_CATEGORIES, StepBlock, split_step
+from trimaran.runs.journal import LongLine
+from trimaran.runs.read.run_reader import RunReader
+from trimaran.runs.read.step_index import (
+    MAX_UNINDEXED_BYTES,
+    READ_LIMITS,
+    STEP_CATEGORIES,
+    ReadLimits,
+    StepBlock,
+    StepReader,
+    split_step,
+)
 from trimaran.runs.read.step_lines import StepLine
-from trimaran.runs.read.step_reader import MAX_UNINDEXED_BYTES, READ_LIMITS, ReadLimits, StepReader
 from trimaran.runs.run_directory import RunDirectory
 
 Line = Mapping[str, Any]
@@ -141,7 +150,7 @@ class LedgerReader:
     def _open(self) -> None:
         self._attempts: list[AttemptTimes] = []
         self._supervised = False
-        self._attempt_lines, self._events = JsonlFollower(self._run.attempts), JsonlFollower(self._run.events(0))
+        self._reader = RunReader(self._run)
         self._steps = StepReader(
             self._run,
             num_lines=self._num_lines,
@@ -183,9 +192,9 @@ class LedgerReader:
 
     def _poll(self) -> bool:
         """Read new attempts and events; return whether metrics lines were truncated."""
-        for line in self._attempt_lines.new():
+        for line in self._reader.records(self._run.attempts):
             self._read_attempt(line)
-        truncated = [self._read_event(line) for line in self._events.new() if _is_event(line)]
+        truncated = [self._read_event(line) for line in self._reader.events() if _is_event(line)]
         return any(truncated)
 
     def new_steps(self) -> Iterator[StepLine | StepBlock]:
@@ -351,7 +360,9 @@ def _attempt_seconds(attempt: AttemptTimes, end: float, *, lead: str) -> dict[st
     steps = dict(zip(STEP_CATEGORIES, attempt.seconds, strict=True))
     steps["compile"] = min(attempt.compile, steps["compute"])
     steps["compute"] -= steps["compile"]
-    steps["replay"] = attempt.steps.replayed_seconds + attempt.steps.usual * _lost_steps(attempt)
+    # Steps that were finished, but lost before rank 0 wrote them.
+    lost = attempt.reached - max(attempt.steps.highest, attempt.start) if attempt.how == "trouble" else 0
+    steps["replay"] = attempt.steps.replayed_seconds + attempt.steps.usual * max(0, lost)
     available = span - found[lead]
     shrink = min(1.0, available / total) if (total := sum(steps.values())) > 0 else 1.0  # clocks differ slightly
     for name, seconds in steps.items():
@@ -362,22 +373,16 @@ def _attempt_seconds(attempt: AttemptTimes, end: float, *, lead: str) -> dict[st
     return found
 
 
-def _lost_steps(attempt: AttemptTimes) -> int:
-    """Return how many steps were finished but lost before rank 0 wrote them."""
-    known = max(attempt.steps.highest, attempt.start or 0)
-    return max(0, attempt.reached - known) if attempt.how == "trouble" else 0
-
-
 def _rest_seconds(attempt: AttemptTimes, end: float, rest: float, lead: str) -> dict[str, float]:
     """Return the seconds outside of steps by category.
 
     After the last step, events give the category; the rest is evaluation or restart if one happened, else `lead`.
     """
     last = max(attempt.steps.last, attempt.ready)
-    tail = [(time, name) for time, name in attempt.events if last < time <= end]
+    tail = [(at, name) for at, name in attempt.events if last < at <= end]
     found: dict[str, float] = {}
-    for (before, _), (time, name) in pairwise([(last, ""), *tail]):
-        found[name or "init"] = found.get(name or "init", 0.0) + max(0.0, time - before)
+    for (before, _), (at, name) in pairwise([(last, ""), *tail]):
+        found[name or "init"] = found.get(name or "init", 0.0) + max(0.0, at - before)
     open_end = max(0.0, end - (tail[-1][0] if tail else last))
     name = _category_of_end(attempt, open_end)
     found[name] = found.get(name, 0.0) + open_end
@@ -395,3 +400,41 @@ def _category_of_end(attempt: AttemptTimes, seconds: float) -> str:
     if attempt.end is None:
         return "compute" if seconds <= HANG_FACTOR * attempt.steps.usual else "restart"
     return "restart" if attempt.how == "trouble" else "init"
+
+
+MIN_POLL_SECONDS = 10.0
+MAX_CPU_FRACTION = 0.01  # of one core that polling may use
+
+
+class LedgerPoller:
+    """Polls the ledger now and then. Each poll reads only new lines."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run, self._reader = run, LedgerReader(run)
+        self._next = 0.0
+
+    def poll(self) -> Ledger | None:
+        """Return the ledger up to now; None if the last poll was too recent."""
+        began = time.monotonic()
+        if began < self._next:
+            return None
+        ledger = self.read()
+        self._next = began + max(MIN_POLL_SECONDS, (time.monotonic() - began) / MAX_CPU_FRACTION)
+        return ledger
+
+    def read(self) -> Ledger | None:
+        """Return the ledger up to now, or to the end of a finished run; None if there is nothing yet."""
+        try:
+            # The sidecar lives as long as the supervisor, so the run is live unless its files say otherwise.
+            ledger = self._reader.read(now=time.time())
+        except (OSError, LookupError, ValueError):  # the run is just starting, or a file is damaged
+            self._reader = LedgerReader(self._run)  # lines may have been half counted
+            return None
+        return ledger if ledger.total > 0 else None
+
+
+def time_scalars(ledger: Ledger | None) -> dict[str, float]:
+    """Return the ledger as named scalars for charts; empty for None."""
+    if ledger is None:
+        return {}
+    return {"goodput": ledger.goodput} | {f"time_seconds/{name}": each for name, each in ledger.seconds.items()}

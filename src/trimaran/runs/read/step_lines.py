@@ -51,7 +51,8 @@ def read_step(line: bytes) -> StepLine | None:
     try:
         return StepLine(
             int(step), float(loss), float(norm), float(lr), int(tokens), int(samples), float(seconds), float(mfu),
-            int(peak), dict(zip(PHASES, map(float, phase_values), strict=True)) if phases is None else _phases(phases),
+            int(peak), dict(zip(PHASES, map(float, phase_values), strict=True)) if phases is None else
+            _finite_numbers(_DECODER.decode(phases.decode())),
             float(time), line[found.end() :],
         )  # fmt: skip
     except (ValueError, OverflowError):  # NaN and Inf are written as null, which is rare
@@ -91,10 +92,6 @@ def _parse_json(line: bytes) -> StepLine | None:
         return StepLine(**values | {"phases": _finite_numbers(values["phases"])}, rest=rest)
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return None
-
-
-def _phases(text: bytes) -> dict[str, float]:
-    return _finite_numbers(_DECODER.decode(text.decode()))
 
 
 def _finite_numbers(tree: dict[str, Any]) -> dict[str, float]:

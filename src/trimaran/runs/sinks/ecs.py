@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import TelemetrySection
-from trimaran.runs.journal import LineFollower
 from trimaran.runs.line_files import LineWriter
+from trimaran.runs.read.run_reader import RunReader
 from trimaran.runs.run_directory import RunDirectory
-from trimaran.runs.sinks.reported_incidents import ReportedIncidents
-from trimaran.runs.sinks.sink import Line
+from trimaran.runs.sinks.sink import Line, ReportedIncidents
 
 ECS_VERSION = "8.11.0"
 POLL_SECONDS = 1.0  # between polls of the log files
@@ -44,7 +43,7 @@ class EcsSink:
     def __init__(self, run: RunDirectory) -> None:
         self._run, self._reported = run, ReportedIncidents(run, self.name)
         self._writer = LineWriter(run.path / "logs" / "ecs.jsonl")
-        self._logs: dict[Path, LogFile] = {}
+        self._reader, self._logs = RunReader(run), dict[Path, LogFile]()
         self._polled, self._attempt, self._step = -POLL_SECONDS, 0, 0
 
     def step(self, line: Line) -> None:
@@ -88,7 +87,7 @@ class EcsSink:
         self._polled = time.monotonic()
         for path in sorted((self._run.path / "logs").glob("*.log")):
             if path not in self._logs:
-                self._logs[path] = LogFile(path)
+                self._logs[path] = LogFile(self._reader, path)
             log = self._logs[path]
             for when, level, message, more in log.new(last=last):
                 labels = {"rank": log.rank, "attempt": self._attempt, "step": self._step}
@@ -112,15 +111,15 @@ class EcsSink:
 class LogFile:
     """A log file as messages; a traceback is one message."""
 
-    def __init__(self, path: Path) -> None:
-        self._lines = LineFollower(path, backlog=BACKLOG_BYTES)
+    def __init__(self, reader: RunReader, path: Path) -> None:
+        self._reader, self._path = reader.follow(path, backlog=BACKLOG_BYTES), path
         rank = re.fullmatch(r"rank-(\d+)\.log", path.name)
         self.rank = int(rank[1]) if rank else None
         self._traceback: list[str] = []
 
     def new(self, *, last: bool = False) -> Iterator[tuple[float, str, str, dict[str, Any]]]:
         """Yield (time, level, message, ECS fields) of new messages. A message without a time gets the current one."""
-        for line in self._lines.new():
+        for line in self._reader.lines(self._path):
             text = CONTROL_CHARACTERS.sub("", line.decode("utf-8", errors="replace").rstrip().rsplit("\r", 1)[-1])
             if text.startswith(TRACEBACK) or (self._traceback and text[:1] in ("", " ")):
                 self._traceback = [*self._traceback, text][-MAX_TRACEBACK_LINES:]

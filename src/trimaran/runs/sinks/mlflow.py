@@ -11,13 +11,10 @@ from mlflow.tracking import MlflowClient
 
 from trimaran.core import TelemetrySection
 from trimaran.core.recipe import MlflowSection
+from trimaran.runs.read.ledger import time_scalars
 from trimaran.runs.run_directory import RunDirectory
-from trimaran.runs.sinks.goodput import LedgerPoller, time_scalars
-from trimaran.runs.sinks.rate_limit import RateLimit
-from trimaran.runs.sinks.reported_incidents import ReportedIncidents
-from trimaran.runs.sinks.run_identity import run_id, run_settings
-from trimaran.runs.sinks.scalars import scalars
-from trimaran.runs.sinks.sink import Line
+from trimaran.runs.sinks.scalar_sink import ScalarSink, scalars
+from trimaran.runs.sinks.sink import Line, run_id, run_settings
 
 REFUSED = re.compile(r"[^\w\-. :/]")  # characters that the name of a metric must not have
 IDENTITY_TAG = "trimaran.run_id"  # by which a resumed run finds its MLflow run
@@ -27,51 +24,35 @@ MAX_STEPS_PER_SECOND = 4  # a step is a request, which takes 6 ms here and more 
 END_STATES = {"done": "FINISHED", "stop": "KILLED", "error": "FAILED"}
 
 
-class MlflowSink:
+class MlflowSink(ScalarSink):
     """Logs each line as metrics of its step. A resumed run continues the same MLflow run."""
 
     name = "mlflow"
 
     def __init__(self, run: RunDirectory, section: MlflowSection) -> None:
+        super().__init__(run, max_steps_per_second=MAX_STEPS_PER_SECOND)
         self._directory, self._section = run, section
-        self._reported = ReportedIncidents(run, self.name)
-        self._rate_limit, self._ledger = RateLimit(MAX_STEPS_PER_SECOND), LedgerPoller(run)
         self._client = MlflowClient(tracking_uri=section.uri)
-        self._step, self._run_id, self._state = 0, "", ""
-
-    def step(self, line: Line) -> None:
-        self._step = line["step"]
-        if self._rate_limit.passes(line):
-            self._log(scalars(line) | time_scalars(self._ledger.poll()), line)
+        self._run_id, self._state = "", ""
 
     def event(self, line: Line) -> None:
         kind, data = line["kind"], line.get("data", {})
         if kind == "evaluation":
-            self._log({f"evaluation/{name}": value for name, value in scalars(data).items()}, line)
+            self.log({f"evaluation/{name}": value for name, value in scalars(data).items()}, line)
         if line.get("rank") == 0 and kind in ("start", *END_STATES):
             self._state = END_STATES.get(kind, "")
             self._set_tags({f"trimaran.{kind}": json.dumps({"attempt": line.get("attempt", 0)} | data)})
 
-    def incident(self, line: Line) -> None:
+    def report(self, incident: Line, what: str) -> None:
         """Put the incident into a tag of its own, and into `trimaran.last_incident`."""
-        if not line.get("action") or self._reported.contains(line):
-            return
-        what = f"{line.get('cause')}: {line.get('what')}; {line['action']}"
-        self._set_tags({"trimaran.last_incident": what, f"trimaran.incident.{line['id']}": what})
-        self._reported.add(line)
-
-    def sample(self, line: Line) -> None:
-        node = line.get("node", 0)
-        named = {f"node-{node}/{name}": value for name, value in scalars(line).items()}
-        self._log(named | time_scalars(self._ledger.poll()), line)
+        self._set_tags({"trimaran.last_incident": what, f"trimaran.incident.{incident['id']}": what})
 
     def close(self) -> None:
         """Log what is left, and say how the run ended; one that continues elsewhere stays `RUNNING`."""
-        if last := self._rate_limit.held:
-            self._log(scalars(last), last)
+        self.log_held()
         if not self._run_id:
             return
-        self._log(time_scalars(self._ledger.read()), {})
+        self.log(time_scalars(self.ledger.read()), {})
         if self._state:
             self._client.set_terminated(self._run_id, status=self._state)
 
@@ -108,8 +89,8 @@ class MlflowSink:
         if tags:
             self._client.log_batch(opened, tags=tags[:MAX_PARAMS])
 
-    def _log(self, values: Mapping[str, float], line: Line) -> None:
-        when, step = int(1000 * line.get("time", time.time())), line.get("step") or self._step
+    def log(self, values: dict[str, float], line: Line) -> None:
+        when, step = int(1000 * line.get("time", time.time())), line.get("step") or self.last_step
         metrics = [Metric(REFUSED.sub("_", name), value, when, step) for name, value in values.items()]
         for first in range(0, len(metrics), MAX_METRICS):
             self._client.log_batch(self._opened_run(), metrics=metrics[first : first + MAX_METRICS])

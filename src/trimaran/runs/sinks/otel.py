@@ -12,10 +12,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, Status, StatusCode
 
 from trimaran.core import TelemetrySection
-from trimaran.runs.attempts import read_attempts
 from trimaran.runs.run_directory import RunDirectory
-from trimaran.runs.sinks.reported_incidents import ReportedIncidents
-from trimaran.runs.sinks.sink import Line
+from trimaran.runs.run_records import read_attempts
+from trimaran.runs.sinks.sink import Line, ReportedIncidents
 
 EVENT_KINDS = {"resume", "ready", "started", "skip", "differ", "rewind", "saved", "stop", "error", "done"}
 STATUS_BY_EVENT = {"done": StatusCode.OK, "stop": StatusCode.OK, "error": StatusCode.ERROR}

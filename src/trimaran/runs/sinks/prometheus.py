@@ -9,15 +9,10 @@ from prometheus_client import start_http_server, write_to_textfile
 
 from trimaran.core import TelemetrySection
 from trimaran.core.recipe import PrometheusSection
-from trimaran.runs.attempts import read_attempts
-from trimaran.runs.read.ledger import Ledger
+from trimaran.runs.read.ledger import Ledger, LedgerPoller
 from trimaran.runs.run_directory import RunDirectory
-from trimaran.runs.sinks.decision_series import DecisionSeries
-from trimaran.runs.sinks.goodput import LedgerPoller
-from trimaran.runs.sinks.incident_series import IncidentSeries
-from trimaran.runs.sinks.machine_series import MachineSeries
-from trimaran.runs.sinks.run_series import RunSeries
-from trimaran.runs.sinks.series import Series
+from trimaran.runs.run_records import read_attempts
+from trimaran.runs.sinks.series import DecisionSeries, IncidentSeries, MachineSeries, RunSeries, Series
 from trimaran.runs.sinks.sink import Line
 
 log = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from trimaran.runs.heartbeat import HeartbeatBoard
 from trimaran.runs.process_control import die_with_parent
-from trimaran.runs.read.run_tail import RunTail
+from trimaran.runs.read.run_reader import RunTail
 from trimaran.runs.run_directory import DESCRIPTORS, RunDirectory, open_run
 from trimaran.runs.sinks.sampler import FIRST_SAMPLE_SECONDS, Sampler
-from trimaran.runs.sinks.sink_feed import SinkFeed
+from trimaran.runs.sinks.sink import SinkFeed
 
 if TYPE_CHECKING:
     from trimaran.core import TelemetrySection

@@ -8,11 +8,9 @@ from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from trimaran.core import TelemetrySection
+from trimaran.runs.read.ledger import time_scalars
 from trimaran.runs.run_directory import RunDirectory
-from trimaran.runs.sinks.goodput import LedgerPoller, time_scalars
-from trimaran.runs.sinks.rate_limit import RateLimit
-from trimaran.runs.sinks.reported_incidents import ReportedIncidents
-from trimaran.runs.sinks.scalars import scalars
+from trimaran.runs.sinks.scalar_sink import ScalarSink
 from trimaran.runs.sinks.sink import Line
 
 # Generated when the library is imported, so type checkers do not see their members.
@@ -24,30 +22,28 @@ FLUSH_SECONDS = 10.0
 EVENT_KINDS = {"start", "resume", "rewind", "skip", "differ", "error", "stop", "done"}  # that explain a curve
 
 
-class TensorBoardSink:
+class TensorBoardSink(ScalarSink):
     """Writes a chart for each scalar. Replayed steps replace the earlier ones."""
 
     name = "tensorboard"
 
     def __init__(self, run: RunDirectory) -> None:
+        super().__init__(run)
         self._writer = EventFileWriter(str(run.path / "tensorboard"), flush_secs=FLUSH_SECONDS)
-        self._reported = ReportedIncidents(run, self.name)
-        self._rate_limit, self._ledger = RateLimit(), LedgerPoller(run)
-        self._step: int | None = None
+        self._has_steps = False
         self._flushed = time.monotonic()
 
     def step(self, line: Line) -> None:
         step, when = line["step"], line.get("time", time.time())
-        if self._step is None or step <= self._step:
+        if not self._has_steps or step <= self.last_step:
             # Makes TensorBoard drop this step and later ones, which an earlier attempt wrote.
             self._writer.add_event(
                 _events.Event(
                     wall_time=when, step=step, session_log=_events.SessionLog(status=_events.SessionLog.START)
                 )
             )
-        self._step = step
-        if self._rate_limit.passes(line):
-            self._write(scalars(line) | time_scalars(self._ledger.poll()), step, when)
+        self._has_steps = True
+        super().step(line)
 
     def event(self, line: Line) -> None:
         kind, rank = line["kind"], line.get("rank", 0)
@@ -55,26 +51,18 @@ class TensorBoardSink:
             what = json.dumps(line.get("data", {}), ensure_ascii=False)
             self._write_text("events", f"rank {rank}: {kind} {what}", line)
 
-    def incident(self, line: Line) -> None:
-        if line.get("action") and not self._reported.contains(line):
-            text = f"{line['id']} ({line.get('cause')}): {line.get('what')}; {line['action']}"
-            self._write_text("incidents", text, line)
-            self._reported.add(line)
-
-    def sample(self, line: Line) -> None:
-        node = line.get("node", 0)
-        named = {f"node-{node}/{name}": value for name, value in scalars(line).items()}
-        named |= time_scalars(self._ledger.poll())
-        self._write(named, self._step or 0, line.get("time", time.time()))
+    def report(self, incident: Line, what: str) -> None:
+        text = f"{incident['id']} ({incident.get('cause')}): {incident.get('what')}; {incident['action']}"
+        self._write_text("incidents", text, incident)
 
     def close(self) -> None:
-        if last := self._rate_limit.held:
-            self._write(scalars(last), last["step"], last.get("time", time.time()))
-        if times := time_scalars(self._ledger.read()):
-            self._write(times, self._step or 0, time.time())
+        self.log_held()
+        if times := time_scalars(self.ledger.read()):
+            self.log(times, {})
         self._writer.close()
 
-    def _write(self, values: dict[str, float], step: int, when: float) -> None:
+    def log(self, values: dict[str, float], line: Line) -> None:
+        step, when = line.get("step", self.last_step), line.get("time", time.time())
         summary = _summaries.Summary(
             value=[_summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         )
@@ -87,7 +75,7 @@ class TensorBoardSink:
         metadata = _summaries.SummaryMetadata(plugin_data=_summaries.SummaryMetadata.PluginData(plugin_name="text"))
         tensor = _tensors.TensorProto(dtype="DT_STRING", string_val=[text.encode()])
         value = _summaries.Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
-        step = line.get("step") or self._step or 0
+        step = line.get("step") or self.last_step
         self._writer.add_event(
             _events.Event(wall_time=line["time"], step=step, summary=_summaries.Summary(value=[value]))
         )

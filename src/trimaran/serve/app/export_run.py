@@ -31,7 +31,7 @@ from trimaran.data.text.prepare_text import cache_folder
 from trimaran.data.text.tokenizer import Tokenizer
 from trimaran.models.resolve import model_text
 from trimaran.nets import Network
-from trimaran.runs.evaluation_records import read_evaluations
+from trimaran.runs.run_records import read_evaluations
 from trimaran.serve.app.export import ExportRequest
 from trimaran.serve.exports.compare_logits import (
     Logits,

@@ -19,13 +19,14 @@ from trimaran.core import AdapterSection, Mesh, ModelSection, Plan, UserError
 from trimaran.models import language_of, spec_of, vision_of, weight_files
 from trimaran.models.spec import every_rank_has_rows
 from trimaran.models.stages import stage_ranges
-from trimaran.nets import Network, network_of, open_network, output_head
+from trimaran.nets import Network, open_network, output_head
 from trimaran.nets.adapters.adapter_bank import AdapterBank, refuse_shared_parts
 from trimaran.nets.adapters.attach import AdapterLayout, adapter_layout
 from trimaran.nets.adapters.lora_linear import LoraLinear, add_adapter
 from trimaran.nets.adapters.peft_format import load_peft_adapter
 from trimaran.nets.decoder.moe import ExpertWeights
 from trimaran.nets.local_shards import is_sharded_by_inputs, local_part, local_slices
+from trimaran.nets.network import network_of
 from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.ep import apply_ep
 from trimaran.parallel.axes.sharded_layers import ShardedLinear

@@ -20,7 +20,8 @@ from trimaran.models import ModelSpec, spec_to_hf
 from trimaran.models.from_hf import spec_from_hf, unsupported
 from trimaran.models.layer_variations import Rope
 from trimaran.models.spec import variations
-from trimaran.nets import Decoder, Network, network_of
+from trimaran.nets import Decoder, Network
+from trimaran.nets.network import network_of
 from trimaran.serve.exports.compare_logits import cannot_hold, require_package
 
 # The regular expression of the pre-tokenizer, and llama.cpp's name for it. The one without a regular expression is the

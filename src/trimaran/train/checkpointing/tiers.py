@@ -26,7 +26,7 @@ from trimaran.nets.local_shards import ReadTensor
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
 from trimaran.parallel.mesh import StageMap
 from trimaran.parallel.tensor_shards import CheckpointSource, CheckpointState, TensorShard
-from trimaran.runs import Journal, JsonlFollower, RunDirectory
+from trimaran.runs import Journal, RunDirectory, read_json_lines
 from trimaran.train.checkpointing.training_state import MAY_BE_UNUSED
 from trimaran.train.process.rank_setup import RankInfo
 from trimaran.train.process.supervisor_link import SupervisorLink
@@ -473,6 +473,6 @@ def _lost_checkpoints(run: RunDirectory, newest: int) -> str:
     if found:
         more = f"; and {len(found) - MAX_NAMED_CHECKPOINTS} more" if len(found) > MAX_NAMED_CHECKPOINTS else ""
         return "; ".join(found[::-1][:MAX_NAMED_CHECKPOINTS]) + more
-    events = JsonlFollower(run.events(0)).new()
+    events = read_json_lines(run.events(0))
     written = [each["step"] for each in events if each["kind"] == "checkpoint" and not each["data"].get("failed")]
     return f"that of step {max(written)} was written and has been removed" if written else ""

@@ -24,7 +24,8 @@ from trimaran.data.vision.patches import fill_patches
 from trimaran.models import model_folder, weight_files
 from trimaran.models.section_spec import vlm_of
 from trimaran.models.vlm_spec import VlmSpec
-from trimaran.nets import Network, initialise, network_of
+from trimaran.nets import Network, initialise
+from trimaran.nets.network import network_of
 from trimaran.nets.vlm.patch_layout import black_image
 from trimaran.nets.vlm.vlm_model import Vlm
 from trimaran.parallel import override_precision

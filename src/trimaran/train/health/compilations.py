@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimaran.runs import Journal
+from trimaran.runs import WARM_UP_STEPS, Journal
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 
 MAX_FRAMES = 30  # between torch's callback and the function that compiles
 MAX_EVENTS = 400  # `compile` events of one start
-WARMUP_STEPS = 3  # after a start or a rewind; by then every function of a step has been compiled
 COMPILE_TIME_METRIC = "_compile.compile_inner"  # torch's key for the seconds of each compilation without its backward
 
 
@@ -28,7 +27,7 @@ class LateCompilation:
 class Compilations:
     """Counts, step by step, what this process has compiled since this object was made.
 
-    `end_step(step)` ends a step. A compilation more than `WARMUP_STEPS` steps after the first one is late. A step
+    `end_step(step)` ends a step. A compilation more than `WARM_UP_STEPS` steps after the first one is late. A step
     number below the last one restarts the warm-up. The counts come from torch's own metrics; nothing is read from a
     device. While torch compiles, the rank reports the section `compile` to the supervisor, which then does not take the
     long step or evaluation batch for a hang. Until the first step has ended, which may take minutes with an empty
@@ -54,7 +53,7 @@ class Compilations:
         new = self._count_new()
         if step < self._step or self._step < 0:
             self._first = step
-        elif new > 0 and step > self._first + WARMUP_STEPS:
+        elif new > 0 and step > self._first + WARM_UP_STEPS:
             self.late += new
             self._late_by_step = {step: _newest(new)}  # taken before the next step ends
         self._step = step

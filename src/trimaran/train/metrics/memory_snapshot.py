@@ -21,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets.local_shards import is_dtensor
 from trimaran.runs import RunDirectory
-from trimaran.runs.profile_request import snapshot_file
 from trimaran.runs.read.memory_holders import MemoryOwner, by_kind, by_module, read_snapshot
+from trimaran.runs.run_requests import snapshot_file
 from trimaran.train.metrics.nvtx_ranges import is_compiled
 
 log = logging.getLogger(__name__)

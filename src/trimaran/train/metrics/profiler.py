@@ -26,8 +26,8 @@ from trimaran.core import Phase, TelemetrySection
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
 from trimaran.runs import Journal, RunDirectory
-from trimaran.runs.out_of_memory import says_out_of_memory
-from trimaran.runs.profile_request import (
+from trimaran.runs.fault_texts import says_out_of_memory
+from trimaran.runs.run_requests import (
     RECIPE_ID,
     ProfileRequest,
     read_request,

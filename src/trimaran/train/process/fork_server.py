@@ -24,7 +24,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     gc.disable()  # imports leave little garbage, and looking for it takes a seventh of their time
 
-from trimaran.runs.bytecode_cache import use_bytecode_cache
+from trimaran.runs.compile_cache import use_bytecode_cache
 from trimaran.runs.process_control import adopt_orphans, die_with_parent, raise_soft_limits, set_process_name
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     gc.disable()
     for _number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT):
         signal.signal(_number, signal.SIG_IGN)
-    from trimaran.runs.bytecode_cache import use_bytecode_cache
+    from trimaran.runs.compile_cache import use_bytecode_cache
 
     use_bytecode_cache(_ENVIRONMENT)
     from trimaran.runs.compile_cache import compile_cache

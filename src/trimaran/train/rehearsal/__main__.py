@@ -13,7 +13,7 @@ import torch
 
 from trimaran.core import EXIT_DONE, UserError
 from trimaran.planner.measure.rank_task import RankAnswer, RankTask
-from trimaran.runs.out_of_memory import says_out_of_memory
+from trimaran.runs.fault_texts import says_out_of_memory
 from trimaran.train.rehearsal.rehearsed_rank import rehearse_rank
 
 

@@ -25,8 +25,9 @@ from trimaran.data.feed import share_of
 from trimaran.data.loader import Loader
 from trimaran.models import spec_of
 from trimaran.models.stages import stage_ranges
-from trimaran.nets import Network, network_of
+from trimaran.nets import Network
 from trimaran.nets.adapters.attach import attach_adapter
+from trimaran.nets.network import network_of
 from trimaran.parallel import RankMesh
 from trimaran.parallel.axes.pp import StageFacts, TimedStage, facts_of_all_stages
 from trimaran.parallel.mesh import freeze_towers

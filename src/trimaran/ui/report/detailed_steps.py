@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from trimaran.core.regular_files import open_regular_file
-from trimaran.runs import RunDirectory
+from trimaran.runs import RunDirectory, RunReader
 from trimaran.runs.read.step_lines import StepLine, read_details, read_step
 from trimaran.ui.report.curves import DetailedStep
 
@@ -13,6 +13,32 @@ MAX_FULLY_READ_BYTES = 4 << 20
 MARK = b'"memory":'  # of lines with slow details, which most lines of a long run leave out
 MAX_SKIPPED_LINES = 64  # without them, at one place
 MAX_PART_BYTES = 1 << 20  # of a line that is read at one place
+
+
+class DetailsFeed:
+    """`steps` are the steps with details: at most `MAX_STEPS`, evenly spread, and those since the last thinning."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._reader: RunReader | None = None
+        self.steps: list[DetailedStep] = []
+
+    def refresh(self) -> bool:
+        """Read what was appended, and return whether there was anything; the first call spreads over the file."""
+        if self._reader is None:
+            self._reader = RunReader(self._run).follow(self._run.metrics, backlog=0)
+            self.steps = detailed_steps(self._run)
+            return True
+        has_new = False
+        for line in self._reader.lines(self._run.metrics):
+            has_new = True
+            if MARK in line and (step := read_step(line)) is not None:
+                while self.steps and self.steps[-1][0] >= step.step:  # a step that is repeated
+                    self.steps.pop()
+                self.steps.append((step.step, read_details(step.rest)))
+        if len(self.steps) > 2 * MAX_STEPS:
+            self.steps = self.steps[1::2]
+        return has_new
 
 
 def detailed_steps(run: RunDirectory) -> list[DetailedStep]:

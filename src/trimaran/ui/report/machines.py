@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core.regular_files import open_regular_file
-from trimaran.runs import LineFollower, RunDirectory
+from trimaran.runs import RunDirectory, RunReader
 from trimaran.runs.journal import parse_lines
-from trimaran.ui.report.curves import number, tree
-from trimaran.ui.report.downsample import Point, Spread, spread
+from trimaran.ui.report.curves import Point, Spread, number, spread, tree
 
 Sample = dict[str, Any]
 MAX_LINES = 2000  # of all nodes together
@@ -37,8 +36,7 @@ class MachinesFeed:
     """Follows the samples of all nodes: `points` are values of every quantity by time, in bounded memory."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._folder = run.samples(0).parent
-        self._followers: dict[Path, LineFollower] = {}
+        self._folder, self._reader, self._paths = run.samples(0).parent, RunReader(run), set[Path]()
         self._points: dict[str, list[Point]] = {}
 
     def refresh(self) -> bool:
@@ -46,10 +44,11 @@ class MachinesFeed:
         paths = sorted(self._folder.glob("node-*.jsonl"))
         has_new = False
         for path in paths:
-            if path in self._followers:
-                lines = self._followers[path].new()
+            if path in self._paths:
+                lines = self._reader.lines(path)
             else:
-                self._followers[path] = LineFollower(path, backlog=0)
+                self._paths.add(path)
+                self._reader.follow(path, backlog=0)
                 lines = spread_lines(path, max(MIN_NODE_LINES, MAX_LINES // len(paths)))
             for sample in parse_lines(lines):
                 _add_points(sample, self._points)

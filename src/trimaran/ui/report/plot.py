@@ -13,7 +13,7 @@ from typing import Any
 
 from trimaran.core import show_bytes, show_count, show_seconds
 from trimaran.ui.language import say
-from trimaran.ui.report.downsample import Point
+from trimaran.ui.report.curves import Point
 from trimaran.ui.report.figure_axis import (
     SHOW,
     SIZE,

@@ -17,7 +17,7 @@ from trimaran.app.runs.step_history import StepHistory
 from trimaran.core import UserError
 from trimaran.runs import RunDirectory
 from trimaran.ui.report.curves import phases_of, ranks_of
-from trimaran.ui.report.details_feed import DetailsFeed
+from trimaran.ui.report.detailed_steps import DetailsFeed
 from trimaran.ui.report.machines import MachinesFeed
 from trimaran.ui.report.part_facts import (
     about_facts,

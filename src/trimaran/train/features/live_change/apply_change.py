@@ -23,9 +23,8 @@ from trimaran.checkpoint.saver import TorchStore
 from trimaran.core import UserError
 from trimaran.data.loader import LoaderFault
 from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
-from trimaran.runs.change_phases import ChangePhase, reach_phase
-from trimaran.runs.change_request import replace_plan, replace_recipe
-from trimaran.runs.connection_lost import says_connection_lost
+from trimaran.runs.fault_texts import says_connection_lost
+from trimaran.runs.run_requests import ChangePhase, reach_phase, replace_plan, replace_recipe
 from trimaran.train.agreement import LoopExit, StepDecision
 from trimaran.train.build import WorkerParts
 from trimaran.train.change_file import ChangeFile, CheckedChange, change_from_dict

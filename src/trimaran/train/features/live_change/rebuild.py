@@ -28,8 +28,8 @@ from trimaran.parallel import build_mesh
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json
 from trimaran.parallel.mesh import forget_meshes, map_stages
 from trimaran.parallel.tensor_shards import TensorShard
-from trimaran.runs.change_phases import reach_phase
 from trimaran.runs.gloo_listeners import closed_listeners
+from trimaran.runs.run_requests import reach_phase
 from trimaran.train.build import WorkerParts, build_trainer, connect_trainer, load_data
 from trimaran.train.checkpointing.tiers import CheckpointInputs
 from trimaran.train.checkpointing.training_state import MAY_BE_UNUSED, TrainingState

@@ -1,0 +1,102 @@
+"""What sinks share that draw a chart for each number of a run."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from trimaran.runs.read.ledger import LedgerPoller, time_scalars
+from trimaran.runs.run_directory import RunDirectory
+from trimaran.runs.sinks.sink import Line, ReportedIncidents
+
+MAX_STEPS_PER_SECOND = 20  # logging one takes a chart library up to 0.5 ms, and the sidecar must stay cheap
+
+
+class RateLimit:
+    """Passes lines that are far enough apart in time. `held` is the last line that did not pass."""
+
+    def __init__(self, max_per_second: float = MAX_STEPS_PER_SECOND) -> None:
+        self._seconds = 1.0 / max_per_second
+        self._passed = 0.0
+        self.held: Line | None = None
+
+    def passes(self, line: Line) -> bool:
+        """Whether to log `line`: it is far enough from the previous one, or has the rare group metrics."""
+        when = line.get("time", 0.0)
+        if 0.0 <= when - self._passed < self._seconds and "groups" not in line:
+            self.held = line
+            return False
+        self._passed, self.held = when, None
+        return True
+
+
+EXCLUDED_KEYS = {"step", "time", "node", "host"}
+MAX_SCALARS_PER_LINE = 512  # each becomes a chart
+
+
+def scalars(line: Line) -> dict[str, float]:
+    """Return the finite numbers of `line`; nested ones are named by their path, such as `memory/allocated`.
+
+    List items with an `index` are named by it, such as `gpus/0/power`; other lists are left out.
+    """
+    found: dict[str, float] = {}
+    for name, value in _walk({key: value for key, value in line.items() if key not in EXCLUDED_KEYS}, ""):
+        if len(found) == MAX_SCALARS_PER_LINE:
+            break
+        found[name] = value
+    return found
+
+
+def _walk(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, bool) or value is None:
+        return
+    if isinstance(value, int | float):
+        if math.isfinite(value):
+            yield path, float(value)
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from _walk(each, f"{path}/{name}" if path else str(name))
+    elif isinstance(value, list):
+        for each in value:
+            if isinstance(each, dict) and "index" in each:
+                yield from _walk(
+                    {key: inner for key, inner in each.items() if key != "index"}, f"{path}/{each['index']}"
+                )
+
+
+class ScalarSink:
+    """Logs steps, at most so many a second, and samples of nodes as scalars, each with the goodput ledger."""
+
+    name = ""
+
+    def __init__(self, run: RunDirectory, *, max_steps_per_second: float = MAX_STEPS_PER_SECOND) -> None:
+        self.last_step = 0
+        self.rate_limit, self.ledger = RateLimit(max_steps_per_second), LedgerPoller(run)
+        self._reported = ReportedIncidents(run, self.name)
+
+    def log(self, values: dict[str, float], line: Line) -> None:
+        """Log scalars of a line, or of the whole run if it is empty."""
+        raise NotImplementedError
+
+    def report(self, incident: Line, what: str) -> None:
+        """Report an incident, once; `what` is its text."""
+        raise NotImplementedError
+
+    def step(self, line: Line) -> None:
+        self.last_step = line["step"]
+        if self.rate_limit.passes(line):
+            self.log(scalars(line) | time_scalars(self.ledger.poll()), line)
+
+    def incident(self, line: Line) -> None:
+        if line.get("action") and not self._reported.contains(line):
+            self.report(line, f"{line.get('cause')}: {line.get('what')}; {line['action']}")
+            self._reported.add(line)
+
+    def sample(self, line: Line) -> None:
+        node = line.get("node", 0)
+        named = {f"node-{node}/{name}": value for name, value in scalars(line).items()}
+        self.log(named | time_scalars(self.ledger.poll()), line)
+
+    def log_held(self) -> None:
+        """Log the last step if it came too soon after another."""
+        if last := self.rate_limit.held:
+            self.log(scalars(last), last)

@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 import torch  # noqa: E402
 from benchmarks.rehearsals import as_settings  # noqa: E402
 
-from trimaran.app.plan.rehearse_request import read_rehearse_request  # noqa: E402
+from trimaran.app.plan.rehearse_answer import read_rehearse_request  # noqa: E402
 from trimaran.data import cache_folder  # noqa: E402
 from trimaran.planner.measure.rehearsal import predicted_rank  # noqa: E402
 from trimaran.train.rehearsal.rehearsed_rank import rehearse_rank  # noqa: E402

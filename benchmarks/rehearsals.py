@@ -130,7 +130,7 @@ def measure(name: str, *, steps: int, tiny: bool, turn: IO[str] | None) -> dict[
     """Return the line of one plan. Waits for its turn on the device once torch is imported."""
     import torch
 
-    from trimaran.app.plan.rehearse_request import read_rehearse_request
+    from trimaran.app.plan.rehearse_answer import read_rehearse_request
     from trimaran.core import UserError
     from trimaran.data import cache_folder
     from trimaran.planner.measure.rehearsal import predicted_rank
@@ -165,7 +165,7 @@ def measure(name: str, *, steps: int, tiny: bool, turn: IO[str] | None) -> dict[
 
 def with_prediction(line: dict[str, Any]) -> dict[str, Any]:
     """Return the line with what the cost model predicts today for the cluster that the plan is of."""
-    from trimaran.app.plan.rehearse_request import read_rehearse_request
+    from trimaran.app.plan.rehearse_answer import read_rehearse_request
     from trimaran.planner.measure.rehearsal import predicted_rank
 
     if "measured" not in line:
@@ -197,7 +197,7 @@ def _with_row_sizes(job: Any, towers: dict[str, list[int]]) -> Any:
 
 def start(name: str, folder: Path, arguments: argparse.Namespace) -> subprocess.Popen[str]:
     """Start the process of one plan, with the allocator settings and compile cache of a real rank."""
-    from trimaran.app.plan.rehearse_request import read_rehearse_request
+    from trimaran.app.plan.rehearse_answer import read_rehearse_request
     from trimaran.runs.compile_cache import compile_cache
     from trimaran.runs.rank_environment import worker_environment
 

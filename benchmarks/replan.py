@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trimaran.app.train.replan_request import plan_change
+from trimaran.app.train.replan import plan_change
 from trimaran.runs import RunDirectory, holds_run, read_json_lines
 from trimaran.runs.run_requests import change_answers, write_change_request
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.forked import start_fork_source
 from tests.slow_cases import SLOW_CASES
-from trimaran.app.recipe import ask_hf_facts, calibrate_cpu
+from trimaran.app.recipe import ask_torch
 from trimaran.core import ModelSection
 from trimaran.models import HfFacts
 from trimaran.nets import WeightsNeededError
@@ -41,14 +41,14 @@ def _onednn_stays_enabled() -> Iterator[None]:
 def _cpu_is_not_measured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep commands in this process from measuring the CPU for seconds, in every test with a new cache folder."""
     if request.module.__name__ != "tests.unit.test_calibrate_cpu":
-        monkeypatch.setattr(calibrate_cpu, "_measure", lambda *_: None)
+        monkeypatch.setattr(ask_torch, "_measure", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
 def _models_are_built_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep `plan` from starting a process with torch for every Hugging Face model with a new cache folder."""
     if request.module.__name__ != "tests.unit.test_hf_facts":
-        monkeypatch.setattr(ask_hf_facts, "_find", _find_in_this_process)
+        monkeypatch.setattr(ask_torch, "_find", _find_in_this_process)
 
 
 def _find_in_this_process(section: ModelSection, _: object) -> tuple[HfFacts | None, str]:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.hf_models import SMALL
 from trimaran.app import main
-from trimaran.app.recipe import dry_run
+from trimaran.app.recipe import prepare_data
 
 CASES = Path(__file__).parents[2] / "recipes" / "case-studies"
 DETECTOR = {"model_type": "yolos", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -40,7 +40,7 @@ def test_a_plan_of_a_thousand_ranks_is_built_on_this_machine(capsys: pytest.Capt
     assert (build["ranks"], build["world_size"], build["not_built"]) == ([0, 1023], 1024, "")
     assert not dist.is_initialized()
     assert not Path("runs").exists()
-    shown = dry_run.show_check(build)
+    shown = prepare_data.show_check(build)
     assert re.match(r"built rank 0 and rank 1,023 of 1,024 without weights in [\d.]+ s: the model accepts", shown)
 
 

@@ -158,7 +158,7 @@ def test_deepspeed_is_refused() -> None:
 
 
 def test_the_command_imports_no_torch() -> None:
-    modules = "trimaran.planner.measure.rehearsal, trimaran.app.plan.rehearse_request, trimaran.app.plan.rehearse_view"
+    modules = "trimaran.planner.measure.rehearsal, trimaran.app.plan.rehearse_answer, trimaran.app.plan.rehearse_answer"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

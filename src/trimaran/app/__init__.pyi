@@ -1,55 +1,49 @@
 """Public names of `trimaran.app`, and the modules that they come from. They are imported on first use."""
 
-from .drill.disk_fill import (
-    MAX_FILL_BYTES as MAX_FILL_BYTES, filled_disk as filled_disk, refuse_shared_disk as refuse_shared_disk,
-)
 from .drill.drill import Drills as Drills, complete_target as complete_target
 from .drill.drill_run import (
     RunObserver as RunObserver, drills_file as drills_file, is_own as is_own, mark_as_own as mark_as_own,
 )
-from .drill.fault_kinds import (
-    DrillFault as DrillFault, FaultName as FaultName, KINDS as KINDS, parse_kill_in_change as parse_kill_in_change,
-    parse_slow as parse_slow,
-)
 from .drill.find_processes import find_processes as find_processes
-from .drill.inject import INJECTIONS as INJECTIONS, damage_checkpoint as damage_checkpoint, inject as inject
-from .drill.measure import DrillResult as DrillResult, Observed as Observed, is_complete as is_complete, judge as judge
-from .machine.bench import complete_collectives as complete_collectives, complete_comm_groups as complete_comm_groups
-from .machine.calibration_file import write_calibration as write_calibration
-from .machine.comm_groups import (
-    axis_groups as axis_groups, default_groups as default_groups, parse_collectives as parse_collectives,
-    parse_groups as parse_groups, parse_sizes as parse_sizes,
+from .drill.inject import (
+    INJECTIONS as INJECTIONS, KINDS as KINDS, MAX_FILL_BYTES as MAX_FILL_BYTES, DrillFault as DrillFault,
+    FaultName as FaultName, damage_checkpoint as damage_checkpoint, filled_disk as filled_disk, inject as inject,
+    parse_kill_in_change as parse_kill_in_change, parse_slow as parse_slow, refuse_shared_disk as refuse_shared_disk,
 )
-from .machine.comm_links import calibrated as calibrated, find_outliers as find_outliers
-from .machine.comm_request import CommOptions as CommOptions, find_places as find_places
-from .machine.comm_session import tree_of as tree_of
+from .drill.measure import DrillResult as DrillResult, Observed as Observed, is_complete as is_complete, judge as judge
+from .machine.bench import (
+    complete_collectives as complete_collectives, complete_comm_groups as complete_comm_groups,
+    write_calibration as write_calibration,
+)
+from .machine.comm_answer import calibrated as calibrated, find_outliers as find_outliers, tree_of as tree_of
+from .machine.comm_request import (
+    CommOptions as CommOptions, axis_groups as axis_groups, default_groups as default_groups,
+    find_places as find_places, parse_collectives as parse_collectives, parse_groups as parse_groups,
+    parse_sizes as parse_sizes,
+)
 from .machine.machine_check import interface_to as interface_to, refuse_unfit_machine as refuse_unfit_machine
 from .main import COMMANDS as COMMANDS, build_app as build_app, main as main
-from .plan.choices import choose_values as choose_values, learning_rate as learning_rate
-from .plan.emit_files import SlowerBy as SlowerBy, search_for_tool as search_for_tool, show_slower as show_slower
-from .plan.measured_plans import runs_in as runs_in
+from .plan.history import runs_in as runs_in
+from .plan.new_recipe import choose_values as choose_values, learning_rate as learning_rate
+from .plan.other_tools import SlowerBy as SlowerBy, search_for_tool as search_for_tool, show_slower as show_slower
 from .plan.plan_answer import (
-    PlanReport as PlanReport, all_plans as all_plans, as_dict as as_dict, build_plan_report as build_plan_report,
-    pareto_set as pareto_set, with_files as with_files, with_goal as with_goal, with_top as with_top,
+    CostTerms as CostTerms, PlanReport as PlanReport, all_plans as all_plans, as_dict as as_dict,
+    build_plan_report as build_plan_report, pareto_set as pareto_set, read_cost_terms as read_cost_terms,
+    run_cost_of as run_cost_of, trainer_plan as trainer_plan, with_files as with_files, with_goal as with_goal,
+    with_top as with_top,
 )
-from .plan.plan_answer_view import show_report as show_report
-from .plan.plan_view import show_plan as show_plan, show_terms as show_terms
-from .plan.rehearse_request import chosen_ranks as chosen_ranks, read_rehearse_request as read_rehearse_request
-from .plan.run_cost import CostTerms as CostTerms, read_cost_terms as read_cost_terms, run_cost_of as run_cost_of
+from .plan.plan_view import show_plan as show_plan, show_report as show_report, show_terms as show_terms
+from .plan.rehearse_answer import chosen_ranks as chosen_ranks, read_rehearse_request as read_rehearse_request
 from .plan.run_trial import MAX_STEADY_STEPS as MAX_STEADY_STEPS, TrialWatch as TrialWatch, trial_recipe as trial_recipe
 from .plan.simulate import complete_plan as complete_plan
-from .plan.trainer_plan import trainer_plan as trainer_plan
-from .plan.tune_session import refit_rates as refit_rates
-from .plan.tune_view import describe as describe
-from .plan.tuned_recipe import (
-    HEADER as HEADER, refuse_other_file as refuse_other_file, tuned_recipe_text as tuned_recipe_text,
-    write_tuned_recipe as write_tuned_recipe,
+from .plan.tune_answer import (
+    HEADER as HEADER, describe as describe, refit_rates as refit_rates, refuse_other_file as refuse_other_file,
+    tuned_recipe_text as tuned_recipe_text, write_tuned_recipe as write_tuned_recipe,
 )
-from .recipe.ask_hf_facts import ask_hf_facts as ask_hf_facts
-from .recipe.calibrate_cpu import cluster_of_text as cluster_of_text
-from .recipe.data_facts import DataFacts as DataFacts, look_at_data as look_at_data
-from .recipe.data_notices import text_notices as text_notices
-from .recipe.model_facts import ModelFacts as ModelFacts, look_at_model as look_at_model
+from .recipe.ask_torch import ask_hf_facts as ask_hf_facts, cluster_of_text as cluster_of_text
+from .recipe.facts import (
+    DataFacts as DataFacts, ModelFacts as ModelFacts, look_at_data as look_at_data, look_at_model as look_at_model,
+)
 from .recipe.options import (
     complete_cluster as complete_cluster, complete_goal as complete_goal, complete_lines as complete_lines,
     complete_model_or_recipe as complete_model_or_recipe, complete_recipe as complete_recipe,
@@ -59,8 +53,8 @@ from .recipe.options import (
 from .recipe.plan_request import (
     PlanRequest as PlanRequest, adapter_setting as adapter_setting, read_plan_request as read_plan_request,
 )
-from .recipe.prepare_data import check_all_data as check_all_data
-from .recipe.recipe_tokenizer import with_model_tokenizer as with_model_tokenizer
+from .recipe.prepare_data import check_all_data as check_all_data, text_notices as text_notices
+from .recipe.recipe_files import with_model_tokenizer as with_model_tokenizer
 from .recipe.request import Request as Request, read_question as read_question, resolve as resolve
 from .runs.decisions_view import command_of_decision as command_of_decision
 from .runs.live import follow as follow, show_log as show_log
@@ -86,14 +80,11 @@ from .show.error_language import (
 from .show.terminal import PrintableStream as PrintableStream, printable as printable
 from .show.text_chart import stacked_bar as stacked_bar
 from .train.jobs import JOB_TARGETS as JOB_TARGETS
-from .train.launch_session import write_files as write_files
-from .train.launched_job import exit_code as exit_code
+from .train.launch_answer import exit_code as exit_code, write_files as write_files
 from .train.resume import refuse_other_run as refuse_other_run
-from .train.schedule_change import learning_rate_change as learning_rate_change
-from .train.session import run_and_show as run_and_show
-from .train.stop_signals import (
+from .train.session import (
     PAUSED_NOTICE_SECONDS as PAUSED_NOTICE_SECONDS, PausedSupervisorNotice as PausedSupervisorNotice,
-    StopSignals as StopSignals,
+    StopSignals as StopSignals, learning_rate_change as learning_rate_change, run_and_show as run_and_show,
 )
 from .train.torchrun_rank import as_recorded as as_recorded
 from .train.train import profile_settings as profile_settings

@@ -5,7 +5,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,7 +53,7 @@ COMMANDS = {
     "plugins": "List the plug-ins of installed packages.",
     "schema": "Print the JSON Schema of a recipe, for editors.",
 }
-FOLDERS = {  # of the commands; each has a module of its own name, imported when it is asked for
+FOLDERS = {  # of the commands; each has a module, mostly of its own name, imported when it is asked for
     "app.plan": "init plan predict simulate tune rehearse history",
     "app.train": "train launch jobs resume replan profile",
     "ui.app": "viz ui report mcp",
@@ -61,9 +61,17 @@ FOLDERS = {  # of the commands; each has a module of its own name, imported when
     "app.machine": "doctor warm calibrate bench",
     "app.drill": "drill",
     "serve.app": "export eval generate serve",
-    "app.recipe": "data presets plugins schema",
+    "app.recipe": "data",
 }
-FOLDER_OF = {name: folder for folder, names in FOLDERS.items() for name in names.split()}
+MODULES = {name: f"{folder}.{name}" for folder, names in FOLDERS.items() for name in names.split()}
+MODULES |= dict.fromkeys(("presets", "plugins", "schema"), "app.recipe.listings")
+# Parts of commands that live in a package above this one. They are imported when a user asks for them.
+LEAVES = {
+    "plan --serve": "trimaran.serve.app.plan_serving:plan_serving_command",
+    "bench comm --html": "trimaran.ui.report.comm_page:comm_page",
+}
+SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
+SHOW_COMPLETION, INSTALL_COMPLETION = "--show-completion", "--install-completion"
 
 COMMANDS_THAT_TRAIN = ("train", "resume")
 CLOSED_PIPE = 1
@@ -89,7 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         requested = _requested_command(arguments, os.environ)
         if argv is None and requested in COMMANDS_THAT_TRAIN and "_TRIMARAN_COMPLETE" not in os.environ:
-            _start_early(arguments)
+            # Start the processes of the run: torch takes longest to import, and loads while this process plans.
+            from trimaran.launch.supervise.early_supervisor import start_early
+
+            start_early(arguments, os.environ)
         if argv is None and requested in COMMANDS_WITH_LITTLE_GARBAGE:
             gc.set_threshold(OBJECTS_PER_COLLECTION)
         code = build_app(requested)(arguments, prog_name="trimaran", standalone_mode=False)
@@ -106,17 +117,38 @@ def main(argv: Sequence[str] | None = None) -> int:
             early.cancel_early()  # if the command was refused; otherwise the run has taken it
 
 
-def _start_early(arguments: Sequence[str]) -> None:
-    """Start the processes of the run: torch takes longest to import, and loads while this process plans."""
-    from trimaran.launch.supervise.early_supervisor import start_early
-
-    start_early(arguments, os.environ)
-
-
 def _complete_shell(arguments: Sequence[str]) -> bool:
-    from trimaran.app.shell_completion import run_completion_option
+    """Show or install shell completion if the first argument asks for it, and return whether it does.
 
-    return run_completion_option(arguments)
+    The shell is the next argument, or the value after `=`, or else the shell that runs this process.
+    """
+    option, _, value = arguments[0].partition("=")
+    if option not in (SHOW_COMPLETION, INSTALL_COMPLETION) or "--help" in arguments:
+        return False
+    from typer.completion import get_completion_script, install
+
+    from trimaran.core import UserError, did_you_mean
+
+    words = [*([value] if value else []), *arguments[1:]]
+    if words:
+        shell = words[0]
+    else:
+        try:
+            import shellingham  # typer needs it only in some versions
+
+            shell = shellingham.detect_shell()[0]
+        except (ImportError, OSError, RuntimeError, NotImplementedError):
+            raise UserError("A001", "the shell that started this command could not be detected", where=option,
+                            fix=f"name it: trimaran {option} bash") from None  # fmt: skip
+    if shell not in SHELLS or len(words) > 1:
+        raise UserError("A001", f"'{' '.join(words)}' is not one shell{did_you_mean(shell, SHELLS)}", where=option,
+                        fix=f"use one of {', '.join(SHELLS)}")  # fmt: skip
+    if option == SHOW_COMPLETION:
+        typer.echo(get_completion_script(prog_name="trimaran", complete_var="_TRIMARAN_COMPLETE", shell=shell))
+        return True
+    _, path = install(shell=shell, prog_name="trimaran", complete_var="_TRIMARAN_COMPLETE")
+    typer.echo(f"{shell} completion is installed in {path}; it works in new terminals")
+    return True
 
 
 def _refuse_other_encodings(arguments: Sequence[str]) -> None:
@@ -162,8 +194,14 @@ def _requested_command(arguments: Sequence[str], environment: Mapping[str, str])
 
 
 def _load(name: str) -> Any:
-    """Return the command's function, or its Typer if it has subcommands: `name` in the module of the same name."""
-    return getattr(import_module(f"trimaran.{FOLDER_OF[name]}.{name}"), name)
+    """Return the command's function, or its Typer if it has subcommands."""
+    return getattr(import_module(f"trimaran.{MODULES[name]}"), name)
+
+
+def open_leaf(name: str) -> Callable[..., Any]:
+    """Import the function of a leaf."""
+    module, function = LEAVES[name].split(":")
+    return getattr(import_module(module), function)
 
 
 def _placeholder() -> None:

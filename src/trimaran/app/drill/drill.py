@@ -1,7 +1,7 @@
 """`trimaran drill`: injects faults into a run, and reports whether each was noticed, named and survived."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,11 +26,10 @@ from trimaran.core import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trimaran.app.drill.drill_run import Drill
-    from trimaran.app.drill.fault_kinds import DrillFault
+    from trimaran.app.drill.drill_run import Drill, OwnRun
     from trimaran.app.drill.find_processes import RunProcesses
+    from trimaran.app.drill.inject import DrillFault
     from trimaran.app.drill.measure import DrillResult
-    from trimaran.app.drill.own_run import OwnRun
     from trimaran.app.recipe.request import Request
     from trimaran.runs import RunDirectory
 
@@ -108,7 +107,7 @@ def drill(
     trimaran drill recipes/stdlib-tiny.yaml --all --json
     trimaran drill runs/stdlib-tiny --slow 1=2x --yes
     """
-    from trimaran.app.drill.fault_kinds import KINDS, DrillFault, parse_kill_in_change, parse_slow
+    from trimaran.app.drill.inject import KINDS, DrillFault, parse_kill_in_change, parse_slow
     from trimaran.app.show.clean_console import open_console
 
     faults = [
@@ -157,7 +156,7 @@ class Drills:
     def run_all(self, faults: "list[DrillFault]", *, every_fault: bool, allow_root: bool) -> None:
         """Inject the faults in the order of `KINDS`, until the run does not go on after one, or Ctrl-C."""
         from trimaran.app.drill.drill_run import Drill
-        from trimaran.app.drill.fault_kinds import KINDS
+        from trimaran.app.drill.inject import KINDS
 
         with self._console.status("") as status:
             drill = Drill(self.run, within=self._within, own=self._own, show=status.update)
@@ -178,7 +177,7 @@ class Drills:
 
     def _every_fault(self, drill: "Drill", named: "list[DrillFault]") -> "Iterator[DrillFault]":
         """Yield the faults that were not named and can be injected here; those that cannot are in `skipped`."""
-        from trimaran.app.drill.fault_kinds import KINDS, DrillFault
+        from trimaran.app.drill.inject import KINDS, DrillFault
 
         processes = drill.wait_for_steady_run()
         rank = max(processes.ranks)
@@ -212,7 +211,6 @@ class Drills:
             answer: dict[str, Any] = {"run_dir": str(self.run.path), "passed": passed, "drills": drills}
             typer.echo(json.dumps(answer | {"skipped": skipped, "interrupted": self.interrupted}))
         else:
-            from trimaran.app.drill.drill_view import show_drills
             from trimaran.app.show.clean_console import open_console
 
             show_drills(self.results, self.skipped, open_console())
@@ -226,7 +224,7 @@ def _request(file: str | None, settings: list[str], faults: "list[DrillFault]") 
     """Return the resolved recipe of a run of the drill's own; raise if a fault names a rank that it will not have."""
     from dataclasses import replace
 
-    from trimaran.app.recipe.recipe_tokenizer import with_model_tokenizer
+    from trimaran.app.recipe.recipe_files import with_model_tokenizer
     from trimaran.app.recipe.request import resolve
 
     request = resolve(file, settings)
@@ -241,7 +239,7 @@ def _request(file: str | None, settings: list[str], faults: "list[DrillFault]") 
 
 
 def _start_own_run(request: "Request", run_dir: Path | None, console: "Console", *, check: bool) -> "OwnRun":
-    from trimaran.app.drill.own_run import OwnRun
+    from trimaran.app.drill.drill_run import OwnRun
     from trimaran.app.recipe.prepare_data import check_data
     from trimaran.app.recipe.request import refuse_other_machine
     from trimaran.runs import free_run_path, refuse_occupied
@@ -271,3 +269,35 @@ def _refuse_settings(settings: list[str] | None, run_dir: Path | None) -> None:
         option = "--set" if settings else "--run-dir"
         raise UserError("A001", f"{option} is for a run that the drill starts", where=option,
                         fix="name a recipe instead of a run, or leave it out")  # fmt: skip
+
+
+def show_drills(results: "Sequence[DrillResult]", skipped: Sequence[tuple[str, str]], console: "Console") -> None:
+    """Print one row for each result, its note below the table, and the faults that were left out."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("fault", "noticed", "new step", "lost", "cause", "named", "result"):
+        table.add_column(title, justify="right" if title in ("noticed", "new step", "lost") else "left")
+    for each in results:
+        cause = each.cause or "-"
+        table.add_row(
+            each.fault,
+            _seconds(each.detected_seconds),
+            _seconds(each.recovered_seconds),
+            "-" if each.lost_steps is None else str(each.lost_steps),
+            f"{cause} of rank {', '.join(map(str, each.suspects))}" if each.suspects else cause,
+            "yes" if each.named else "no",
+            Text("passed", style="green") if each.passed else Text("failed", style="bold red"),
+        )
+    if results:
+        console.print(table)
+    for each in results:
+        if each.note:
+            console.print(Text(f"{each.fault}: {each.note}"), soft_wrap=True)
+    for fault, why in skipped:
+        console.print(Text(f"{fault}: left out: {why}"), soft_wrap=True)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"

@@ -1,21 +1,25 @@
-"""Injects faults into a live run, one after another, and observes its files until it has recovered."""
+"""Drills of a run: starts one of its own, injects faults one after another, and observes the run until it recovers."""
 
+import contextlib
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from types import TracebackType
+from typing import Self
 
 import psutil
+from rich.console import Console
 
-from trimaran.app.drill.disk_fill import refuse_shared_disk
-from trimaran.app.drill.fault_kinds import DrillFault
 from trimaran.app.drill.find_processes import RunProcesses, find_processes
-from trimaran.app.drill.inject import inject, oldest_loader
+from trimaran.app.drill.inject import DrillFault, find_peers, inject, oldest_loader, refuse_shared_disk
 from trimaran.app.drill.measure import DrillResult, Observed, detected_at, is_complete, judge
-from trimaran.app.drill.network_cut import find_peers
+from trimaran.app.recipe.request import Request
+from trimaran.app.train.session import create_checked_run
 from trimaran.core import Incident, UserError
+from trimaran.launch.supervise.local import LocalRun, start_local
 from trimaran.runs import RunDirectory, RunReader, append_line, read_json_lines
 from trimaran.runs.run_records import read_attempts
 
@@ -27,7 +31,11 @@ STEADY_STEPS_BEFORE_SLOW = 40
 START_SECONDS = 900.0  # for the run to reach those steps, if the recipe allows no more for its start
 BASE_SECONDS = 60.0
 MAX_TRIES = 3
+WAITING = "waiting for the run to notice it"
 Show = Callable[[str], None]
+STEPS = 10_000_000  # more than any drill lasts
+CHECKPOINT_EVERY = 20  # steps, if the recipe leaves it to Trimaran: several faults need a checkpoint on disk
+STOP_SECONDS = 60.0
 
 
 def drills_file(run: RunDirectory) -> Path:
@@ -85,16 +93,34 @@ class RunObserver:
         return changed
 
 
-class DrilledRun(Protocol):
-    """A run that the drill has started, and can start again."""
+class OwnRun:
+    """Creates a run of a recipe and starts it; the end of the `with` block stops it, with a checkpoint."""
+
+    def __init__(self, request: Request, path: Path, console: Console) -> None:
+        self.run: RunDirectory = create_checked_run(without_end(request), path, console)
+        mark_as_own(self.run)
+        self._supervisor: LocalRun = start_local(self.run)
 
     def is_alive(self) -> bool:
-        """Return whether its supervisor is running."""
-        ...
+        return self._supervisor.poll() is None
 
     def restart(self) -> None:
-        """Start it again after its supervisor has ended."""
-        ...
+        """Start the run again after its supervisor has ended."""
+        self._supervisor.wait()
+        self._supervisor = start_local(self.run)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._supervisor.poll() is None:
+            self._supervisor.request_stop()
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                self._supervisor.wait(STOP_SECONDS if error is None else STOP_SECONDS / 6)
+        if self._supervisor.poll() is None:
+            self._supervisor.end()
 
 
 class Drill:
@@ -103,7 +129,7 @@ class Drill:
     `within` limits each drill; None: a limit that follows from the run's own start and step times.
     """
 
-    def __init__(self, run: RunDirectory, *, within: float | None, own: DrilledRun | None, show: Show) -> None:
+    def __init__(self, run: RunDirectory, *, within: float | None, own: OwnRun | None, show: Show) -> None:
         self.run, self._within, self._own, self._show = run, within, own, show
 
     def refuse(self, faults: list[DrillFault], *, allow_root: bool) -> None:
@@ -168,7 +194,8 @@ class Drill:
                 return
             if observer.seconds >= processes_due:
                 processes_due = observer.seconds + SLOW_POLL_SECONDS
-                self._show(_progress(fault, observer.seconds, detected))
+                noticed = f"noticed after {detected:.1f} s; recovering" if detected is not None else WAITING
+                self._show(f"{fault.title}: {observer.seconds:.0f} s; {noticed}")
                 if not restarted and _has_ended(everything[0]) and all(map(_has_ended, everything)):
                     seen.gone, seen.exit_code = observer.seconds, read_attempts(self.run).over
                     if not fault.kind.ends_run:
@@ -213,7 +240,12 @@ class Drill:
         while True:
             processes = self._wait_for_processes()
             highest = max([highest, *(each.get("step", 0) for each in reader.metrics())])
-            done = highest - _first_step(self.run, processes.attempt, otherwise=highest)
+            events = read_json_lines(self.run.events(0))
+            ready = [
+                each for each in events if each.get("kind") == "ready" and each.get("attempt", 0) == processes.attempt
+            ]
+            first = int(ready[-1].get("step", 0)) if ready else highest
+            done = highest - first
             if done >= steps:
                 return processes
             self._show(f"step {highest}; waiting for {steps - done} more steps before the next fault")
@@ -227,23 +259,26 @@ def _refuse_late(run: RunDirectory, deadline: float, what: str) -> None:
                         fix="see `trimaran watch RUN`, and the logs in its directory")  # fmt: skip
 
 
-def _first_step(run: RunDirectory, attempt: int, *, otherwise: int) -> int:
-    """Return the step that an attempt started from; `otherwise` if it is not ready yet."""
-    ready = [
-        each
-        for each in read_json_lines(run.events(0))
-        if each.get("kind") == "ready" and each.get("attempt", 0) == attempt
-    ]
-    return int(ready[-1].get("step", 0)) if ready else otherwise
-
-
-def _progress(fault: DrillFault, seconds: float, detected: float | None) -> str:
-    noticed = "waiting for the run to notice it" if detected is None else f"noticed after {detected:.1f} s; recovering"
-    return f"{fault.title}: {seconds:.0f} s; {noticed}"
-
-
 def _has_ended(process: psutil.Process) -> bool:
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def without_end(request: Request) -> Request:
+    """Return the request with enough steps for any drill, and frequent checkpoints unless the recipe sets them."""
+    recipe = request.recipe
+    every = CHECKPOINT_EVERY if recipe.checkpoint.every in ("auto", "off") else recipe.checkpoint.every
+    sections = {
+        "train": recipe.train.model_copy(update={"steps": STEPS}),
+        "data": recipe.data.model_copy(update={"epochs": 0}),
+        "checkpoint": recipe.checkpoint.model_copy(update={"every": every}),
+    }
+    return Request(
+        recipe=recipe.model_copy(update=sections),
+        spec=request.spec,
+        outline=request.outline,
+        cluster=request.cluster,
+        plan=request.plan,
+    )

@@ -1,26 +1,148 @@
-"""Injects faults into the processes and files of a run. What lasts is undone at the end of its `with` block."""
+"""The faults of a drill, and how they are injected into a run. What lasts is undone at the end of a `with` block."""
 
 import contextlib
+import errno
+import ipaddress
+import os
+import platform
+import re
+import shutil
 import signal
+import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
-from trimaran.app.drill.disk_fill import filled_disk
-from trimaran.app.drill.fault_kinds import DrillFault, FaultName
-from trimaran.app.drill.find_processes import RunProcesses
-from trimaran.app.drill.network_cut import cut_network, find_peers
+from trimaran.app.drill.find_processes import RunProcesses, other_machine
 from trimaran.checkpoint.step_dirs import newest_step, step_path
-from trimaran.core import UserError
+from trimaran.core import Bytes, Cause, UserError, show_bytes
 from trimaran.core.regular_files import write_atomically
 from trimaran.runs import RunDirectory
-from trimaran.runs.run_requests import request_kill, write_change_request
+from trimaran.runs.run_requests import CHANGE_PHASES, ChangePhase, request_kill, write_change_request
 
+FaultName = Literal[
+    "kill",
+    "kill-in-change",
+    "stop",
+    "slow",
+    "kill-loader",
+    "kill-fork-server",
+    "fill-disk",
+    "cut",
+    "terminate",
+    "kill-supervisor",
+    "damage-checkpoint",
+]
+SLOW = re.compile(r"(\d{1,6})=(\d{1,2}(?:\.\d{1,3})?)x?")
+MIN_FACTOR, MAX_FACTOR = 1.5, 20.0  # of a slow rank: below, it is not a straggler; above, it looks hung
+DEFAULT_FACTOR = 3.0
 SLOW_PERIOD_SECONDS = 0.08  # in each, a slow rank runs for a part; shorter than most steps
 MAX_CUT_SECONDS = 600.0
+BLOCK_BYTES = 4096
+MAX_FILL_BYTES = Bytes(64 << 30)  # a file system with more free space is probably shared with others
+FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Removes the routes when its standard input is closed, also by the death of this process, or after the time limit.
+RESTORE = 'timeout "$1" cat >/dev/null; shift; for peer; do ip route del blackhole "$peer"; done'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultKind:
+    """A kind of fault. `causes` are those that its incident may have; empty: it leaves no incident.
+
+    `names_rank`: the incident must name the rank. `lasts`: the fault is undone once it is detected. `restarts`: all
+    ranks start again. `ends_run`: the supervisor ends too, and the run has to be resumed. `destroys`: it is injected
+    only into runs that a drill has started.
+    """
+
+    name: FaultName
+    what: str
+    causes: tuple[Cause, ...] = ()
+    names_rank: bool = False
+    lasts: bool = False
+    restarts: bool = False
+    ends_run: bool = False
+    destroys: bool = False
+
+
+KINDS: dict[FaultName, FaultKind] = {
+    kind.name: kind
+    for kind in (
+        FaultKind(name="kill", what="SIGKILL to a rank", causes=("crash",), names_rank=True, restarts=True),
+        FaultKind(
+            name="kill-in-change",
+            what="SIGKILL to a rank while the plan changes",
+            causes=("crash",),
+            names_rank=True,
+            restarts=True,
+        ),
+        FaultKind(name="stop", what="SIGSTOP to a rank", causes=("hang",), names_rank=True, restarts=True),
+        FaultKind(name="slow", what="a rank runs slower", causes=("straggler",), names_rank=True, lasts=True),
+        FaultKind(name="kill-loader", what="SIGKILL to a loader process of a rank"),
+        FaultKind(name="kill-fork-server", what="SIGKILL to the fork server", causes=("host",), restarts=True),
+        FaultKind(name="fill-disk", what="the disk of the run directory is full", causes=("storage",), lasts=True),
+        FaultKind(
+            name="cut", what="no network to the other nodes", causes=("network", "host"), lasts=True, restarts=True
+        ),
+        FaultKind(name="terminate", what="SIGTERM to the supervisor", causes=("preempted",), ends_run=True),
+        FaultKind(name="kill-supervisor", what="SIGKILL to the supervisor", causes=("host",), ends_run=True),
+        FaultKind(
+            name="damage-checkpoint",
+            what="a flipped bit in the newest checkpoint, SIGKILL to the supervisor",
+            causes=("storage",),
+            ends_run=True,
+            destroys=True,
+        ),
+    )
+}  # in the order in which they are injected: those that end the run come last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillFault:
+    """One fault to inject: into `rank`, or at `node` for a cut network.
+
+    `factor` is that of a slow rank, and `phase` where in a change of the plan a rank is killed.
+    """
+
+    kind: FaultKind
+    rank: int | None = None
+    factor: float = DEFAULT_FACTOR
+    node: str = ""
+    phase: ChangePhase = "hand-over"
+
+    @property
+    def title(self) -> str:
+        """Return the fault as its option is typed, such as `slow 1=2x`."""
+        target = self.node if self.kind.name == "cut" else "" if self.rank is None else str(self.rank)
+        detail = {"slow": f"={self.factor:g}x", "kill-in-change": f"={self.phase}"}.get(self.kind.name, "")
+        return f"{self.kind.name} {target}{detail}".strip()
+
+
+def parse_slow(text: str) -> DrillFault:
+    """Return the fault of `--slow 1=2x`: rank 1 runs at half its speed."""
+    match = SLOW.fullmatch(text)
+    if match is None or not MIN_FACTOR <= float(match[2]) <= MAX_FACTOR:
+        raise UserError(
+            "A001",
+            f"'{text}' is not RANK=FACTORx with a factor of {MIN_FACTOR:g} to {MAX_FACTOR:g}",
+            where="--slow",
+            fix="write --slow 1=2x for half the speed of rank 1",
+        )
+    return DrillFault(kind=KINDS["slow"], rank=int(match[1]), factor=float(match[2]))
+
+
+def parse_kill_in_change(text: str) -> DrillFault:
+    """Return the fault of `--kill-in-change 1=hand-over`: rank 1 dies while it hands its state to another plan."""
+    rank, _, name = text.partition("=")
+    phase = next((each for each in CHANGE_PHASES if each == name), None)
+    if phase is None or not re.fullmatch(r"[0-9]{1,6}", rank):
+        raise UserError("A001", f"'{text}' is not RANK=PHASE", where="--kill-in-change",
+                        fix=f"write 1=hand-over; the phases are {', '.join(CHANGE_PHASES)}")  # fmt: skip
+    return DrillFault(kind=KINDS["kill-in-change"], rank=int(rank), phase=phase)
 
 
 @contextmanager
@@ -139,3 +261,99 @@ INJECTIONS: dict[FaultName, Callable[[RunProcesses, DrillFault], AbstractContext
     "kill-supervisor": lambda processes, _: _send(processes.supervisor, signal.SIGKILL),
     "damage-checkpoint": _damage_and_kill,
 }
+
+
+def refuse_shared_disk(folder: Path, *, allow_root: bool, max_bytes: Bytes = MAX_FILL_BYTES) -> None:
+    """Raise if the file system of `folder` must not be filled: it is that of the system, or very large."""
+    status = os.statvfs(folder)
+    free = Bytes(status.f_bavail * status.f_frsize)
+    small = "put the run directory on a small file system of its own, such as a tmpfs: --run-dir DIR"
+    if free > max_bytes:
+        what = f"the disk has {show_bytes(free)} free, and a drill fills at most {show_bytes(max_bytes)}"
+        raise UserError("S033", what, where=str(folder), fix=small)
+    if folder.stat().st_dev == Path("/").stat().st_dev and not allow_root:
+        raise UserError("S033", "the run directory is on the disk of the system: other programs would fail too",
+                        where=str(folder), fix=f"{small}; or add --yes")  # fmt: skip
+
+
+@contextmanager
+def filled_disk(folder: Path) -> Iterator[Bytes]:
+    """Fill the file system of `folder`, and yield the number of bytes.
+
+    The file has no name, so that the kernel frees it with this process, however that ends.
+    """
+    fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600)
+    try:
+        status = os.fstatvfs(fd)
+        size, part = 0, status.f_bfree * status.f_frsize
+        while part >= BLOCK_BYTES:
+            try:
+                os.posix_fallocate(fd, size, part)
+                size += part
+            except OSError as error:
+                if error.errno not in FULL_ERRORS:
+                    raise
+                part //= 2
+        os.lseek(fd, size, os.SEEK_SET)
+        with contextlib.suppress(OSError):
+            while True:
+                size += os.write(fd, bytes(BLOCK_BYTES))
+        yield Bytes(size)
+    finally:
+        os.close(fd)
+
+
+def find_peers(processes: RunProcesses, node: str) -> list[str]:
+    """Return the addresses of the other nodes; raise unless `node` is this machine and the network can be cut here.
+
+    They are those that the supervisor and the ranks of this machine are connected to.
+    """
+    here = {platform.node(), *own_addresses()}
+    if node not in here:
+        if node not in processes.hosts.values() and not _is_address(node):
+            known = ", ".join(sorted(set(processes.hosts.values())))
+            raise UserError("A001", f"'{node}' is not a node of this run", where="--cut", fix=f"name one of {known}")
+        raise other_machine(processes.run, f"{node} is not this machine ({platform.node()})", node)
+    peers = {
+        connection.raddr.ip
+        for process in (processes.supervisor, *processes.ranks.values())
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_ESTABLISHED and connection.raddr
+    }
+    peers = {each for each in peers if not ipaddress.ip_address(each).is_loopback} - here
+    if not peers:
+        raise UserError("S033", "this run has no connection to another node", where="--cut",
+                        fix="cut a node of a run on several nodes")  # fmt: skip
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        raise UserError("S033", "the network can be cut only by root, with the command `ip`", where="--cut",
+                        fix="run the drill as root, and install iproute2")  # fmt: skip
+    return sorted(peers)
+
+
+@contextmanager
+def cut_network(peers: Sequence[str], *, seconds: float) -> Iterator[None]:
+    """Discard all packets to `peers`; restored at the end, after `seconds`, and if this process is killed."""
+    networks = [f"{each}/{ipaddress.ip_address(each).max_prefixlen}" for each in peers]
+    command = ["sh", "-c", RESTORE, "restore", f"{seconds:.0f}", *networks]
+    restore = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        for network in networks:
+            added = subprocess.run(["ip", "route", "add", "blackhole", network], capture_output=True, check=False)
+            if added.returncode:
+                raise UserError("S033", f"the network cannot be cut: {added.stderr.decode(errors='replace').strip()}",
+                                where="--cut", fix="run the drill as root, with the capability NET_ADMIN")  # fmt: skip
+        yield
+    finally:
+        restore.communicate()
+
+
+def own_addresses() -> set[str]:
+    return {each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found}
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trimaran.app.drill.fault_kinds import DrillFault
+from trimaran.app.drill.inject import DrillFault
 from trimaran.core import EXIT_AGAIN, Incident
 
 LOADER_REPLACED = "loader worker "  # how a rank logs that it replaced a loader process, see `data/worker_pool.py`
@@ -132,18 +132,24 @@ def judge(fault: DrillFault, seen: Observed, *, time: float, can_resume: bool, w
     detected, recovered = detected_at(fault, seen), recovered_at(fault, seen)
     named = is_named(fault, incident) if incident else detected is not None
     needs_resume = fault.kind.ends_run and not can_resume
-    if needs_resume:
-        passed = _ended_well(fault, seen, named=named)
+    if needs_resume and fault.kind.name == "terminate":
+        passed = named and seen.exit_code == EXIT_AGAIN and seen.gone is not None
+    elif needs_resume:
+        passed = seen.gone is not None  # no process is left that could name a killed supervisor: the next start does
     else:
         in_time = all(each is not None and each <= within for each in (detected, recovered))
         passed = named and in_time and not _restarted_needlessly(fault, seen)
+    if seen.starts:
+        lost = max(0, highest_step_before_restart(fault, seen) - seen.starts[0][1])
+    else:  # unknown if the ranks should have been started again
+        lost = None if fault.kind.restarts or fault.kind.ends_run else 0
     return DrillResult(
         fault=fault.title,
         kind=fault.kind.name,
         time=time,
         detected_seconds=_rounded(detected),
         recovered_seconds=None if needs_resume else _rounded(recovered),
-        lost_steps=_lost_steps(fault, seen),
+        lost_steps=lost,
         incident=incident.id if incident else None,
         cause=incident.cause if incident else None,
         suspects=incident.suspects if incident else (),
@@ -153,22 +159,8 @@ def judge(fault: DrillFault, seen: Observed, *, time: float, can_resume: bool, w
     )
 
 
-def _ended_well(fault: DrillFault, seen: Observed, *, named: bool) -> bool:
-    """Return whether a run that the fault ends, and that its user has to resume, ended as it should."""
-    if fault.kind.name == "terminate":
-        return named and seen.exit_code == EXIT_AGAIN and seen.gone is not None
-    return seen.gone is not None  # no process is left that could name a killed supervisor: the next start does
-
-
 def _restarted_needlessly(fault: DrillFault, seen: Observed) -> bool:
     return bool(seen.starts) and not (fault.kind.restarts or fault.kind.ends_run)
-
-
-def _lost_steps(fault: DrillFault, seen: Observed) -> int | None:
-    """Return how many steps were repeated; None if the ranks should have been started again and were not."""
-    if seen.starts:
-        return max(0, highest_step_before_restart(fault, seen) - seen.starts[0][1])
-    return None if fault.kind.restarts or fault.kind.ends_run else 0
 
 
 def _note(fault: DrillFault, seen: Observed, incident: Incident | None, *, needs_resume: bool, within: float) -> str:

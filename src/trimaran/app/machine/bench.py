@@ -1,21 +1,26 @@
 """`trimaran bench`: measures how fast this machine is."""
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimaran.app.machine.calibration_file import refuse_unwritable, write_calibration
 from trimaran.app.recipe.options import Json, Settings, complete_recipe, starting
-from trimaran.core.regular_files import needed_user_cache
-from trimaran.machine import Calibration, Cluster, calibration_folder, detect, machine_name, num_cores
+from trimaran.core import UserError
+from trimaran.core.regular_files import needed_user_cache, write_atomically
+from trimaran.machine import Calibration, calibration_folder, detect, machine_name, num_cores
 from trimaran.runs.compile_cache import refuse_unusable
 from trimaran.runs.disk_folder import check_disk_folder
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 bench = typer.Typer(help="Measure how fast this machine is.", rich_markup_mode=None)
 
@@ -32,7 +37,7 @@ def complete_collectives(incomplete: str) -> list[str]:
 
 def complete_comm_groups(incomplete: str) -> list[str]:
     """Return the groups of ranks that complete the last word of a list with commas."""
-    from trimaran.app.machine.comm_groups import JOINED_AXES, MESH_AXES
+    from trimaran.app.machine.comm_request import JOINED_AXES, MESH_AXES
 
     return _starting_in_list(["world", "node", *MESH_AXES, *JOINED_AXES], incomplete)
 
@@ -75,7 +80,16 @@ def calibrate(
     refuse_unusable(os.environ)
     if disk is not None:
         check_disk_folder(str(disk), any_filesystem=True)
-    measured = _measure(cluster, seconds, open_console(stderr=True), disk)
+    # Two gloo ranks are useful even on one core; GPU collectives need several GPUs.
+    ranks = max(2, cluster.world_size) if cluster.device.traits.shares_cores else cluster.world_size
+    options: dict[str, object] = {"kind": cluster.device.kind, "cores": num_cores(), "ranks": ranks, "seconds": seconds}
+    options |= {"disk": disk.resolve()} if disk else {}
+    command = [sys.executable, "-m", "trimaran.machine.probe.calibrate"]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    measured = run_measurement(
+        command, environment=environment, console=open_console(stderr=True), where="trimaran bench calibrate"
+    )
     name = f"cpu, {num_cores()} cores" if cluster.device.traits.shares_cores else cluster.device.name
     calibration = Calibration.model_validate({"device": name, "date": f"{date.today():%Y-%m-%d}", **measured})
     write_calibration(path, calibration)
@@ -84,7 +98,15 @@ def calibrate(
     if as_json:
         typer.echo(json.dumps({"path": str(path), "calibration": calibration.model_dump(exclude_none=True)}))
         return
-    _show(calibration, open_console())
+    from trimaran.app.show.clean_console import plain_table
+
+    table = plain_table()
+    table.add_column(calibration.device, style="bold", no_wrap=True)
+    table.add_column("measured", justify="right", no_wrap=True)
+    table.add_column("", style="dim")
+    for label, rate, unit, note in _rows(calibration):
+        table.add_row(label, f"{rate:,.0f} {unit}" if rate >= 100 else f"{rate:.3g} {unit}", note)
+    open_console().print(table)
     typer.echo(f"\nwritten to {path}")
     if output:
         typer.echo(f"in a cluster file:  calibration: {output.resolve()}")
@@ -170,8 +192,8 @@ def comm(
     srun trimaran bench comm --nodes $SLURM_NNODES --node $SLURM_NODEID --address $HEAD:29400 --calibrate
     torchrun --nproc-per-node 8 -m trimaran bench comm
     """
+    from trimaran.app.machine.comm_answer import CommFiles, run_comm
     from trimaran.app.machine.comm_request import CommOptions
-    from trimaran.app.machine.comm_session import CommFiles, run_comm
 
     mesh = None
     if recipe is not None or settings:
@@ -182,31 +204,6 @@ def comm(
                           seconds=seconds, ranks=ranks, nodes=nodes, node=node, address=address, mesh=mesh)  # fmt: skip
     files = CommFiles(against=against, show=show, out=out, html=html, calibrate=write_links)
     return run_comm(options, files, as_json=as_json)
-
-
-def _measure(cluster: Cluster, seconds: float, console: Any, disk: Path | None = None) -> dict[str, Any]:
-    from trimaran.app.machine.measure_process import run_measurement
-
-    # Two gloo ranks are useful even on one core; GPU collectives need several GPUs.
-    ranks = max(2, cluster.world_size) if cluster.device.traits.shares_cores else cluster.world_size
-    options: dict[str, object] = {"kind": cluster.device.kind, "cores": num_cores(), "ranks": ranks, "seconds": seconds}
-    options |= {"disk": disk.resolve()} if disk else {}
-    command = [sys.executable, "-m", "trimaran.machine.probe.calibrate"]
-    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
-    return run_measurement(command, environment=environment, console=console, where="trimaran bench calibrate")
-
-
-def _show(calibration: Calibration, console: Any) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column(calibration.device, style="bold", no_wrap=True)
-    table.add_column("measured", justify="right", no_wrap=True)
-    table.add_column("", style="dim")
-    for name, rate, unit, note in _rows(calibration):
-        table.add_row(name, f"{rate:,.0f} {unit}" if rate >= 100 else f"{rate:.3g} {unit}", note)
-    console.print(table)
 
 
 def _rows(calibration: Calibration) -> list[tuple[str, float, str, str]]:
@@ -228,3 +225,57 @@ def _rows(calibration: Calibration) -> list[tuple[str, float, str, str]]:
         notes = {"read": "direct, 16 x 8 MiB", "write": "direct, 16 x 8 MiB", "both": "of each, at the same time"}
         rows += [(f"disk, {way}", disk[f"{way}_gb_per_second"], "GB/s", note) for way, note in notes.items()]
     return rows
+
+
+def run_measurement(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    console: "Console",
+    where: str,
+    request: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return what the process measured. It reads `request` and writes JSON lines, see `machine/probe/calibrate.py`.
+
+    Only it imports torch. Raises UserError if it fails, with its error or the last line of its standard error.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from trimaran.core.child_process import ChildProcess
+
+    measured, error = None, ""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with (
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
+        ChildProcess(command, environment=environment) as process,
+    ):
+        task = bar.add_task("starting torch", total=1.0)
+        with contextlib.suppress(BrokenPipeError, EOFError):
+            process.send(request or {})
+            while True:
+                message = process.receive()
+                measured, error = message.get("measured", measured), message.get("error", error)
+                bar.update(task, description=message.get("doing"), completed=message.get("share"))
+        if process.wait() or measured is None:
+            why = error or process.last_stderr_line() or "its process was killed"
+            raise UserError("C008", f"the measurement failed: {why[:200]}", where=where, fix="try again when nothing "
+                            "else runs here; CUDA_VISIBLE_DEVICES= measures the CPU")  # fmt: skip
+    return measured
+
+
+def refuse_unwritable(path: Path, *, what: str = "calibration", option: str = "--output") -> None:
+    """Raise if the file cannot be written: before the measurement, not after. `option` names another one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(21, "Is a directory")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError("C009", f"the {what} cannot be written: {error.strerror}", where=str(path),
+                        fix=f"name another file with {option}") from None  # fmt: skip
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    """Write the file atomically: a planner that reads it meanwhile gets the old or the new one."""
+    write_atomically(path, calibration.model_dump_json(indent=2, exclude_none=True) + "\n", mode=0o644)

@@ -48,8 +48,8 @@ def calibrate(
     trimaran calibrate --from runs /shared/alice/runs --dry-run
     trimaran calibrate --from old-runs --cluster 4x8xH100 --output fleet.json   # for `calibration:` in a cluster file
     """
+    from trimaran.app.machine.bench import refuse_unwritable, write_calibration
     from trimaran.app.machine.calibrate_runs import calibrate_runs, refuse_no_gain
-    from trimaran.app.machine.calibration_file import refuse_unwritable, write_calibration
     from trimaran.app.show.clean_console import open_console
 
     if output is not None and not dry_run:
@@ -57,7 +57,7 @@ def calibrate(
     with open_console(stderr=True).status("fitting rates to the runs"):
         answer = calibrate_runs([*(runs or []), *(more or [])], cluster=cluster, output=output)
     if not as_json:
-        from trimaran.app.machine.calibrate_view import show_calibration
+        from trimaran.app.machine.calibrate_runs import show_calibration
 
         show_calibration(answer, open_console())
     refuse_no_gain(answer)

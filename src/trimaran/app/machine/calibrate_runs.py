@@ -1,4 +1,4 @@
-"""The answer of `trimaran calibrate --from`: which runs are used, what is fitted to them, and the new calibrations."""
+"""The answer of `trimaran calibrate --from`: which runs are used, what is fitted to them, and how that is printed."""
 
 import os
 import platform
@@ -9,9 +9,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from trimaran.app.recipe.calibrate_cpu import cluster_of_text
+from rich.console import Console
+from rich.text import Text
+
+from trimaran.app.recipe.ask_torch import cluster_of_text
 from trimaran.app.recipe.options import RUNS
-from trimaran.core import UserError
+from trimaran.app.show.clean_console import plain_table
+from trimaran.app.show.text_chart import GREEN
+from trimaran.core import UserError, show_seconds
 from trimaran.machine import Calibration, Cluster, calibration_folder
 from trimaran.machine.calibration import MAX_SOURCES, SourceRun, combined, find_calibration, with_fitted
 from trimaran.planner.measure.fit_rates import FitResult, fit_rates, median_error
@@ -28,6 +33,7 @@ from trimaran.planner.measure.rate_model import (
 from trimaran.planner.measure.run_index import find_runs, layout_of
 
 MAX_SHOWN_REASONS = 3
+MAX_SHOWN_RUNS, MAX_SHOWN_SKIPPED = 20, 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +120,21 @@ class CalibrateAnswer:
 
 def calibrate_runs(names: Sequence[str], *, cluster: str | None, output: Path | None) -> CalibrateAnswer:
     """Fit rates to the runs of these names, run directories or folders that contain them; write nothing."""
-    observed, skipped = _observe(_named_runs(names), cluster)
+    if not names:
+        raise UserError("P085", "no run is named", where="trimaran calibrate --from",
+                        fix="name run directories or folders of them; `trimaran bench calibrate` measures this machine"
+                        )  # fmt: skip
+    found: dict[Path, None] = {}
+    for text in names:
+        folder = Path(text) if Path(text).exists() or not (RUNS / text).is_dir() else RUNS / text
+        found_runs = dict.fromkeys(find_runs(folder))
+        if not found_runs:
+            what = "there is no run here" if folder.exists() else "there is no such folder"
+            raise UserError("P085", what, where=text,
+                            fix="name a folder that `trimaran train` made, or one that contains such folders"
+                            )  # fmt: skip
+        found |= found_runs
+    observed, skipped = _observe(list(found), cluster)
     if not observed:
         reasons = "; ".join(f"{Path(run).name}: {why}" for run, why in skipped[:MAX_SHOWN_REASONS])
         raise UserError("P085", f"none of the {len(skipped)} runs can be used: {reasons}",
@@ -132,7 +152,19 @@ def calibrate_runs(names: Sequence[str], *, cluster: str | None, output: Path | 
     fits = []
     for name, group in groups.items():
         path = output or (folder or Path()) / f"{name}.json"
-        fits.append(_fit(name, latest_of_each_plan(group), find_calibration(folder, name), path))
+        newest = latest_of_each_plan(group)
+        result = fit_rates([each.observation for each in newest])
+        is_better = result.is_better
+        fits.append(
+            DeviceFit(
+                name=name,
+                observed=tuple(newest),
+                result=result,
+                changes=tuple(_change(each, result, newest) for each in result.fit.values) if is_better else (),
+                calibration=_calibration(name, newest, find_calibration(folder, name), result) if is_better else None,
+                path=path,
+            )
+        )
     return CalibrateAnswer(fits=tuple(fits), skipped=tuple(skipped))
 
 
@@ -145,23 +177,6 @@ def refuse_no_gain(answer: CalibrateAnswer) -> None:
                     "determine makes it smaller", where="trimaran calibrate --from",
                     fix="keep the rates as they are, or add runs of other models, plans and numbers of nodes"
                     )  # fmt: skip
-
-
-def _named_runs(names: Sequence[str]) -> list[Path]:
-    if not names:
-        raise UserError("P085", "no run is named", where="trimaran calibrate --from",
-                        fix="name run directories or folders of them; `trimaran bench calibrate` measures this machine"
-                        )  # fmt: skip
-    found: dict[Path, None] = {}
-    for name in names:
-        path = Path(name) if Path(name).exists() or not (RUNS / name).is_dir() else RUNS / name
-        runs = dict.fromkeys(find_runs(path))
-        if not runs:
-            raise UserError("P085", "there is no run here" if path.exists() else "there is no such folder", where=name,
-                            fix="name a folder that `trimaran train` made, or one that contains such folders"
-                            )  # fmt: skip
-        found |= runs
-    return list(found)
 
 
 def _observe(runs: Iterable[Path], cluster: str | None) -> tuple[list[ObservedRun], list[tuple[str, str]]]:
@@ -204,19 +219,6 @@ def _cluster_of(run: MeasuredRun, found: PlanSteps, cluster_named: Any) -> Clust
     return cluster_named(found.cluster)
 
 
-def _fit(name: str, observed: Sequence[ObservedRun], known: Calibration | None, path: Path) -> DeviceFit:
-    result = fit_rates([each.observation for each in observed])
-    is_better = result.is_better
-    return DeviceFit(
-        name=name,
-        observed=tuple(observed),
-        result=result,
-        changes=tuple(_change(each, result, observed) for each in result.fit.values) if is_better else (),
-        calibration=_calibration(name, observed, known, result) if is_better else None,
-        path=path,
-    )
-
-
 def _change(parameter: Parameter, result: FitResult, observed: Sequence[ObservedRun]) -> RateChange:
     users = result.users[parameter] or range(len(observed))
     cluster = observed[users[0]].cluster
@@ -252,3 +254,57 @@ def _calibration(
     device = observed[0].cluster.device
     base = known or Calibration(device=name if device.traits.shares_cores else device.name)
     return base.model_copy(update={"fitted": fitted})
+
+
+def show_calibration(answer: CalibrateAnswer, console: Console) -> None:
+    """Print the fits by device, and the runs that were not used."""
+    for number, fit in enumerate(answer.fits):
+        if number:
+            console.print()
+        _show_fit(fit, console)
+    if answer.skipped:
+        console.print(Text("\nnot used", style="dim"))
+        for run, reason in answer.skipped[:MAX_SHOWN_SKIPPED]:
+            console.print(Text(f"- {run}: {reason}"), soft_wrap=True)
+        if (more := len(answer.skipped) - MAX_SHOWN_SKIPPED) > 0:
+            console.print(Text(f"- and {more:,} more"))
+
+
+def _show_fit(fit: DeviceFit, console: Console) -> None:
+    result = fit.result
+    console.print(Text(f"{fit.device}: predicted steps of {len(fit.observed)} measured plans", style="bold"))
+    columns = ("run", "plan", "measured", "error before", "after", *(["left out"] if result.left_out else []))
+    table = plain_table()
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("run", "plan") else "right", no_wrap=column != "plan")
+    for number, each in enumerate(fit.observed[:MAX_SHOWN_RUNS]):
+        errors = [result.before[number], result.after[number], *result.left_out[number : number + 1]]
+        seconds = show_seconds(each.found.steps.busy_seconds)
+        table.add_row(each.run.path.name, layout_of(each.found.plan), seconds, *(f"{error:+.1%}" for error in errors))
+    medians = [result.before, result.after, *([result.left_out] if result.left_out else [])]
+    table.add_row("median", "", "", *(f"{median_error(each):.1%}" for each in medians), style="bold")
+    console.print(table)
+    if (more := len(fit.observed) - MAX_SHOWN_RUNS) > 0:
+        console.print(Text(f"and {more:,} more, which the medians include", style="dim"))
+    if not fit.changes:
+        return
+    console.print()
+    table = plain_table()
+    for column in ("rate", "before", "after", "±", "from"):
+        table.add_column(column, justify="left" if column in ("rate", "from") else "right", no_wrap=column != "from")
+    every = {str(each.run.path) for each in fit.observed}
+    for change in fit.changes:
+        runs = f"{len(change.runs)} of {len(every)} runs"
+        if len(change.runs) == len(every):
+            runs = "all runs" if len(every) > 1 else "the run"
+        after = Text(f"{_rate(change.after)} {change.unit}", style=GREEN)
+        table.add_row(str(change.parameter), _rate(change.before), after, f"{change.sigma:.0%}", runs)
+    console.print(table)
+    if result.undetermined:
+        names = ", ".join(map(str, result.undetermined))
+        console.print(Text(f"as they were, because these runs do not determine them: {names}", style="dim"),
+                      soft_wrap=True)  # fmt: skip
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -28,8 +28,6 @@ from trimaran.machine.checks.preflight import THIS_MACHINE, check_before_run, ru
 from trimaran.machine.checks.read_machine import is_port_in_use, read_disk, read_facts
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from trimaran.app.recipe.request import Request
 
 STATUSES = ("pass", "warn", "fail", "skip")
@@ -152,24 +150,19 @@ def show(results: Sequence[CheckResult], others: Mapping[int, Sequence[CheckResu
     remote = [(f"node {node}: ", each) for node, theirs in others.items() for each in theirs]
     shown = [*(("", each) for each in results), *((node, each) for node, each in remote if each.fix)]
     for node, result in shown:
-        console.print(_lines(node, result))
+        from rich.table import Table
+        from rich.text import Text
+
+        mark, style = MARKS[result.status]
+        table = Table.grid(padding=(0, 1, 0, 0))
+        for width in (4, 4, 22):
+            table.add_column(min_width=width, max_width=width, no_wrap=True)
+        table.add_column()
+        text = Text(f"{node}{result.what}", style="dim" if result.status == "skip" else "")
+        table.add_row(Text(mark, style=style), Text(result.code, style="dim"), Text(result.title), text)
+        if result.fix:
+            table.add_row("", "", Text("fix", style="bold", justify="right"), Text(result.fix, style="bold"))
+        console.print(table)
     counts = Counter(each.status for _, each in [*(("", each) for each in results), *remote])
     labels = {"pass": "passed", "warn": "warnings", "fail": "failed", "skip": "skipped"}
     console.print("\n" + ", ".join(f"{counts[status]} {labels[status]}" for status in STATUSES))
-
-
-def _lines(node: str, result: CheckResult) -> "Table":
-    """Return one check as a table row: mark, code, title and text, which wraps in its column."""
-    from rich.table import Table
-    from rich.text import Text
-
-    mark, style = MARKS[result.status]
-    table = Table.grid(padding=(0, 1, 0, 0))
-    for width in (4, 4, 22):
-        table.add_column(min_width=width, max_width=width, no_wrap=True)
-    table.add_column()
-    text = Text(f"{node}{result.what}", style="dim" if result.status == "skip" else "")
-    table.add_row(Text(mark, style=style), Text(result.code, style="dim"), Text(result.title), text)
-    if result.fix:
-        table.add_row("", "", Text("fix", style="bold", justify="right"), Text(result.fix, style="bold"))
-    return table

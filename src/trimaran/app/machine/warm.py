@@ -42,7 +42,11 @@ def warm(
     elif status is None:
         typer.echo("there is no warm fork server")
     else:
-        typer.echo(_ended(status) if stop else _text(status))
+        left = show_seconds(max(0.0, status["ends_after_seconds"] - status["idle_seconds"]))
+        runs = "1 run" if status["forks"] == 1 else f"{status['forks']} runs"
+        pid = status["pid"]
+        shown = f"warm fork server: process {pid}, used by {runs}, ends in {left} without a new run"
+        typer.echo(f"the warm fork server, process {pid}, ends" if stop else shown)
     return 0
 
 
@@ -61,13 +65,3 @@ def _start(minutes: float) -> dict[str, Any]:
         time.sleep(0.05)
     raise UserError("A027", "the warm fork server did not start", where=str(folder / LOG),
                     fix="see its log; train without --warm")  # fmt: skip
-
-
-def _text(status: dict[str, Any]) -> str:
-    left = max(0.0, status["ends_after_seconds"] - status["idle_seconds"])
-    runs = "1 run" if status["forks"] == 1 else f"{status['forks']} runs"
-    return f"warm fork server: process {status['pid']}, used by {runs}, ends in {show_seconds(left)} without a new run"
-
-
-def _ended(status: dict[str, Any]) -> str:
-    return f"the warm fork server, process {status['pid']}, ends"

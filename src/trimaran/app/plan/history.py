@@ -2,12 +2,23 @@
 
 import json
 import os
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimaran.app.recipe.options import Json, complete_cluster
+from trimaran.app.recipe.options import RUNS, Json, complete_cluster
+from trimaran.core import UserError, show_bytes, show_count, show_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trimaran.planner import Question
+    from trimaran.planner.measure.run_index import MeasuredPlan, RunIndex
 
 Folders = Annotated[
     list[Path] | None,
@@ -24,6 +35,13 @@ ClusterName = Annotated[
     typer.Option(metavar="C", help="Only clusters whose name contains C, such as H100 or 2x8xH100.",
                  autocompletion=complete_cluster),
 ]  # fmt: skip
+COLUMNS = ("tokens/s", "step", "mfu", "memory", "predicted", "goodput", "batch", "date", "run", "plan")
+NUM_FIGURES = 7  # columns that are aligned to the right
+
+Groups = dict[tuple[str, int, str], list["MeasuredPlan"]]
+"""Measured plans by model, its number of parameters, and cluster."""
+MAX_NEWEST_RUNS = 16  # of runs/, that `plan` looks at for changes
+MAX_READ_RUNS = 8  # of these that are new or have changed, about 15 ms each
 
 
 def history(
@@ -41,8 +59,6 @@ def history(
     trimaran history /shared/runs --model llama --cluster H100
     trimaran history --json | jq '.groups[].plans[0]'
     """
-    from trimaran.app.plan.history_view import group_plans, show_history
-    from trimaran.app.plan.measured_plans import read_index, runs_in
     from trimaran.app.show.clean_console import open_console
 
     with open_console(stderr=True).status("reading runs"):
@@ -70,3 +86,123 @@ def history(
     if skipped:
         typer.echo(f"\n{len(skipped)} of {len(runs)} runs have no measured plan; --json says why")
     return 0
+
+
+def group_plans(plans: "Iterable[MeasuredPlan]") -> Groups:
+    """Return the plans by model and cluster, in the order of their names; the fastest plan of each first."""
+    groups: Groups = {}
+    for each in sorted(plans, key=lambda each: -each.measured.tokens_per_second):
+        groups.setdefault((each.model, each.parameters, each.job.cluster), []).append(each)
+    return dict(sorted(groups.items()))
+
+
+def show_history(groups: Groups, console: "Console") -> None:
+    """Print a table for each model and cluster. Rows are never cut: paths are there to be copied."""
+    from rich.text import Text
+
+    for number, ((model, parameters, cluster), plans) in enumerate(groups.items()):
+        size = f", {show_count(parameters)} parameters" if parameters else ""
+        console.print(Text(f"{chr(10) if number else ''}{model}{size}, on {cluster or 'an unknown cluster'}",
+                           style="bold"))  # fmt: skip
+        from rich.text import Text
+
+        rows = [COLUMNS, *map(_row, plans)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row_number, row in enumerate(rows):
+            cells = [text.rjust(width) if at < NUM_FIGURES else text.ljust(width)
+                     for at, (text, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
+            console.print(Text("  ".join(cells).rstrip(), style="" if row_number else "dim"), soft_wrap=True)
+
+
+def _row(plan: "MeasuredPlan") -> tuple[str, ...]:
+    measured, predicted = plan.measured, plan.predicted
+    return (
+        show_count(measured.tokens_per_second),
+        show_seconds(measured.step_seconds),
+        f"{measured.mfu:.0%}" if measured.mfu else "-",
+        show_bytes(measured.peak_bytes),
+        f"{show_seconds(predicted.step_seconds)} {plan.error:+.0%}" if predicted else "-",
+        f"{plan.run.goodput:.0%}",
+        f"{plan.job.global_batch} x {plan.job.seq_len}",
+        show_date(plan.run.time),
+        short_path(plan.run.path),
+        plan.layout,
+    )
+
+
+def show_date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(seconds))
+
+
+def short_path(run: str) -> str:
+    """Return a path relative to this folder if it is below it."""
+    try:
+        here = Path.cwd()
+    except OSError:
+        return run
+    return os.path.relpath(run, here) if Path(run).is_relative_to(here) else run
+
+
+def runs_in(folders: Sequence[Path], environ: Mapping[str, str]) -> list[Path]:
+    """Return the runs in the folders; without any, those under `runs/` and those of jobs that were launched."""
+    from trimaran.planner.measure.run_index import find_runs
+
+    if folders:
+        for folder in folders:
+            if not folder.is_dir():
+                raise UserError("D001", "this folder does not exist", where=str(folder),
+                                fix="name a folder that contains runs")  # fmt: skip
+        return list(dict.fromkeys(run for folder in folders for run in find_runs(folder)))
+    return list(dict.fromkeys([*find_runs(RUNS), *_launched_runs(environ)]))
+
+
+def _launched_runs(environ: Mapping[str, str]) -> Iterator[Path]:
+    from trimaran.launch.targets.target import read_records, state_folder
+    from trimaran.planner.measure.run_index import find_runs
+
+    try:
+        records = read_records(state_folder(environ))
+    except (OSError, RuntimeError):  # no state folder, or no home directory
+        return
+    for job in records:
+        yield from find_runs(Path(job.run_dir), depth=0)
+
+
+def read_index(runs: Sequence[Path], environ: Mapping[str, str]) -> "RunIndex":
+    """Return the index with what is on disk now about the runs."""
+    from trimaran.planner.measure.run_index import index_path, open_index
+
+    index = open_index(index_path(environ))
+    index.refresh(runs)
+    index.write()
+    return index
+
+
+def best_measured_plan(question: "Question", environ: Mapping[str, str]) -> "MeasuredPlan | None":
+    """Return the fastest plan that a run measured for the question's model, sizes and cluster; None if there is none.
+
+    Only the index is read, and those of the newest runs under `runs/` that have changed since they were read.
+    """
+    from trimaran.planner.measure.run_index import best_measured, index_path, job_of_plan, open_index
+
+    path, newest = index_path(environ), _newest_runs()
+    if question.outline is None or not (newest or (path and path.exists())):
+        return None
+    index = open_index(path)
+    index.refresh(newest, limit=MAX_READ_RUNS)
+    index.write()
+    job = asdict(job_of_plan(question.recipe, question.outline, str(question.cluster), platform.node()))
+    return best_measured(index, lambda each: each == job)
+
+
+def _newest_runs() -> list[Path]:
+    """Return the runs directly under `runs/`, the last changed first."""
+    from trimaran.planner.measure.run_index import find_runs
+
+    try:
+        with os.scandir(RUNS) as entries:
+            found = [(each.stat().st_mtime, each.name) for each in entries if each.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+    newest = (RUNS / name for _, name in sorted(found, reverse=True)[:MAX_NEWEST_RUNS])
+    return [run for path in newest for run in find_runs(path, depth=0)]

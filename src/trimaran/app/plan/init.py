@@ -11,9 +11,8 @@ import typer
 from trimaran.app.recipe.options import Json, complete_cluster
 
 if TYPE_CHECKING:  # `--help` imports neither the planner nor the readers of data
-    from trimaran.app.plan.choices import Choices
-    from trimaran.app.recipe.data_facts import DataFacts
-    from trimaran.app.recipe.model_facts import ModelFacts
+    from trimaran.app.plan.new_recipe import Choices
+    from trimaran.app.recipe.facts import DataFacts, ModelFacts
     from trimaran.app.recipe.request import Request
 
 ModelName = Annotated[
@@ -56,10 +55,11 @@ def init(
     trimaran init --model Qwen/Qwen2.5-7B --data HuggingFaceH4/ultrachat_200k --split train_sft --method lora --yes
     trimaran init --model ./model --data corpus/ --cluster 8xH100 --out corpus.yaml --yes --json
     """
-    from trimaran.app.plan.choices import choose_values, run_name
-    from trimaran.app.plan.recipe_text import recipe_text
-    from trimaran.app.recipe.data_facts import look_at_data
-    from trimaran.app.recipe.model_facts import look_at_model
+    from trimaran.app.plan.new_recipe import choose_values, recipe_text, run_name
+    from trimaran.app.plan.plan import plan_as_dict
+    from trimaran.app.recipe.facts import look_at_data, look_at_model
+    from trimaran.app.recipe.options import path_argument, program_name
+    from trimaran.core import UserError, show_bytes, show_seconds
     from trimaran.machine import parse_cluster
 
     asks = not yes
@@ -73,7 +73,9 @@ def init(
     _say(f"model  {found_model.describe()}")
     found_data = look_at_data(data, _local_data(data, split), found_model.tokenizer, split=split)
     _say(f"data   {found_data.describe()}")
-    _refuse_images(found_model, found_data)
+    if found_data.has_images and not found_model.takes_images:
+        raise UserError("T051", "the samples have images, and this model takes no images", where=found_data.named,
+                        fix="use a vision-language model, or data without images")  # fmt: skip
     choices = choose_values(found_model, found_data, devices, method=method, cluster_name=cluster)
     if asks:
         choices = _ask(choices, found_model, found_data, asks_method=method is None)
@@ -83,7 +85,19 @@ def init(
     _refuse_existing(file)
     text = recipe_text(found_model, found_data, choices)
     request = _write_checked(file, text, has_local_weights=found_model.weight_bytes > 0)
-    return _show(request, file, found_model, found_data, choices, as_json=as_json)
+    command = [program_name(), "train", path_argument(file)]
+    if as_json:
+        facts = {"file": str(file), "method": choices.method, "steps": choices.num_steps, "next": command}
+        found = {"model": found_model.as_dict(), "data": found_data.as_dict()}
+        typer.echo(json.dumps(plan_as_dict(request) | facts | found))
+        return 0
+    typer.echo(f"wrote  {file}: {choices.method}, {choices.epochs} passes, about {choices.num_steps:,} steps")
+    if prediction := request.plan.prediction:
+        step, peak = prediction.step_seconds, show_bytes(prediction.peak_bytes)
+        whole = show_seconds(step * choices.num_steps)
+        typer.echo(f"plan   {request.plan}: {peak} a device, {show_seconds(step)} a step, about {whole} in all")
+    typer.echo(f"next   {' '.join(command)}")
+    return 0
 
 
 def _given(option: str, value: str | None, *, asks: bool) -> str:
@@ -114,17 +128,9 @@ def _refuse_existing(file: Path) -> None:
                         fix=f"create it: mkdir -p {file.parent}")  # fmt: skip
 
 
-def _refuse_images(model: "ModelFacts", data: "DataFacts") -> None:
-    from trimaran.core import UserError
-
-    if data.has_images and not model.takes_images:
-        raise UserError("T051", "the samples have images, and this model takes no images", where=data.named,
-                        fix="use a vision-language model, or data without images")  # fmt: skip
-
-
 def _local_data(named: str, split: str) -> Path:
     """Return where the data is; a dataset on the Hub is fetched."""
-    from trimaran.app.recipe.hub_files import with_local_files
+    from trimaran.app.recipe.recipe_files import with_local_files
     from trimaran.core import DataSection, Recipe
     from trimaran.core.regular_files import expand_user
     from trimaran.models import is_hub_name
@@ -137,7 +143,7 @@ def _local_data(named: str, split: str) -> Path:
 
 def _ask(choices: "Choices", model: "ModelFacts", data: "DataFacts", *, asks_method: bool) -> "Choices":
     """Ask for what the files do not say: what is trained, and for how long."""
-    from trimaran.app.plan.choices import METHODS, learning_rate, with_epochs
+    from trimaran.app.plan.new_recipe import METHODS, learning_rate, with_epochs
 
     if asks_method and model.has_weights:
         picked = typer.prompt(f"train ({', '.join(METHODS)})", default=choices.method, err=True).strip()
@@ -156,10 +162,8 @@ def _ask(choices: "Choices", model: "ModelFacts", data: "DataFacts", *, asks_met
 
 def _write_checked(file: Path, text: str, *, has_local_weights: bool) -> "Request":
     """Write the recipe after the checks of `train --dry-run`. The file is complete or absent."""
-    from trimaran.app.recipe.dry_run import check_ranks
-    from trimaran.app.recipe.hub_files import with_local_files
-    from trimaran.app.recipe.prepare_data import check_all_data
-    from trimaran.app.recipe.recipe_tokenizer import with_model_tokenizer
+    from trimaran.app.recipe.prepare_data import check_all_data, check_ranks
+    from trimaran.app.recipe.recipe_files import with_local_files, with_model_tokenizer
     from trimaran.app.recipe.request import resolve
 
     draft = file.with_name(f".{file.name}.{os.getpid()}.yaml")
@@ -176,28 +180,6 @@ def _write_checked(file: Path, text: str, *, has_local_weights: bool) -> "Reques
     finally:
         draft.unlink(missing_ok=True)
     return request
-
-
-def _show(
-    request: "Request", file: Path, model: "ModelFacts", data: "DataFacts", choices: "Choices", *, as_json: bool
-) -> int:
-    from trimaran.app.plan.plan import plan_as_dict
-    from trimaran.app.recipe.options import path_argument, program_name
-    from trimaran.core import show_bytes, show_seconds
-
-    command = [program_name(), "train", path_argument(file)]
-    if as_json:
-        facts = {"file": str(file), "method": choices.method, "steps": choices.num_steps, "next": command}
-        found = {"model": model.as_dict(), "data": data.as_dict()}
-        typer.echo(json.dumps(plan_as_dict(request) | facts | found))
-        return 0
-    typer.echo(f"wrote  {file}: {choices.method}, {choices.epochs} passes, about {choices.num_steps:,} steps")
-    if prediction := request.plan.prediction:
-        step, peak = prediction.step_seconds, show_bytes(prediction.peak_bytes)
-        whole = show_seconds(step * choices.num_steps)
-        typer.echo(f"plan   {request.plan}: {peak} a device, {show_seconds(step)} a step, about {whole} in all")
-    typer.echo(f"next   {' '.join(command)}")
-    return 0
 
 
 def _say(text: str) -> None:

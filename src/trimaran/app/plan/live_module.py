@@ -29,11 +29,19 @@ def plan(
     has `global_batch` samples, by default one per device. `seq_len` is by default that of the first input if it is a
     batch of tokens. Fields set in `pins` are fixed.
     """
+    from torch import nn
+
     from trimaran.models.from_module import outline_from_module
 
     visible, measured = os.environ.get("CUDA_VISIBLE_DEVICES"), calibration_folder(os.environ)
     parsed = parse_cluster(cluster, visible_devices=visible, calibrations=measured)
-    _refuse_no_module(module, inputs)
+    if not isinstance(module, nn.Module):
+        name = module if isinstance(module, str) else "NAME"
+        raise UserError("M033", f"{module!r:.80} is not an nn.Module", where="trimaran.plan",
+                        fix=f"call trimaran.plan(module, *inputs), or type `trimaran plan {name}`")  # fmt: skip
+    if not inputs and not hasattr(getattr(module, "config", None), "to_dict"):
+        raise UserError("M031", "there are no example inputs: the sizes of activations depend on them",
+                        where="trimaran.plan", fix="call trimaran.plan(module, *inputs)")  # fmt: skip
     length = _length(inputs) if seq_len is None else seq_len
     batch = parsed.world_size if global_batch is None else global_batch
     settings = [f"cluster={cluster}", f"data.seq_len={length}", f"train.global_batch={batch}"]
@@ -45,19 +53,6 @@ def plan(
                         where="trimaran.plan", fix="call trimaran.plan(network, *inputs)")  # fmt: skip
     # Any framework may run the plan, so the limits of our own trainer do not apply.
     return search(Question(recipe=recipe, spec=None, outline=outline, cluster=parsed, goal=goal, for_trainer=False))
-
-
-def _refuse_no_module(module: object, inputs: tuple[Any, ...]) -> None:
-    """Raise if `module` is no nn.Module or has no inputs; a transformers model has its sizes in its config."""
-    from torch import nn
-
-    if not isinstance(module, nn.Module):
-        name = module if isinstance(module, str) else "NAME"
-        raise UserError("M033", f"{module!r:.80} is not an nn.Module", where="trimaran.plan",
-                        fix=f"call trimaran.plan(module, *inputs), or type `trimaran plan {name}`")  # fmt: skip
-    if not inputs and not hasattr(getattr(module, "config", None), "to_dict"):
-        raise UserError("M031", "there are no example inputs: the sizes of activations depend on them",
-                        where="trimaran.plan", fix="call trimaran.plan(module, *inputs)")  # fmt: skip
 
 
 def _length(inputs: tuple[Any, ...]) -> int:

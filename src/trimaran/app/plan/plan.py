@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimaran.app.leaves import open_leaf
 from trimaran.app.recipe.options import (
     Json,
     Settings,
@@ -21,8 +20,6 @@ from trimaran.app.recipe.options import (
 )
 
 if TYPE_CHECKING:  # `--help` does not import the planner
-    from trimaran.app.plan.plan_answer import PlanReport
-    from trimaran.app.plan.tool_pins import ToolFile
     from trimaran.app.recipe.request import Request
 
 ModelOrRecipe = Annotated[
@@ -127,10 +124,18 @@ def plan(
     trimaran plan llama-3.1-8b --cluster 8xH100 --from ds_config.json
     trimaran plan --serve llama-3-8b --cluster 8xH100 --prompt-tokens 1024 --output-tokens 256
     """
-    from trimaran.app.plan.plan_answer import build_plan_report, with_files, with_goal, with_top
-    from trimaran.app.plan.run_cost import read_cost_terms
+    from trimaran.app.plan.plan_answer import (
+        as_dict,
+        build_plan_report,
+        read_cost_terms,
+        with_files,
+        with_goal,
+        with_measured,
+        with_top,
+    )
     from trimaran.app.recipe.plan_request import adapter_setting, read_plan_request, say_reference
-    from trimaran.core import UserError
+    from trimaran.core import EXIT_DONE, EXIT_USER, UserError
+    from trimaran.planner.search.goals import no_fit_error
 
     serving = {"--prompt-tokens": prompt_tokens, "--output-tokens": output_tokens, "--max-running": max_running,
                "--weights": weights, "--tp": tp, "--pp": pp}  # fmt: skip
@@ -139,6 +144,8 @@ def plan(
                   "--emit": emit, "--output": output, "--tokens": tokens, "--mtbf": mtbf}  # fmt: skip
         asked = {"cluster": cluster, "goal": goal, "price": price}
         asked |= {name[2:].replace("-", "_"): each for name, each in serving.items()}
+        from trimaran.app.main import open_leaf
+
         return open_leaf("plan --serve")(what, asked, unused, settings or [], as_json=as_json)
     if named := [name for name, value in serving.items() if value is not None]:
         raise UserError("A013", f"{named[0]} says how a model is served", where=named[0],
@@ -153,49 +160,29 @@ def plan(
         tool_file = None
         pinned = read_plan_request(what, shortcuts, settings)
     else:
-        from trimaran.app.plan.tool_pins import read_tool_file, with_pins
+        from trimaran.app.plan.other_tools import read_tool_file, with_pins
 
         tool_file = read_tool_file(from_file)
         pinned = with_pins(tool_file, shortcuts, settings, lambda given: read_plan_request(what, given, settings))
     request = with_top(with_goal(pinned, goal), top)
     say_reference(pinned)
     if tool_file and not as_json:
-        from trimaran.app.plan.tool_pins_view import show_tool_file
+        from trimaran.app.plan.other_tools import show_tool_file
 
         show_tool_file(tool_file, request.question.cluster, request.question.recipe)
     with _spinner(quiet=as_json):
         report = build_plan_report(request, terms, tool=emit)
-    return _print_report(_with_measured(with_files(report, output, force=force)), tool_file, top=top, as_json=as_json)
-
-
-def _print_report(report: "PlanReport", tool_file: "ToolFile | None", *, top: int, as_json: bool) -> int:
-    """Print the answer, and return the exit code."""
-    from trimaran.app.plan.plan_answer import as_dict
-    from trimaran.core import EXIT_DONE, EXIT_USER
-    from trimaran.planner.search.goals import no_fit_error
-
+    report = with_measured(with_files(report, output, force=force), os.environ)
     if as_json:
         translated = {"from": tool_file.as_dict(report.request.question.cluster)} if tool_file else {}
         typer.echo(json.dumps(as_dict(report, top=top) | translated))
         return EXIT_DONE if report.best else EXIT_USER
-    from trimaran.app.plan.plan_answer_view import show_report
+    from trimaran.app.plan.plan_view import show_report
     from trimaran.app.show.clean_console import open_console
 
     show_report(report, open_console(), top=top)
     if report.best is None:
         raise no_fit_error(report.answer)
-    _print_commands(report)
-    return EXIT_DONE
-
-
-def _with_measured(report: "PlanReport") -> "PlanReport":
-    from trimaran.app.plan.plan_answer import with_measured
-
-    return with_measured(report, os.environ)
-
-
-def _print_commands(report: "PlanReport") -> None:
-    """Print what to run next: the plan of the answer, and a measured one if there is another."""
     if report.caution:
         typer.echo(f"\n{report.caution}")
     if report.measured_command:
@@ -203,6 +190,7 @@ def _print_commands(report: "PlanReport") -> None:
     typer.echo(f"\nnext  {report.next_command}")
     if report.trainer:
         typer.echo(f"or    {report.trainer}")
+    return EXIT_DONE
 
 
 def _spinner(*, quiet: bool) -> AbstractContextManager[object]:

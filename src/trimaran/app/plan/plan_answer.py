@@ -3,27 +3,176 @@
 import json
 import math
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimaran.app.plan.run_cost import CostTerms, RunCost, run_cost_of
-from trimaran.app.recipe.ask_hf_facts import ask_hf_facts
-from trimaran.app.recipe.options import program_name
+import yaml
+
+from trimaran.app.recipe.ask_torch import ask_hf_facts
+from trimaran.app.recipe.options import program_name, start_command
 from trimaran.app.recipe.plan_request import PlanRequest
-from trimaran.app.recipe.start_command import start_command
-from trimaran.core import Plan, UserError, did_you_mean
+from trimaran.core import Plan, Recipe, Seconds, UserError, did_you_mean, show_count, show_seconds
+from trimaran.cost.goodput import Bill, Faults, Goodput, bill_of, checkpoint_bytes, expected_goodput, write_seconds
+from trimaran.machine import Cluster
 from trimaran.planner import GOALS, PlanAnswer, Question, check_plan
 from trimaran.planner.rules.axis_rules import check_hf_facts
-from trimaran.planner.search.goals import no_fit_error, search
+from trimaran.planner.search.goals import choose, no_fit_error, search
 
-if TYPE_CHECKING:  # the emitters and the simulator are imported only if they are needed
-    from trimaran.app.plan.emit_files import EmittedPlan, WrittenPlan
-    from trimaran.app.plan.trainer_plan import TrainerPlan
+if TYPE_CHECKING:
+    from trimaran.app.plan.other_tools import EmittedPlan, WrittenPlan
     from trimaran.planner.measure.run_index import MeasuredPlan
     from trimaran.planner.reliability import Reliability
+
+# Assumptions, shown with every result: the bandwidth of a node to a parallel file system, and the time of a restart,
+# which detects the fault, starts the processes, reads the checkpoint and compiles.
+NODE_DISK_BANDWIDTH = 2e9  # bytes a second
+RESTART_SECONDS = Seconds(600.0)
+SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbgt]?)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostTerms:
+    """Tokens of a run, price of a GPU hour, and mean time between failures of a GPU; None if not given."""
+
+    tokens: float | None = None
+    price: float | None = None
+    mtbf_hours: float | None = None
+
+
+def read_cost_terms(*, tokens: str | None, price: float | None, mtbf: float | None) -> CostTerms:
+    """Return the terms from the command line: tokens as `300B`, `1.5T` or `15e12`."""
+    for option, value in (("--price", price), ("--mtbf", mtbf)):
+        if value is not None and not 0 < value < 1e12:
+            raise UserError("A013", f"{value:g} is not a number above 0", where=option, fix=f"write {option} 2.5")
+    if price is not None and tokens is None:
+        raise UserError("A013", "a price needs a number of tokens", where="--price", fix="add --tokens 1T")
+    if tokens is None:
+        return CostTerms(price=price, mtbf_hours=mtbf)
+    match = NUMBER.fullmatch(tokens.strip().replace("_", "").replace(",", ""))
+    count = float(match[1]) * SUFFIXES[match[2].lower()] if match else 0.0
+    if not 0 < count < 1e24:
+        raise UserError(
+            "A013", f"'{tokens}' is not a number of tokens", where="--tokens", fix="write 300B, 1T or 15e12"
+        )
+    return CostTerms(tokens=count, price=price, mtbf_hours=mtbf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCost:
+    """The cost of a plan: goodput if the failure rate is given, a bill if the tokens are."""
+
+    terms: CostTerms
+    goodput: Goodput | None
+    bill: Bill | None
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The cost as rows of a table: name and text."""
+        rows = []
+        if good := self.goodput:
+            save = "never save" if math.isinf(good.interval) else f"save every {show_seconds(good.interval)}"
+            lost = ", ".join(f"{name} take {fraction:.1%}" for name, fraction in good.lost.items() if fraction)
+            assumed = (
+                f"a node writes {NODE_DISK_BANDWIDTH / 1e9:g} GB/s, a restart takes {show_seconds(RESTART_SECONDS)}"
+            )
+            if good.fraction > 0:
+                rows.append(("goodput", f"{good.fraction:.1%} of the time: {save}; {lost} (assumed: {assumed})"))
+            else:
+                rows.append(("goodput", f"the run would never end: failures come faster than it recovers ({assumed})"))
+        if bill := self.bill:
+            days = f"{bill.days:,.1f} days for {show_count(self.terms.tokens or 0)} tokens"
+            cost = "" if self.terms.price is None else f", {bill.cost:,.0f} at {self.terms.price:g} an hour"
+            rows.append(("bill", f"{days}, {show_count(bill.device_hours)} GPU hours{cost}"))
+        return rows
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the keys of `--json`; None for what was not requested."""
+        bill: dict[str, Any] = asdict(self.bill) if self.bill else {}
+        if bill and self.terms.price is None:
+            bill["cost"] = None
+        good: dict[str, Any] = asdict(self.goodput) if self.goodput else {}
+        if good:
+            assumed = {"restart_seconds": RESTART_SECONDS, "node_disk_bytes_per_second": NODE_DISK_BANDWIDTH}
+            good = {"share": good.pop("fraction")} | good  # the key of `--json`
+            interval = good["interval"] if math.isfinite(good["interval"]) else None  # JSON has no infinity
+            good |= {"interval": interval, "assumed": assumed}
+        return {"goodput": good or None, "bill": bill or None}
+
+
+def run_cost_of(plan: Plan, question: Question, cluster: Cluster, terms: CostTerms) -> RunCost:
+    """Return the cost of a run with the plan on `cluster`; empty if the plan has no prediction."""
+    found, goodput, bill = plan.prediction, None, None
+    if found and terms.mtbf_hours is not None and question.outline:
+        moments = question.job.state_bytes
+        states = checkpoint_bytes(question.outline.trained_parameters, moment_bytes=moments)
+        write = write_seconds(states, disk_bandwidth=NODE_DISK_BANDWIDTH * cluster.num_nodes)
+        faults = Faults(device_hours=terms.mtbf_hours, restart=RESTART_SECONDS)
+        goodput = expected_goodput(faults, cluster.world_size, write=write, step=found.step_seconds)
+    share = goodput.fraction if goodput else 1.0
+    if found and terms.tokens is not None and share > 0:
+        bill = bill_of(terms.tokens, found.tokens_per_second, num_devices=cluster.world_size,
+                       hour_price=terms.price or 0.0, goodput=share)  # fmt: skip
+    return RunCost(terms=terms, goodput=goodput, bill=bill)
+
+
+def show_slower(times: float) -> str:
+    """Return a ratio of step times as text."""
+    if 0.995 < times < 1.005:
+        return "as fast"
+    return f"{times:.2g} times slower" if times > 1.5 else f"{abs(times - 1):.0%} {'slower' if times > 1 else 'faster'}"
+
+
+def slower(plan: Plan, best: Plan) -> float:
+    """Return how many times as long a step of `plan` takes as one of `best`."""
+    return plan.prediction.step_seconds / best.prediction.step_seconds if plan.prediction and best.prediction else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerPlan:
+    """The best plan that our trainer runs, its command, why it does not run the best plan, and how much that costs."""
+
+    plan: Plan
+    command: str
+    refusal: UserError
+    slower: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        prediction = self.plan.prediction.model_dump(mode="json") if self.plan.prediction else None
+        plan = {"plan": self.plan.model_dump(mode="json"), "prediction": prediction}
+        return {**plan, "next": self.command, "refusal": self.refusal.as_dict(), "slower": self.slower}
+
+    def __str__(self) -> str:
+        why = f"`trimaran train` does not run the plan above ({self.refusal.code}: {self.refusal.what})"
+        return f"{self.command}\n      {self.plan}, {show_slower(self.slower)}: {why}"
+
+
+def trainer_plan(best: Plan, answer: PlanAnswer, arguments: Sequence[str]) -> TrainerPlan | None:
+    """Return the plan that `trimaran train` would choose; None if it runs `best`, or cannot train the model at all.
+
+    Also None if it is not known what it can do with the model. `arguments` name the model and the recipe.
+    """
+    question, cluster = answer.question, answer.cluster
+    if question.facts is None or question.facts.untrainable is not None:
+        return None
+    inputs = (question.recipe, question.spec, cluster, question.outline, question.facts)
+    try:
+        check_plan(best, *inputs)
+    except UserError as error:
+        refusal = error
+    else:
+        return None
+    try:
+        plan = choose(*inputs)
+    except UserError:
+        return None
+    command = shlex.join([*start_command(cluster), "train", *arguments])
+    return TrainerPlan(plan=plan, command=command, refusal=refusal, slower=slower(plan, best))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +234,23 @@ def build_plan_report(request: PlanRequest, terms: CostTerms, *, tool: str | Non
     """Search the plans and return the answer, as config files of `tool` if one is named."""
     question, emitted = replace(request.question, mtbf_hours=terms.mtbf_hours), None
     if tool is None:
-        answer = _search_for_trainer(question)
+        # What our trainer can do with a Hugging Face model decides which plans there are.
+        facts, unknown = ask_hf_facts(question.recipe.model, os.environ)
+        trains = question.for_trainer and not (facts and facts.untrainable)
+        found, warnings = search(replace(question, facts=facts, for_trainer=trains)), []
+        if unknown:
+            warnings.append(f"which plans `trimaran train` runs for this model is not known: {unknown}")
+        try:
+            check_hf_facts(Plan(), question.recipe, facts)
+        except UserError as error:
+            warnings.append(f"`trimaran train` refuses this with any plan: {error.code}: {error.what}; {error.fix}")
+        answer = replace(found, warnings=(*found.warnings, *warnings))
     else:
-        from trimaran.app.plan.emit_files import search_for_tool
+        from trimaran.app.plan.other_tools import search_for_tool
 
         answer, emitted = search_for_tool(tool, question)
     report = PlanReport(request=request, answer=answer, terms=terms, emitted=emitted)
     if report.best and tool is None and answer.question.facts is not None:
-        from trimaran.app.plan.trainer_plan import trainer_plan
-
         report = replace(report, trainer=trainer_plan(report.best, answer, request.arguments))
     if question.goal != "goodput" or report.best is None or question.outline is None:
         return report
@@ -102,26 +259,9 @@ def build_plan_report(request: PlanRequest, terms: CostTerms, *, tool: str | Non
     return replace(report, reliability=reliability_of(report.best, question, answer.cluster))
 
 
-def _search_for_trainer(question: Question) -> PlanAnswer:
-    """Return the plans for what our trainer can do with a Hugging Face model.
-
-    A warning says if that is not known, or why `trimaran train` refuses every plan.
-    """
-    facts, unknown = ask_hf_facts(question.recipe.model, os.environ)
-    trains = question.for_trainer and not (facts and facts.untrainable)
-    answer, warnings = search(replace(question, facts=facts, for_trainer=trains)), []
-    if unknown:
-        warnings.append(f"which plans `trimaran train` runs for this model is not known: {unknown}")
-    try:
-        check_hf_facts(Plan(), question.recipe, facts)
-    except UserError as error:
-        warnings.append(f"`trimaran train` refuses this with any plan: {error.code}: {error.what}; {error.fix}")
-    return replace(answer, warnings=(*answer.warnings, *warnings))
-
-
 def with_measured(report: PlanReport, environ: Mapping[str, str]) -> PlanReport:
     """Return the report with the fastest measured plan; nothing is read where no run was ever seen."""
-    from trimaran.app.plan.measured_plans import best_measured_plan
+    from trimaran.app.plan.history import best_measured_plan
 
     return replace(report, measured=best_measured_plan(report.request.question, environ))
 
@@ -130,7 +270,7 @@ def with_files(report: PlanReport, folder: Path | None, *, force: bool) -> PlanR
     """Write the tool's config files, if any, and return the report with their folder."""
     if report.emitted is None:
         return report
-    from trimaran.app.plan.emit_files import write_files
+    from trimaran.app.plan.other_tools import write_files
 
     return replace(report, written=write_files(report.emitted, folder or Path(report.emitted.tool), force=force))
 
@@ -270,7 +410,7 @@ def _tool_for(best: Plan, answer: PlanAnswer) -> tuple[str, str]:
     The best plan of the answer that any tool supports counts. If there is none, the first tool that has the network is
     returned: it searches its own plan.
     """
-    from trimaran.app.plan.emit_files import refusal_by, show_slower, slower
+    from trimaran.app.plan.other_tools import refusal_by
     from trimaran.planner.emit import EMITTERS
 
     refusals = {tool: refusal_by(tool, best, answer.question) for tool in EMITTERS}
@@ -288,3 +428,20 @@ def _tool_for(best: Plan, answer: PlanAnswer) -> tuple[str, str]:
 
 def _what(error: UserError | None) -> str:
     return error.what if error else ""
+
+
+def pinned_recipe_text(recipe: Recipe, plan: Plan, *, header: str, data: Mapping[str, Any] | None = None) -> str:
+    """Return the fields that the user has set as YAML, with every field of the plan pinned, and `data` changed."""
+    from trimaran.planner.measure.run_index import pins_of
+
+    tree: dict[str, Any] = recipe.model_dump(mode="json", exclude_unset=True, exclude={"plan"})
+    if data:
+        tree.setdefault("data", {}).update(data)
+    tree = _without_empty(tree) | {"plan": pins_of(plan)}
+    return f"{header}\n{yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)}"
+
+
+def _without_empty(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree without fields that say nothing. Where paths are made absolute, missing ones are set to null."""
+    smaller = {name: _without_empty(each) if isinstance(each, dict) else each for name, each in tree.items()}
+    return {name: each for name, each in smaller.items() if each not in (None, [], {})}

@@ -1,21 +1,29 @@
-"""Prints a plan: what it is, whether it fits, and where the bytes and seconds go."""
+"""Prints a plan, whether it fits, where its bytes and seconds go, and the answer of `plan` with why others lost."""
+
+from collections.abc import Iterable, Sequence
 
 from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trimaran.app.plan.history import short_path, show_date
+from trimaran.app.plan.plan_answer import PlanReport
 from trimaran.app.recipe.request import Request
-from trimaran.app.show.text_chart import GREEN, RED, SKY
+from trimaran.app.show.clean_console import plain_table
+from trimaran.app.show.text_chart import GREEN, ORANGE, RED, SKY
 from trimaran.core import Plan, Prediction, show_bytes, show_count, show_seconds
-from trimaran.core.plan import KindPrediction
+from trimaran.core.plan import show_rows
 from trimaran.machine import Cluster
 from trimaran.models import Outline
-from trimaran.planner import explain
+from trimaran.planner import Question, explain
+from trimaran.planner.search.branch_and_bound import TIE_RATIO
 
 BAR_CELLS = 28
 WIDE_COLUMNS = 110
 MIN_SHOWN_FRACTION = 0.001  # of the communication
+FULL_MEMORY_FRACTION = 0.88  # above this the allocator has to search for free blocks, and a step takes longer
+MAX_SHOWN_MISSES, MAX_SHOWN_TIES = 6, 4
 
 
 def show_plan(request: Request, console: Console) -> None:
@@ -71,7 +79,9 @@ def add_plan(facts: Table, plan: Plan, cluster: Cluster, *, unit: str) -> None:
         parts += [f"recompute {own.recompute}"] * (own.recompute is not None)
         facts.add_row("", f"{name}: {', '.join(parts)}")
     if plan.mesh.pp > 1:
-        facts.add_row("stages", _stages(plan))
+        counts = plan.pipeline.stages
+        stages = f"{', '.join(map(str, counts))} layers" if 0 < len(counts) <= 16 else f"{plan.num_stages}"
+        facts.add_row("stages", f"{stages}, theoretical bubble {plan.bubble:.0%}")
     if plan.reduces_after_backward and plan.captures_steps:
         when = "after backward, not during it (plan.comm.overlap: false)"
         facts.add_row("gradients", f"summed {when}, so that CUDA graphs launch forward and backward")
@@ -87,7 +97,12 @@ def show_terms(plan: Plan, console: Console) -> None:
         ("peak memory of one device", terms.memory, show_bytes),
         ("time of one step", terms.time, show_seconds),
     ):
-        table = _term_table()
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(min_width=11, no_wrap=True)
+        table.add_column(width=BAR_CELLS, no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(justify="right", style="dim", no_wrap=True)
+        table.add_column(style="dim")  # the only column that may wrap, so that numbers stay complete
         for row in rows:
             bar = Bar(rows[0].value, 0, row.value, width=BAR_CELLS, color=SKY)
             meaning = [row.meaning] if console.width >= WIDE_COLUMNS else []
@@ -107,12 +122,6 @@ def occupancy(prediction: Prediction, cluster: Cluster) -> float:
     return prediction.device_bytes / (prediction.memory_limit or cluster.device.memory_bytes)
 
 
-def _stages(plan: Plan) -> str:
-    counts = plan.pipeline.stages
-    stages = f"{', '.join(map(str, counts))} layers" if 0 < len(counts) <= 16 else f"{plan.num_stages}"
-    return f"{stages}, theoretical bubble {plan.bubble:.0%}"
-
-
 def _add_cost(facts: Table, prediction: Prediction, cluster: Cluster, unit: str) -> None:
     verdict = Text("fits", style=GREEN) if prediction.fits else Text("does not fit", style=f"bold {RED}")
     # device_bytes: tensors, the allocator's reserve, the CUDA context and the collectives' buffers.
@@ -121,7 +130,12 @@ def _add_cost(facts: Table, prediction: Prediction, cluster: Cluster, unit: str)
     fraction = f" ({occupancy(prediction, cluster):.0%}), "
     facts.add_row("memory", Text.assemble(full, fraction, verdict, f"; tensors {show_bytes(prediction.peak_bytes)}"))
     for kind in prediction.kinds:
-        facts.add_row("", _kind_text(kind))
+        fewest, most = kind.layers
+        layers = f"{most} layers" if fewest == most else f"{fewest} to {most} layers"
+        busy = f"busy for {show_seconds(kind.busy_seconds)} of a step"
+        needed = f"{show_bytes(kind.device_bytes)} of {show_bytes(kind.memory_bytes)}"
+        count = "1 row" if kind.rows == 1 else f"{kind.rows} rows"
+        facts.add_row("", f"{kind.ranks} x {kind.device}: {count} and {layers} each, {busy}, {needed}")
     if prediction.host_bytes:
         facts.add_row("host", f"{show_bytes(prediction.host_bytes)} of {show_bytes(cluster.host_bytes)} a node, pinned")
     if prediction.disk_bytes:
@@ -133,21 +147,150 @@ def _add_cost(facts: Table, prediction: Prediction, cluster: Cluster, unit: str)
     facts.add_row("error", f"±{prediction.error:.0%}{memory}{source}")
 
 
-def _kind_text(kind: KindPrediction) -> str:
-    """Return what the ranks of one kind of device do in a step, and what they need for it."""
-    fewest, most = kind.layers
-    layers = f"{most} layers" if fewest == most else f"{fewest} to {most} layers"
-    busy = f"busy for {show_seconds(kind.busy_seconds)} of a step"
-    memory = f"{show_bytes(kind.device_bytes)} of {show_bytes(kind.memory_bytes)}"
-    rows = "1 row" if kind.rows == 1 else f"{kind.rows} rows"
-    return f"{kind.ranks} x {kind.device}: {rows} and {layers} each, {busy}, {memory}"
+def show_report(report: PlanReport, console: Console, *, top: int) -> None:
+    """Print the answer. If nothing fits, the plan with the least memory is shown instead of the best."""
+    answer = report.answer
+    shown = report.best or next((miss.plan for miss in answer.misses), None)
+    _show_facts(report, shown, console)
+    if shown:
+        show_terms(shown, console)
+    if len(answer.ranked) > 1:
+        _headline(console, _ranking_title(answer.ranked[:top], answer.question.goal))
+        wide = console.width >= WIDE_COLUMNS
+        table = plain_table()
+        for column in ("mesh", "shard", "recompute", "loss", "offload") if wide else ("plan",):
+            table.add_column(column)
+        for column in ("batch", "memory", "step", f"{unit_of(answer.question.outline)}/s", "mfu"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for plan in answer.ranked[:top]:
+            how = (_mesh(plan), plan.sharding, _recompute(plan), plan.loss, plan.offload) if wide else (_short(plan),)
+            style = f"bold {GREEN}" if plan is report.best else ""
+            table.add_row(*(Text(word, style=style) for word in how), *_numbers(plan, answer.cluster))
+        console.print(table)
+    lost = [
+        f"{_short(miss.plan)}, batch {_batch(miss.plan)}: {miss.why}"
+        for miss in answer.misses
+        if miss.plan is not shown
+    ]
+    ties = [f"{_short(tie.plan)}, batch {_batch(tie.plan)}: {tie.why}" for tie in answer.ties]
+    _show_list(console, "ties, which the error bar does not tell from the chosen plan", ties[:MAX_SHOWN_TIES])
+    _show_list(console, "why others lost", lost[:MAX_SHOWN_MISSES])
+    _show_list(console, "communication settings that differ from the defaults", answer.choices)
+    _show_list(console, "what would change the answer", answer.hints)
+    for warning in answer.warnings:
+        console.print(Text.assemble(("\nwarning  ", ORANGE), warning))
+    if report.written is None:
+        return
+    emitted = report.written.emitted
+    _headline(console, f"written for {emitted.tool}")
+    console.print(Text("\n".join(report.written.files)), soft_wrap=True)
+    if emitted.loss:
+        console.print(Text(f"not the best plan: {emitted.loss}", style=ORANGE), soft_wrap=True)
+    for note in emitted.emission.notes:
+        console.print(Text(f"- {note}", style="dim"), soft_wrap=True)
 
 
-def _term_table() -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(min_width=11, no_wrap=True)
-    table.add_column(width=BAR_CELLS, no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", style="dim", no_wrap=True)
-    table.add_column(style="dim")  # the only column that may wrap, so that numbers stay complete
-    return table
+def _show_facts(report: PlanReport, plan: Plan | None, console: Console) -> None:
+    question, answer = report.request.question, report.answer
+    recipe, facts = question.recipe, facts_table()
+    facts.add_row("run", recipe.name)
+    add_model(facts, question.outline)
+    idle = answer.question.cluster.world_size - answer.cluster.world_size
+    facts.add_row("cluster", f"{answer.cluster}{f', {idle} of {question.cluster} stay idle' if idle else ''}")
+    facts.add_row("step", _step(question))
+    if rows := question.rows:
+        facts.add_row("images", f"{rows.images:,.1f} images of {rows.patches:,.0f} patches in all a sequence, by the "
+                      f"first {rows.num_samples:,} samples of the data")  # fmt: skip
+    if plan:
+        add_plan(facts, plan, answer.cluster, unit=unit_of(question.outline))
+    if not answer.ranked:
+        missing = answer.missing or f"{show_bytes(answer.missing_bytes)} a device"
+        facts.add_row("missing", Text(missing, style=f"bold {RED}"))
+        facts.add_row("smallest", f"{answer.smallest} is enough" if answer.smallest else "no number of them is enough")
+    if found := report.reliability:
+        spares = f"{found.spares} spare nodes, a checkpoint every {found.save_every:,} steps"
+        facts.add_row("job", f"goodput {found.goodput:.1%} of weeks with failures, simulated: {spares}, "
+                      f"MTTR {show_seconds(found.mttr)}")  # fmt: skip
+    if report.measured:
+        facts.add_row("measured", _measured(report, unit_of(question.outline)))
+    for name, text in report.cost.rows if report.cost else ():
+        facts.add_row(name, text)
+    facts.add_row("searched", f"{answer.num_considered:,} plans")
+    console.print(facts)
+
+
+def _measured(report: PlanReport, unit: str) -> str:
+    """Return what the fastest run of this model, size and cluster reached, beside what is predicted for the answer."""
+    found, best = report.measured, report.best
+    assert found is not None, "there is a measured plan"
+    rate, run = show_count(found.measured.tokens_per_second), short_path(found.run.path)
+    own = best.prediction.tokens_per_second if best and best.prediction else 0.0
+    plan = "this plan" if report.is_measured else found.layout
+    ending = f"; the planner's own is predicted at {show_count(own)}" if own and not report.is_measured else ""
+    return f"{rate} {unit}/s with {plan}, run {run} of {show_date(found.run.time)}{ending}"
+
+
+def _step(question: Question) -> str:
+    """Return the size of an optimizer step: sequences of tokens, or samples if the network fixes the positions."""
+    recipe, unit = question.recipe, unit_of(question.outline)
+    length = question.outline.main.sample_positions(recipe.data.seq_len)[0] if question.outline else recipe.data.seq_len
+    batch, what = recipe.train.global_batch, "sequences" if unit == "tokens" else "samples"
+    if length == 1:  # a traced module has no positions to count
+        return f"{batch:,} samples"
+    return f"{batch:,} {what} of {length:,}: {show_count(batch * length)} {unit}"
+
+
+def _ranking_title(plans: Sequence[Plan], goal: str) -> str:
+    """Return the title of the table: how it is sorted. The first plan is the chosen one, maybe not the fastest."""
+    if goal in ("memory", "goodput"):
+        return f"the best {len(plans)} plans, {'least memory' if goal == 'memory' else 'most goodput'} first"
+    seconds = [plan.prediction.step_seconds for plan in plans if plan.prediction]
+    if seconds and seconds[0] > min(seconds):
+        simplest = f"the simplest of those within {TIE_RATIO - 1:.0%} of the fastest"
+        return f"the best {len(plans)} plans: the chosen one, {simplest}, then the others, fastest first"
+    return f"the best {len(plans)} plans, fastest first"
+
+
+def _numbers(plan: Plan, cluster: Cluster) -> list[Text]:
+    """Return the cells of a row: batch, memory with its occupancy, step time, throughput and MFU."""
+    cells = [Text(_batch(plan))]
+    if (prediction := plan.prediction) is None:
+        return cells
+    full = occupancy(prediction, cluster)
+    style = ORANGE if full > FULL_MEMORY_FRACTION else ""
+    cells.append(Text(f"{show_bytes(prediction.device_bytes)} {full:.0%}", style=style))
+    step, rate = show_seconds(prediction.step_seconds), show_count(prediction.tokens_per_second)
+    return [*cells, *map(Text, (step, rate, f"{prediction.mfu:.0%}" if prediction.mfu_is_known else "-"))]
+
+
+def _batch(plan: Plan) -> str:
+    rows = f"({show_rows(plan.rows_by_rank)})" if plan.rows_by_rank else plan.micro_batch
+    return f"{rows} x {plan.grad_accum}"
+
+
+def _mesh(plan: Plan) -> str:
+    return str(plan.mesh) + (f" {plan.pipeline.schedule}" if plan.mesh.pp > 1 else "")
+
+
+def _recompute(plan: Plan) -> str:
+    return plan.recompute if isinstance(plan.recompute, str) else f"every {plan.recompute}"
+
+
+def _short(plan: Plan) -> str:
+    """Return a plan as short text."""
+    parts = [_mesh(plan)]
+    for name, value in (("shard", plan.sharding), ("recompute", _recompute(plan)), ("offload", plan.offload)):
+        parts += [f"{name} {value}"] if value != "none" else []
+    parts += ["gradients summed after backward"] if plan.reduces_after_backward else []
+    return ", ".join(parts)
+
+
+def _show_list(console: Console, title: str, lines: Iterable[str]) -> None:
+    if lines := list(lines):
+        _headline(console, title)
+    for line in lines:
+        console.print(Text(f"- {line}"), soft_wrap=True)
+
+
+def _headline(console: Console, title: str) -> None:
+    console.print(Text(f"\n{title}", style="dim"))

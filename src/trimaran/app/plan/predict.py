@@ -1,20 +1,28 @@
 """`trimaran predict`: predicts memory and speed of many given plans."""
 
+import heapq
 import json
 import os
 import stat
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
 from trimaran.app.recipe.options import complete_lines
-from trimaran.core import UserError, did_you_mean
+from trimaran.app.show.text_chart import GREEN, RED
+from trimaran.core import UserError, did_you_mean, show_bytes, show_seconds
 from trimaran.core.regular_files import open_regular_file
 from trimaran.planner.predict_bulk import MAX_LINE_BYTES, answer_line, example_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 Questions = Annotated[
     str | None,
@@ -27,6 +35,9 @@ Questions = Annotated[
 ]
 Example = Annotated[bool, typer.Option("--example", help="Print a file to start from, and predict nothing.")]
 AsLines = Annotated[bool, typer.Option("--json", help="Answer each line with one JSON object, in the same order.")]
+MAX_ALL_ROWS = 40
+MAX_BEST_ROWS = 20
+MAX_ERRORS = 5
 
 
 def predict(file: Questions = None, example: Example = False, as_json: AsLines = False) -> None:
@@ -63,7 +74,6 @@ def _show(stream: BinaryIO) -> None:
     """Print the answers as a table, with a progress bar on a terminal meanwhile."""
     from rich.progress import Progress
 
-    from trimaran.app.plan.predict_view import count_answers, show_answers
     from trimaran.app.show.clean_console import open_console
 
     console, size = open_console(), _size(stream)
@@ -110,3 +120,80 @@ def _open(file: str) -> Any:
         near = did_you_mean(file, [str(each) for each in path.parent.glob("*.jsonl")])
         raise UserError("A011", f"the plans cannot be read: {error.strerror}{near}", where=file,
                         fix="name a file with one JSON object per line, or - for standard input") from None  # fmt: skip
+
+
+@dataclass(slots=True)
+class AnswerCount:
+    """The answers so far; of many answers only the shown ones are kept."""
+
+    num_answers: int = 0
+    num_fitting: int = 0
+    num_errors: int = 0
+    seconds: float = 0.0
+    first: list[dict[str, Any]] = field(default_factory=list)
+    best: list[tuple[float, int, dict[str, Any]]] = field(default_factory=list)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, answer: dict[str, Any]) -> None:
+        self.num_answers += 1
+        if "error" in answer:
+            self.num_errors += 1
+            self.errors += [answer] if len(self.errors) < MAX_ERRORS else []
+            return
+        self.num_fitting += answer["fits"]
+        self.first += [answer] if len(self.first) <= MAX_ALL_ROWS else []
+        if answer["fits"]:
+            push = heapq.heappush if len(self.best) < MAX_BEST_ROWS else heapq.heappushpop
+            push(self.best, (answer["tokens_per_second_per_gpu"], -self.num_answers, answer))
+
+
+def count_answers(answers: Iterable[dict[str, Any]]) -> AnswerCount:
+    """Return the answers and how long they took."""
+    tally, began = AnswerCount(), time.perf_counter()
+    for answer in answers:
+        tally.add(answer)
+    tally.seconds = time.perf_counter() - began
+    return tally
+
+
+def show_answers(tally: AnswerCount, console: "Console") -> None:
+    """Print the answers as a table, their number, and the first errors."""
+    from rich.text import Text
+
+    few = len(tally.first) <= MAX_ALL_ROWS
+    rows = tally.first if few else [answer for *_, answer in sorted(tally.best, reverse=True)]
+    if rows:
+        console.print(_table(rows))
+    summary = f"{tally.num_answers:,} lines in {show_seconds(tally.seconds)}, {tally.num_fitting:,} fit"
+    if not few:
+        summary += f"; these are the {len(rows)} fastest per GPU, --json has all"
+    console.print(Text(summary, style="dim"))
+    if tally.num_errors:
+        console.print(Text(f"{tally.num_errors:,} lines have errors:", style=RED))
+    for answer in tally.errors:
+        error = answer["error"]
+        text = f"  {error['code']}: {error['what']} ({error['where']}{_named(answer['id'])}); {error['fix']}"
+        console.print(Text(text), soft_wrap=True)
+
+
+def _named(name: Any) -> str:
+    return "" if name is None else f", id {str(name)[:40]}"
+
+
+def _table(answers: Iterable[dict[str, Any]]) -> "Table":
+    from rich.text import Text
+
+    from trimaran.app.show.clean_console import plain_table
+
+    table = plain_table()
+    table.add_column("id", overflow="ellipsis", no_wrap=True, max_width=32)
+    table.add_column("")
+    for column in ("memory", "step", "tokens/s/GPU", "mfu"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", style="dim")
+    for answer in answers:
+        verdict = Text("fits", style=GREEN) if answer["fits"] else Text("no", style=RED)
+        numbers = show_bytes(answer["device_bytes"]), show_seconds(answer["step_seconds"])
+        speed = f"{answer['tokens_per_second_per_gpu']:,.0f}", f"{answer['mfu']:.0%}"
+        table.add_row(Text(str(answer["id"])), verdict, *numbers, *speed, Text(answer.get("why", "")))
+    return table

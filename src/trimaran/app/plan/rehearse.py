@@ -59,10 +59,8 @@ def rehearse(
     trimaran rehearse llama-3.1-8b --cluster 8x8xH100 --ranks first,last --json
     trimaran rehearse llama-3.1-70b --cluster 8x8xH100 --layers 2
     """
-    from trimaran.app.plan.rehearse_request import read_rehearse_request
-    from trimaran.app.plan.rehearse_view import rehearsal_as_dict, show_rehearsal
-    from trimaran.app.show.clean_console import open_console
-    from trimaran.app.show.progress_bar import progress_bar
+    from trimaran.app.plan.rehearse_answer import read_rehearse_request, rehearsal_as_dict, show_rehearsal
+    from trimaran.app.show.clean_console import open_console, progress_bar
     from trimaran.data import cache_folder
     from trimaran.planner.measure.rehearsal import rehearse_plan
 

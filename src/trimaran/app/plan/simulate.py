@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +17,7 @@ from trimaran.app.recipe.options import (
 )
 
 if TYPE_CHECKING:  # `--help` does not import the simulator
-    from trimaran.app.plan.simulate_request import SimulateRequest
+    from trimaran.app.plan.simulate_answer import SimulateRequest
     from trimaran.cost import Scenario, Simulation
 
 
@@ -107,7 +107,7 @@ def simulate(
     trimaran simulate runs/stdlib-tiny --cluster 64x8xH100 --days 7 --json
     trimaran simulate plan.json --cluster 12500x8xH100 --pod 384 --oversubscription 7 --out timeline
     """
-    from trimaran.app.plan.simulate_request import read_simulate_request, refuse_endless_failures
+    from trimaran.app.plan.simulate_answer import read_simulate_request, refuse_endless_failures
     from trimaran.app.show.clean_console import open_console
     from trimaran.cost import Fabric, Scenario
 
@@ -120,11 +120,24 @@ def simulate(
         fabric=Fabric(rails=rails, pod_nodes=pod, oversubscription=oversubscription),
     )  # fmt: skip
     simulation = _simulate(request, scenario)
-    from trimaran.app.plan.simulate_view import show_simulation, simulation_as_dict
+    from trimaran.app.plan.simulate_answer import show_simulation, simulation_as_dict
 
     answer = simulation_as_dict(request, simulation)
     if out is not None:
-        answer["files"] = _write(out, answer, simulation)
+        from trimaran.core import UserError
+        from trimaran.cost.simulate.simulation import job_trace, step_trace
+        from trimaran.runs.read.traces import write_merged
+
+        files = [out / name for name in ("simulation.json", "step.trace.json.gz", "job.trace.json.gz")]
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            files[0].write_text(json.dumps(answer, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            write_merged(step_trace(simulation.step), files[1])
+            write_merged(job_trace(simulation.histories[0]), files[2])
+        except OSError as error:
+            raise UserError("P083", f"the folder cannot be written: {error.strerror}", where=f"--out {out}",
+                            fix="name a folder that you may write to, with free space") from None  # fmt: skip
+        answer["files"] = [str(each) for each in files]
     if as_json:
         typer.echo(json.dumps(answer, allow_nan=False))
     else:
@@ -135,29 +148,10 @@ def simulate(
 
 def _simulate(request: "SimulateRequest", scenario: "Scenario") -> "Simulation":
     """Return the simulation, with a progress bar on a terminal meanwhile."""
-    from trimaran.app.show.clean_console import open_console
-    from trimaran.app.show.progress_bar import progress_bar
+    from trimaran.app.show.clean_console import open_console, progress_bar
     from trimaran.cost import simulate as simulate_plan
     from trimaran.cost import with_worth
 
     with progress_bar(open_console(stderr=True)) as report:
         found = simulate_plan(request.question.job, request.cluster, request.plan, scenario, report)
         return with_worth(found, report)
-
-
-def _write(folder: Path, answer: dict[str, Any], simulation: "Simulation") -> list[str]:
-    """Write the answer and the timelines, and return their paths. Older ones are replaced."""
-    from trimaran.core import UserError
-    from trimaran.cost.simulate.simulation import job_trace, step_trace
-    from trimaran.runs.read.traces import write_merged
-
-    files = [folder / name for name in ("simulation.json", "step.trace.json.gz", "job.trace.json.gz")]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files[0].write_text(json.dumps(answer, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        write_merged(step_trace(simulation.step), files[1])
-        write_merged(job_trace(simulation.histories[0]), files[2])
-    except OSError as error:
-        raise UserError("P083", f"the folder cannot be written: {error.strerror}", where=f"--out {folder}",
-                        fix="name a folder that you may write to, with free space") from None  # fmt: skip
-    return [str(each) for each in files]

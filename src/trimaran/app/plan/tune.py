@@ -11,8 +11,6 @@ from trimaran.app.recipe.options import Json, NoCheck, RecipeFile, Settings, pat
 from trimaran.core import UserError
 
 if TYPE_CHECKING:
-    from trimaran.app.plan.tune_request import TuneRequest
-    from trimaran.app.plan.tune_session import Refit
     from trimaran.planner.measure.tuner import TuneResult
 
 EXIT_INTERRUPTED = 130
@@ -58,9 +56,20 @@ def tune(
     trimaran tune my.yaml --set plan.mesh.tp=2 --out tuned.yaml
     trimaran tune my.yaml --json | jq '.best.measured'
     """
-    from trimaran.app.plan.tune_request import read_tune_request
-    from trimaran.app.plan.tune_session import Refit, add_to_history, refit_rates, tune_here
-    from trimaran.app.plan.tuned_recipe import refuse_other_file
+    from trimaran.app.plan.tune_answer import (
+        Refit,
+        add_to_history,
+        read_tune_request,
+        refit_rates,
+        refuse_other_file,
+        show_gain,
+        show_refit,
+        show_tuning,
+        tune_here,
+        tuned_recipe_text,
+        tuning_as_dict,
+        write_tuned_recipe,
+    )
     from trimaran.app.show.clean_console import open_console
     from trimaran.planner.measure.trial_record import locked_folder
 
@@ -74,17 +83,36 @@ def tune(
                 store.forget()
             result = tune_here(request, store, console, minutes=minutes, min_gain=min_gain, check=not no_check)
             _refuse_nothing(result, request.folder)
-            _write(request, result, path)
+            assert result.best is not None
+            assert result.best.seconds is not None
+            step = f"{1000 * result.best.seconds:.1f} ms a step"
+            remark = f"{step} on {request.about['cluster']} ({request.about['host']})"
+            write_tuned_recipe(path, tuned_recipe_text(request.written, result.best.candidate, remark=remark))
             add_to_history(runs := store.runs())
             with console.status("fitting rates to the trials"):
                 refit = Refit(None, "--no-calibrate") if no_calibrate else refit_rates(runs, result.stopped)
     except KeyboardInterrupt:  # before the first trial, or a second time
         typer.echo(f"interrupted; what was measured is in {request.folder}", err=True)
         return EXIT_INTERRUPTED
+    command = shlex.join([program_name(), "train", path_argument(path)])
     if as_json:
-        typer.echo(json.dumps(_answer(request, result, refit, path)))
-    else:
-        _show(request, result, refit, path)
+        fits = [each.as_dict() for each in refit.answer.fits] if refit.answer else []
+        answer: dict[str, Any] = {
+            "name": request.written.name,
+            "cluster": str(request.question.cluster),
+            "folder": str(request.folder),
+            **tuning_as_dict(result),
+            "calibration": {"devices": fits, "trouble": refit.trouble or None},
+            "recipe": str(path),
+            "next": command,
+        }
+        typer.echo(json.dumps(answer))
+        return 0
+    console = open_console()
+    show_tuning(result, request.ranked[0], console)
+    show_gain(result, console)
+    show_refit(refit.answer, refit.trouble, console)
+    typer.echo(f"\nrecipe  {path}\nnext    {command}")
     return 0
 
 
@@ -99,42 +127,3 @@ def _refuse_nothing(result: "TuneResult", folder: Path) -> None:
     raise UserError("A041", f"no plan could be measured: {'; '.join(reasons) or result.why}", where=str(folder),
                     fix="see logs/ in the folders of the trials; `trimaran train` shows the same error live; "
                     "or allow more time with --minutes")  # fmt: skip
-
-
-def _write(request: "TuneRequest", result: "TuneResult", path: Path) -> None:
-    from trimaran.app.plan.tuned_recipe import tuned_recipe_text, write_tuned_recipe
-
-    assert result.best is not None
-    assert result.best.seconds is not None
-    remark = f"{1000 * result.best.seconds:.1f} ms a step on {request.about['cluster']} ({request.about['host']})"
-    write_tuned_recipe(path, tuned_recipe_text(request.written, result.best.candidate, remark=remark))
-
-
-def _command(path: Path) -> str:
-    return shlex.join([program_name(), "train", path_argument(path)])
-
-
-def _show(request: "TuneRequest", result: "TuneResult", refit: "Refit", path: Path) -> None:
-    from trimaran.app.plan.tune_view import show_gain, show_refit, show_tuning
-    from trimaran.app.show.clean_console import open_console
-
-    console = open_console()
-    show_tuning(result, request.ranked[0], console)
-    show_gain(result, console)
-    show_refit(refit.answer, refit.trouble, console)
-    typer.echo(f"\nrecipe  {path}\nnext    {_command(path)}")
-
-
-def _answer(request: "TuneRequest", result: "TuneResult", refit: "Refit", path: Path) -> dict[str, Any]:
-    from trimaran.app.plan.tune_view import tuning_as_dict
-
-    fits = [each.as_dict() for each in refit.answer.fits] if refit.answer else []
-    return {
-        "name": request.written.name,
-        "cluster": str(request.question.cluster),
-        "folder": str(request.folder),
-        **tuning_as_dict(result),
-        "calibration": {"devices": fits, "trouble": refit.trouble or None},
-        "recipe": str(path),
-        "next": _command(path),
-    }

@@ -41,8 +41,7 @@ def pack_data(
     trimaran data pack --source jsonl --path corpus.jsonl --out shards/corpus
     trimaran data pack --source text --path notes/ --tokenizer tokenizer.json --out shards/notes
     """
-    from trimaran.app.show.clean_console import open_console
-    from trimaran.app.show.progress_bar import progress_bar
+    from trimaran.app.show.clean_console import open_console, progress_bar
 
     try:
         section = DataSection(source=source, path=path, tokenizer=tokenizer, text_field=text_field)
@@ -80,8 +79,7 @@ def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: 
     trimaran data inspect recipes/vlm-tiny.yaml
     trimaran data inspect mine.yaml --set data.seq_len=2048 --json
     """
-    from trimaran.app.recipe.hub_files import with_local_files, with_local_model
-    from trimaran.app.recipe.recipe_tokenizer import with_model_tokenizer
+    from trimaran.app.recipe.recipe_files import with_local_files, with_local_model, with_model_tokenizer
     from trimaran.app.recipe.request import read_recipe
     from trimaran.data.data_kind import data_kind_of
 
@@ -95,10 +93,9 @@ def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: 
 
 
 def _inspect_text(asked: Recipe, *, as_json: bool) -> None:
-    from trimaran.app.recipe.data_notices import text_notices
-    from trimaran.app.recipe.rendered_sample import first_document, show_sample
-    from trimaran.app.show.clean_console import open_console
-    from trimaran.app.show.progress_bar import progress_bar
+    from trimaran.app.recipe.inspect_data import first_document, show_sample
+    from trimaran.app.recipe.prepare_data import text_notices
+    from trimaran.app.show.clean_console import open_console, progress_bar
     from trimaran.data import cache_folder, prepare
 
     with progress_bar(open_console(stderr=True)) as progress:
@@ -112,11 +109,9 @@ def _inspect_text(asked: Recipe, *, as_json: bool) -> None:
 
 
 def _inspect_samples(asked: Recipe, *, as_json: bool) -> None:
-    from trimaran.app.recipe.inspect_samples import describe, show
-    from trimaran.app.recipe.rendered_sample import first_sample
-    from trimaran.app.recipe.sample_notices import sample_notices
-    from trimaran.app.show.clean_console import open_console
-    from trimaran.app.show.progress_bar import progress_bar
+    from trimaran.app.recipe.inspect_data import describe, first_sample, show
+    from trimaran.app.recipe.prepare_data import sample_notices
+    from trimaran.app.show.clean_console import open_console, progress_bar
     from trimaran.data import cache_folder
     from trimaran.data.samples.chat_templates import choose_template
     from trimaran.data.samples.prepare_samples import prepare_samples

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-if TYPE_CHECKING:  # every command imports this module, so completion imports what it needs by itself
+if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from trimaran.machine import Cluster
     from trimaran.runs import RunDirectory
 
 RUNS = Path("runs")
@@ -224,3 +225,11 @@ Warm = Annotated[
     bool, typer.Option("--warm", help="Start from the warm fork server, and start it if needed; see `trimaran warm`.")
 ]
 NoCheck = Annotated[bool, typer.Option("--no-check", help="Skip the machine checks of `trimaran doctor`.")]
+
+
+def start_command(cluster: "Cluster") -> list[str]:
+    """Return what precedes `train` in the command; several nodes need torchrun on each, with a common rendezvous."""
+    if cluster.num_nodes == 1:
+        return [program_name()]
+    ranks = [f"--nnodes={cluster.num_nodes}", f"--nproc-per-node={cluster.devices_per_node}"]
+    return ["torchrun", *ranks, "--rdzv-backend=c10d", "--rdzv-endpoint=FIRST_NODE:29500", "-m", "trimaran"]

@@ -4,12 +4,13 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import typer
 
-from trimaran.app.recipe.hub_files import with_local_model
+from trimaran.app.recipe.recipe_files import with_local_model
 from trimaran.app.recipe.request import read_question
 from trimaran.core import ModelSection, Recipe, UserError, did_you_mean
 from trimaran.core.parse_text import TextError, load_yaml
@@ -25,8 +26,7 @@ DEFAULT_STEP_TOKENS = 2**20  # of a bare model without a batch: a common start o
 
 ADAPTERS = {"lora": "kind: lora", "dora": "kind: dora", "qlora": "kind: lora, base: 4bit"}
 
-OwnFamily = Literal["decoder", "vlm", "perception"]
-OWN_FAMILIES: tuple[OwnFamily, ...] = get_args(OwnFamily)
+OWN_FAMILIES = ("decoder", "vlm", "perception")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,11 @@ def read_plan_request(what: str | None, shortcuts: Mapping[str, object], setting
     if model:
         defaults = _defaults(question)
         arguments += [_setting(field, value) for field, value in defaults.items()]
-        recipe = _with_fields(question.recipe, defaults)
+        recipe = question.recipe
+        for field, value in defaults.items():
+            section, _, name = field.rpartition(".")
+            update = {section: getattr(recipe, section).model_copy(update={name: value})} if section else {name: value}
+            recipe = recipe.model_copy(update=update)
         question = replace(question, recipe=recipe, outline=outline_for(recipe.model, recipe.data))
     # The limits of our trainer do not apply to a model that it does not have: any framework may run the plan.
     is_ours = question.spec is not None or question.recipe.model.kind.is_plugin
@@ -134,32 +138,26 @@ def _file_or_model(what: str | None) -> tuple[str | None, list[str]]:
     if path.exists():
         return what, []
     if is_hub_name(what):
-        return None, _hub_model_settings(what)
+        recipe = with_local_model(Recipe(model=ModelSection(family="hf", path=what)), only_config=True)
+        family = _model_settings(str(recipe.model.path))[0]
+        return None, [family, _setting("model.path", what)]
     near = did_you_mean(what, [*PRESETS, *VLM_PRESETS, *(str(each) for each in path.parent.glob("*.y*ml"))])
     raise UserError("A012", f"'{what}' is not a recipe, a preset or a model folder{near}", where="MODEL|RECIPE",
                     fix="name a YAML file, a preset (see `trimaran presets`), a config.json or its folder")  # fmt: skip
 
 
-def _hub_model_settings(name: str) -> list[str]:
-    """Return the settings for a model on the Hub: its name, and the family that its config.json describes."""
-    recipe = with_local_model(Recipe(model=ModelSection(family="hf", path=name)), only_config=True)
-    family = _model_settings(str(recipe.model.path))[0]
-    return [family, _setting("model.path", name)]
-
-
 def _model_settings(path: str) -> list[str]:
     """Return the settings for a model on disk: one of our families if possible, because those support every axis."""
-    # Errors in the file itself are reported when `hf` reads it.
-    family = next((each for each in OWN_FAMILIES if _describes(each, path)), "hf")
-    return [f"model.family={family}", _setting("model.path", path)]
+    return [f"model.family={family_of(path, OWN_FAMILIES)}", _setting("model.path", path)]
 
 
-def _describes(family: OwnFamily, path: str) -> bool:
-    """Return whether the config.json of `path` describes a network of this family."""
-    try:
-        return spec_of(ModelSection(family=family, path=path)) is not None
-    except UserError:
-        return False
+def family_of(path: str, families: Sequence[str]) -> str:
+    """Return the first family whose network the config.json of `path` describes; else `hf`, which tells its errors."""
+    for family in families:
+        with suppress(UserError):
+            if spec_of(ModelSection(family=family, path=path)) is not None:
+                return family
+    return "hf"
 
 
 def _setting(field: str, value: object) -> str:
@@ -191,12 +189,3 @@ def _defaults(question: Question) -> dict[str, Any]:
     if "global_batch" not in recipe.train.model_fields_set:
         defaults["train.global_batch"] = devices * max(1, DEFAULT_STEP_TOKENS // (seq_len * devices))
     return defaults
-
-
-def _with_fields(recipe: Recipe, fields: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with these fields, by dotted name, of the recipe or one of its sections."""
-    for field, value in fields.items():
-        section, _, name = field.rpartition(".")
-        update = {section: getattr(recipe, section).model_copy(update={name: value})} if section else {name: value}
-        recipe = recipe.model_copy(update=update)
-    return recipe

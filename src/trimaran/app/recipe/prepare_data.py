@@ -1,28 +1,38 @@
-"""Prepares the data of a run before the ranks start."""
+"""Prepares the data of a run and checks its ranks before they start, and tells what a person should know of them."""
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trimaran.app.recipe.data_notices import text_notices
-from trimaran.app.recipe.recipe_tokenizer import model_vocabulary
-from trimaran.core import Recipe, RowCost, show_bytes
+from trimaran.app.recipe.recipe_files import model_vocabulary
+from trimaran.app.recipe.request import Request
+from trimaran.core import DataSection, ImageRules, MixtureSource, Recipe, RowCost, show_bytes
+from trimaran.core.engine_rules import refuse_missing_packages
 from trimaran.data import Progress, TokenShards, cache_folder, check, prepare
-from trimaran.data.data_kind import DataKind, data_kind_of
+from trimaran.data.data_kind import data_kind_of
+from trimaran.data.feature_cache import refuse_trained_tower
 from trimaran.data.feed import DataShare
+from trimaran.data.text.bad_lines import as_notice
+from trimaran.data.text.source_files import held_out_files
+from trimaran.data.text.text_sources import ignored_splits
 from trimaran.data.text.token_feed import TokenFeed
-from trimaran.data.text.token_shards import split
+from trimaran.data.text.token_shards import BAD, split
 from trimaran.data.text.tokenizer import check_vocabulary, load_tokenizer
+from trimaran.models import decoder_of, model_folder, spec_to_hf, weight_files
 
 if TYPE_CHECKING:
     from trimaran.data.samples.sample_index import SampleIndex
+    from trimaran.data.samples.tokenize_chat import ChatTokenizer
 
 MAX_CHECKED_BYTES = 64 << 20  # of data that a dry run reads to its end: some seconds
 
 StepsOfEpochs = Callable[[float], int]
 """Returns the number of steps of that many passes over the data."""
+TEMPLATE_SOURCES = ("chat", "parquet", "datasets", "webdataset", "shapes")  # may hold conversations
+NO_TORCH = "torch is not installed here"
 
 
 def check_data(recipe: Recipe) -> None:
@@ -72,10 +82,9 @@ def prepare_data(
     Returns the recipe; if `data.epochs` is set, `train.steps` is at most the steps of those epochs. `notify` is called
     with what a person should know about the data, such as lines that were left out.
     """
-    prepared = PREPARE[data_kind_of(recipe)](recipe, cache_folder(os.environ), progress)
-    for notice in prepared.notices:
+    steps_in, notices = _prepared(recipe, progress)
+    for notice in notices:
         notify(notice)
-    steps_in = prepared.steps_in
     if not recipe.data.epochs:
         return recipe
     steps, epochs = steps_in(recipe.data.epochs), f"data.epochs {recipe.data.epochs:g}"
@@ -90,23 +99,21 @@ def prepare_data(
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedData:
-    """Prepared data: the steps in its epochs, and what a person should know about it."""
+def _prepared(recipe: Recipe, progress: Progress | None) -> tuple[StepsOfEpochs, list[str]]:
+    """Prepare the data; return the steps in its epochs, and what a person should know about it."""
+    kind, cache = data_kind_of(recipe), cache_folder(os.environ)
+    share = DataShare(rank=0, dp=1, micro_batch=recipe.train.global_batch, grad_accum=1)
+    if kind == "text":
+        shards = TokenShards.open(prepare(recipe.data, cache=cache, progress=progress))
+        _refuse_unknown(recipe, shards)
+        feed = TokenFeed(split(shards, recipe.data)[0], seed=0, share=share)
+        return feed.steps_in, text_notices(recipe.data, shards)
+    if kind == "scenes":
+        from trimaran.data.scenes.scene_feed import scene_feeds
+        from trimaran.models.perception_spec import perception_spec
 
-    steps_in: StepsOfEpochs
-    notices: list[str]
-
-
-def _text(recipe: Recipe, cache: Path, progress: Progress | None) -> PreparedData:
-    shards = TokenShards.open(prepare(recipe.data, cache=cache, progress=progress))
-    _refuse_unknown(recipe, shards)
-    feed = TokenFeed(split(shards, recipe.data)[0], seed=0, share=_single_rank(recipe))
-    return PreparedData(feed.steps_in, text_notices(recipe.data, shards))
-
-
-def _samples(recipe: Recipe, cache: Path, progress: Progress | None) -> PreparedData:
-    from trimaran.app.recipe.sample_notices import bad_sample_notices, sample_notices
+        scenes = perception_spec(recipe.model).scenes()
+        return scene_feeds(recipe.data, scenes, seed=0, share=share)[0].steps_in, []
     from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
     from trimaran.data.samples.prepare_samples import prepare_samples
     from trimaran.data.samples.sample_index import SampleIndex
@@ -116,16 +123,8 @@ def _samples(recipe: Recipe, cache: Path, progress: Progress | None) -> Prepared
     index = SampleIndex.open(prepare_samples(recipe.data, rules=rules, cache=cache, progress=progress))
     _refuse_unknown(recipe, index)
     terms = SampleFeedOptions(rules=rules, cost=RowCost(), seed=recipe.train.seed)
-    feed = sample_feeds(recipe.data, index, terms, share=_single_rank(recipe))[0]
-    return PreparedData(feed.steps_in, [*bad_sample_notices(index), *sample_notices(recipe.data, index, rules)])
-
-
-def _scenes(recipe: Recipe, cache: Path, progress: Progress | None) -> PreparedData:
-    from trimaran.data.scenes.scene_feed import scene_feeds
-    from trimaran.models.perception_spec import perception_spec
-
-    rules = perception_spec(recipe.model).scenes()
-    return PreparedData(scene_feeds(recipe.data, rules, seed=0, share=_single_rank(recipe))[0].steps_in, [])
+    steps_in = sample_feeds(recipe.data, index, terms, share=share)[0].steps_in
+    return steps_in, [*bad_sample_notices(index), *sample_notices(recipe.data, index, rules)]
 
 
 def _refuse_unknown(recipe: Recipe, tokens: "TokenShards | SampleIndex") -> None:
@@ -133,12 +132,90 @@ def _refuse_unknown(recipe: Recipe, tokens: "TokenShards | SampleIndex") -> None
         tokens.check_vocabulary(vocabulary)
 
 
-def _single_rank(recipe: Recipe) -> DataShare:
-    return DataShare(rank=0, dp=1, micro_batch=recipe.train.global_batch, grad_accum=1)
+def text_notices(section: DataSection, shards: TokenShards) -> list[str]:
+    """Return the notices about packed text."""
+    meta, notices = shards.meta, split_notices(section)
+    if meta.num_bad:
+        notices.append(as_notice(meta.num_bad, meta.num_lines, shards.bad, str(shards.path / BAD)))
+    return notices
 
 
-PREPARE: dict[DataKind, Callable[[Recipe, Path, Progress | None], PreparedData]] = {
-    "text": _text,
-    "samples": _samples,
-    "scenes": _scenes,
-}
+def split_notices(source: DataSection | MixtureSource) -> list[str]:
+    """Return notices about the splits of a source that are not used."""
+    if source.source == "nanogpt" and source.path and Path(source.path).is_dir():
+        held_out = held_out_files(sorted(Path(source.path).rglob("*.bin")))
+        return [f"{source.path}: {file.name} is not used for training" for file in held_out]
+    ignored = ignored_splits(Path(source.path)) if source.source in ("datasets", "chat") and source.path else []
+    if not ignored:
+        return []
+    names = f"split {ignored[0]} is" if len(ignored) == 1 else f"splits {', '.join(ignored)} are"
+    return [f"{source.path}: only the split train is read; the {names} not used"]
+
+
+def sample_notices(section: DataSection, index: "SampleIndex", rules: ImageRules | None) -> list[str]:
+    """Return the notices about prepared samples."""
+    from trimaran.data.samples.prepare_samples import sources_of
+    from trimaran.data.samples.tokenize_chat import ChatTokenizer
+
+    notices = [notice for source in sources_of(section) for notice in split_notices(source)]
+    if any(source.source in TEMPLATE_SOURCES for source in sources_of(section)):
+        notices += _template_notices(ChatTokenizer(index.tokenizer, section.samples.template, rules, section.seq_len))
+    return notices
+
+
+def bad_sample_notices(index: "SampleIndex") -> list[str]:
+    """Return a notice for each source with bad samples."""
+    notices = []
+    for source, part in zip(index.source_names, index.parts, strict=True):
+        if number := part.meta.num_bad:
+            first, total = part.bad[0], number + part.num_samples
+            plural = "sample was" if number == 1 else "samples were"
+            notices.append(f"{source}: {number:,} bad {plural} left out of {total:,}, such as {first['where']}: "
+                           f"{first['reason']}; all are listed in {part.path / BAD}")  # fmt: skip
+    return notices
+
+
+def _template_notices(chat: "ChatTokenizer") -> list[str]:
+    own = chat.own_template
+    if own is None:
+        return [] if chat.is_named else [
+            f"the tokenizer has no chat template: conversations are written as {chat.template}; data.samples.template "
+            "names another"
+        ]  # fmt: skip
+    notices = []
+    if own.writes_date:
+        notices.append("the chat template writes the date: it is always 26 Jul 2024 in training data")
+    if not own.ends_turns:
+        notices.append("the chat template writes nothing after an answer: the model does not learn when to stop")
+    return notices
+
+
+def refuse_before_start(request: Request) -> None:
+    """Raise now what a rank would find minutes later and what does not depend on the machine."""
+    refuse_missing_packages(request.plan)
+    if request.recipe.data.samples.cache_features:
+        refuse_trained_tower(request.recipe)
+    if folder := request.recipe.model.path:
+        weight_files(model_folder(folder))
+    if request.recipe.train.save and (decoder := decoder_of(request.spec)) is not None:
+        spec_to_hf(decoder)
+
+
+def check_ranks(request: Request) -> dict[str, Any]:
+    """Build ranks of the plan without weights, and return which, for `--json`. Raises what `train` would raise."""
+    refuse_before_start(request)
+    if find_spec("torch") is None:
+        return {"ranks": [], "world_size": request.plan.mesh.world_size, "seconds": 0.0, "not_built": NO_TORCH}
+    from trimaran.train.fake_ranks import check_build
+
+    found = asdict(check_build(request.recipe, request.plan))
+    return found | {"ranks": list(found["ranks"])}
+
+
+def show_check(check: dict[str, Any]) -> str:
+    """Return the line of `--dry-run` about the ranks that were built."""
+    ranks, world_size = check["ranks"], check["world_size"]
+    if not ranks:
+        return f"not built: {check['not_built']}; only the plan is checked"
+    names = " and ".join(f"rank {rank:,}" for rank in ranks)
+    return f"built {names} of {world_size:,} without weights in {check['seconds']:.1f} s: the model accepts this plan"

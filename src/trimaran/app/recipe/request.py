@@ -6,17 +6,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trimaran.app.recipe.calibrate_cpu import cluster_of_text
-from trimaran.app.recipe.data_sizes import row_sizes_of, scene_points_of
-from trimaran.app.recipe.hub_files import with_local_model
-from trimaran.core import Plan, Recipe, UserError, did_you_mean, parse_recipe
+from trimaran.app.recipe.ask_torch import cluster_of_text
+from trimaran.app.recipe.recipe_files import with_local_model, with_model_tokenizer
+from trimaran.core import Plan, Recipe, RowSizes, UserError, did_you_mean, parse_recipe
 from trimaran.core.errors import collected, raise_together
+from trimaran.core.input_rules import ScenePoints
 from trimaran.core.recipe import load_used_plugins
 from trimaran.core.regular_files import expand_user, read_regular_bytes
 from trimaran.launch.supervise.fork_server_process import SHARE_GPUS
 from trimaran.machine import Cluster, calibration_folder, detect, parse_cluster
 from trimaran.machine.parse_cluster import MAX_DEVICES
-from trimaran.models import Outline, Spec, is_hub_name, outline_for, outline_if_known, refuse_freezing, spec_of
+from trimaran.models import (
+    Outline,
+    Spec,
+    is_hub_name,
+    outline_for,
+    outline_if_known,
+    recipe_image_rules,
+    refuse_freezing,
+    spec_of,
+    vision_of,
+)
 from trimaran.planner import Question, choose
 
 MAX_RECIPE_BYTES = 1 << 20
@@ -55,7 +65,7 @@ def _choose_for_trainer(question: Question) -> Plan:
         return plan
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and os.environ["RANK"] != "0":
         return plan  # under torchrun the plan of rank 0 counts
-    from trimaran.app.recipe.ask_hf_facts import ask_hf_facts
+    from trimaran.app.recipe.ask_torch import ask_hf_facts
 
     facts, _ = ask_hf_facts(question.recipe.model, os.environ)
     return plan if facts is None else choose(*inputs, facts)
@@ -110,7 +120,14 @@ def _add_other_mistakes(mistakes: list[UserError], recipe: Recipe, *, trains: bo
 
 def read_recipe(file: str | None, settings: Sequence[str]) -> Recipe:
     """Return the recipe in `file` (`-`: standard input, None: the defaults) with `settings` on top."""
-    return _with_paths_beside(parse_recipe(_read(file), name=_name(file), overrides=settings), file)
+    recipe = parse_recipe(_read(file), name=_name(file), overrides=settings)
+    if file is None or file == "-":
+        return recipe
+    folder = Path(file).parent.absolute()
+    changes: dict[str, object] = {"cluster": _found(recipe.cluster, folder)}
+    if recipe.model.path:
+        changes["model"] = recipe.model.model_copy(update={"path": _found(recipe.model.path, folder)})
+    return recipe.model_copy(update=changes)
 
 
 def torchrun_cluster(environment: Mapping[str, str]) -> Cluster:
@@ -188,17 +205,6 @@ def _absolute(path: str | None) -> str | None:
     return str(named.absolute()) if named and named.exists() else path
 
 
-def _with_paths_beside(recipe: Recipe, file: str | None) -> Recipe:
-    """Return the recipe with absolute paths for files that exist in the folder of the recipe and not in this folder."""
-    if file is None or file == "-":
-        return recipe
-    folder = Path(file).parent.absolute()
-    changes: dict[str, object] = {"cluster": _found(recipe.cluster, folder)}
-    if recipe.model.path:
-        changes["model"] = recipe.model.model_copy(update={"path": _found(recipe.model.path, folder)})
-    return recipe.model_copy(update=changes)
-
-
 def _found(path: str, folder: Path) -> str:
     here, there = expand_user(path), folder / path
     return str(there) if not here.exists() and there.exists() else path
@@ -233,3 +239,45 @@ def _read_bytes(file: str) -> bytes:
         near = did_you_mean(file, [str(each) for each in path.parent.glob("*.y*ml")])
         raise UserError("A003", f"the recipe cannot be read: {error.strerror}{near}", where=file,
                         fix="name a YAML file, - for standard input, or none for the defaults") from None  # fmt: skip
+
+
+def row_sizes_of(recipe: Recipe, spec: Spec | None) -> RowSizes | None:
+    """Return what a row holds on average, from the first samples of the data.
+
+    None where images are described by the recipe, for data that is not on this machine or cannot be read (training
+    reports why), and for a model without vision.
+    """
+    data = recipe.data
+    if vision_of(spec) is None or {"images_per_sample", "image_size"} & data.model_fields_set:
+        return None
+    from trimaran.data.data_kind import SAMPLE_SOURCES
+
+    sources = data.mixture or (data,)
+    if not all(each.source in SAMPLE_SOURCES for each in sources):
+        return None
+    if any(each.path is not None and is_hub_name(each.path) for each in sources):
+        return None
+    from trimaran.data.samples.row_estimate import estimate_rows
+
+    try:
+        return estimate_rows(with_model_tokenizer(recipe).data, recipe_image_rules(recipe))
+    except (UserError, OSError):
+        return None
+
+
+def scene_points_of(recipe: Recipe, spec: Spec | None) -> ScenePoints | None:
+    """Return the points of a recorded scene on average, found in a few scenes.
+
+    None for simulated scenes, and for scenes that cannot be read here (training reports why).
+    """
+    data, rules = recipe.data, None if spec is None else spec.scenes()
+    if rules is None or data.source != "scenes" or data.path is None:
+        return None
+    from trimaran.data.quarantine import BadSampleError
+    from trimaran.data.scenes.open_scenes import measure_points
+    from trimaran.data.scenes.scene_feed import recorded_scenes
+
+    try:
+        return measure_points(recorded_scenes(data, rules))
+    except (UserError, BadSampleError, OSError):
+        return None

@@ -111,8 +111,7 @@ def verify_run(
 
 def _verify_stored(run: str, step: int | None, *, as_json: bool) -> int:
     from trimaran.app.runs.stored_checkpoints import verify_stored
-    from trimaran.app.show.clean_console import open_console
-    from trimaran.app.show.progress_bar import progress_bar
+    from trimaran.app.show.clean_console import open_console, progress_bar
 
     url = run if "://" in run else find_run(run).read_recipe().checkpoint.store
     if not url:
@@ -228,9 +227,9 @@ def import_folder(
 def _import(
     folder: Path, run_dir: Path, recipe: str | None, settings: list[str] | None, step: int | None, console: "Console"
 ) -> dict[str, Any]:
-    from trimaran.app.recipe.recipe_tokenizer import with_model_tokenizer
+    from trimaran.app.recipe.recipe_files import with_model_tokenizer
     from trimaran.app.recipe.request import resolve
-    from trimaran.app.show.progress_bar import progress_bar
+    from trimaran.app.show.clean_console import progress_bar
     from trimaran.checkpoint.convert.dcp_read import DcpSource
     from trimaran.checkpoint.convert.import_dcp import find_imported_tensors
     from trimaran.runs import create_run, open_run, refuse_occupied
@@ -305,8 +304,7 @@ def _other_nodes(path: Path) -> list[str]:
 
 def _damages(path: Path) -> list[str] | None:
     """Return the damages of a checkpoint; None if a live run has pruned it meanwhile."""
-    from trimaran.app.show.clean_console import open_console
-    from trimaran.app.show.progress_bar import progress_bar
+    from trimaran.app.show.clean_console import open_console, progress_bar
 
     with progress_bar(open_console(stderr=True)) as progress:
         found = verify_present(path, lambda fraction: progress(f"verifying {path.name}", fraction))

@@ -12,7 +12,7 @@ from trimaran.app.runs.run_state import RunState, accuracy_texts
 from trimaran.app.runs.run_view import draw, line
 from trimaran.app.runs.status_lines import finding_lines, status_lines, store_notes
 from trimaran.app.show.clean_console import print_plain
-from trimaran.app.show.logs import LogLine
+from trimaran.app.show.terminal import LogLine
 from trimaran.app.show.text_chart import ORANGE
 from trimaran.launch.supervise.investigate import incident_text
 

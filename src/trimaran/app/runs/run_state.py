@@ -15,7 +15,7 @@ from typing import Any, Literal
 import psutil
 
 from trimaran.app.runs.step_history import StepHistory
-from trimaran.app.show.logs import LogFollower, LogLine
+from trimaran.app.show.terminal import LogFollower, LogLine
 from trimaran.core import (
     EXIT_AGAIN,
     EXIT_DONE,

@@ -14,8 +14,18 @@ from rich.table import Table
 from rich.text import Text
 
 from trimaran.app.runs.run_state import RunState
-from trimaran.app.show.intervals import interval_means
-from trimaran.app.show.text_chart import BLUE, DOTS_PER_CELL, GREEN, ORANGE, PURPLE, RED, SKY, curve, stacked_bar
+from trimaran.app.show.text_chart import (
+    BLUE,
+    DOTS_PER_CELL,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    curve,
+    interval_means,
+    stacked_bar,
+)
 from trimaran.core import show_bytes, show_count, show_seconds
 from trimaran.core.plan import predicted_comm
 

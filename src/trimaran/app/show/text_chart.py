@@ -1,10 +1,15 @@
-"""Charts in text: a curve in braille dots, and a stacked bar."""
+"""Charts in text: a curve in braille dots, a stacked bar, and the intervals that many values are shown by."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from trimaran.runs.read.step_index import Extent
 
 # The colour-blind safe palette of Okabe and Ito, readable on light and dark backgrounds.
 ORANGE, SKY, GREEN, BLUE, RED, PURPLE = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7"
@@ -16,7 +21,8 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # the bit of t
 
 def curve(values: Sequence[float], *, width: int, height: int) -> list[str]:
     """Return `height` lines of `width` braille cells that plot `values`, which must be finite."""
-    columns = _column_means(values, DOTS_PER_CELL * width)
+    parts = intervals([1] * len(values), DOTS_PER_CELL * width)
+    columns = [math.fsum(values[begin:end]) / (end - begin) for begin, end, _ in parts]
     if not columns:
         return [" " * width] * height
     low, high = min(columns), max(columns)
@@ -29,8 +35,10 @@ def curve(values: Sequence[float], *, width: int, height: int) -> list[str]:
     return ["".join(map(chr, row)) for row in cells]
 
 
-def stacked_bar(parts: Mapping[str, float], colors: Mapping[str, str], *, width: int) -> Text:
+def stacked_bar(parts: Mapping[str, float], colors: Mapping[str, str], *, width: int) -> "Text":
     """Return one bar of `width` cells split in proportion to `parts`; rounding errors do not add up."""
+    from rich.text import Text
+
     bar, total, passed, drawn = Text(), sum(parts.values()) or 1.0, 0.0, 0
     for name, part in parts.items():
         passed += part
@@ -40,14 +48,6 @@ def stacked_bar(parts: Mapping[str, float], colors: Mapping[str, str], *, width:
     return bar
 
 
-def _column_means(values: Sequence[float], columns: int) -> list[float]:
-    """Return at most `columns` means of neighbouring values; fewer values stay as they are."""
-    if len(values) <= columns:
-        return list(values)
-    bounds = [round(index * len(values) / columns) for index in range(columns + 1)]
-    return [math.fsum(values[begin:end]) / (end - begin) for begin, end in pairwise(bounds)]
-
-
 def _line(points: Sequence[tuple[int, int]]) -> Iterable[tuple[int, int]]:
     """Yield every dot on the straight lines between neighbouring points."""
     yield points[0]
@@ -55,3 +55,24 @@ def _line(points: Sequence[tuple[int, int]]) -> Iterable[tuple[int, int]]:
         length = max(abs(x1 - x0), abs(y1 - y0), 1)
         for part in range(1, length + 1):
             yield round(x0 + (x1 - x0) * part / length), round(y0 + (y1 - y0) * part / length)
+
+
+def intervals(counts: Sequence[int], number: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, end, middle) of at most `number` parts of a list, which have about the same sum of `counts`.
+
+    `middle` is the index of the entry in the middle of a part. If all counts are 1, the parts are exact.
+    """
+    sums = [0, *accumulate(counts)]
+    total = sums[-1]
+    bounds = [round(part * total / number) for part in range(number + 1)] if total > number else range(total + 1)
+    indices = dict.fromkeys(bisect_left(sums, bound) for bound in bounds)
+    for begin, end in pairwise(indices):
+        yield begin, end, bisect_right(sums, (sums[begin] + sums[end]) // 2) - 1
+
+
+def interval_means(extents: "Sequence[Extent]", number: int) -> list[float]:
+    """Return at most `number` means of neighbouring values; fewer values stay as they are."""
+    return [
+        math.fsum(each.total for each in extents[begin:end]) / sum(each.count for each in extents[begin:end])
+        for begin, end, _ in intervals([each.count for each in extents], number)
+    ]

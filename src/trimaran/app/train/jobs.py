@@ -61,29 +61,25 @@ def jobs(
                             fix="name it: trimaran jobs JOB --stop")  # fmt: skip
         return _print_all(read_records(folder), as_json=as_json)
     found = find_record(folder, job)
-    return _act(found, stop=stop, resume=resume, wait=wait, as_json=as_json)
-
-
-def _act(job: "JobRecord", *, stop: bool, resume: bool, wait: bool, as_json: bool) -> int:
     from dataclasses import replace
 
     from trimaran.app.show.clean_console import open_console
-    from trimaran.app.train.launched_job import print_job, wait_for_job
+    from trimaran.app.train.launch_answer import print_job, wait_for_job
     from trimaran.launch.targets.target import job_id, open_target, state_folder, write_record
 
-    target = open_target(job.target)
+    target = open_target(found.target)
     if stop:
-        target.stop(job)
+        target.stop(found)
     if resume:
-        _refuse_unfinished(job)
-        native_id, details = target.submit_again(job)
-        job = replace(
-            job, id=job_id(job.target, native_id), native_id=native_id, details=details, submitted=time.time()
+        _refuse_unfinished(found)
+        native_id, details = target.submit_again(found)
+        found = replace(
+            found, id=job_id(found.target, native_id), native_id=native_id, details=details, submitted=time.time()
         )
-        write_record(job, state_folder(os.environ))
+        write_record(found, state_folder(os.environ))
     if wait:
-        return wait_for_job(target, job, open_console(stderr=as_json), as_json=as_json)
-    print_job(target, job, as_json=as_json)
+        return wait_for_job(target, found, open_console(stderr=as_json), as_json=as_json)
+    print_job(target, found, as_json=as_json)
     return 0
 
 
@@ -103,7 +99,7 @@ def _refuse_unfinished(job: "JobRecord") -> None:
 
 
 def _print_all(found: "list[JobRecord]", *, as_json: bool) -> int:
-    from trimaran.app.train.launched_job import job_as_dict
+    from trimaran.app.train.launch_answer import job_as_dict
     from trimaran.launch.targets.target import open_target
 
     with ThreadPoolExecutor(max_workers=MAX_QUESTIONS) as pool:  # a host that does not answer holds up nobody else

@@ -69,8 +69,7 @@ def launch(
     trimaran launch recipes/stdlib-tiny.yaml --on ssh --hosts a,b --set cluster=2x2xcpu --wait
     trimaran launch --check
     """
-    from trimaran.app.train.launch_request import LaunchOptions
-    from trimaran.app.train.launch_session import LaunchSteps, check_launch, launch_on
+    from trimaran.app.train.launch_answer import LaunchOptions, LaunchSteps, check_launch, launch_on
     from trimaran.launch.targets.target import open_target
 
     target = open_target(on)

@@ -92,8 +92,7 @@ def _show(answer: dict[str, Any], *, as_json: bool) -> None:
 def record_with_nsys(source: str, settings: Sequence[str], *, steps: int, ranks: str, dry_run: bool) -> dict[str, Any]:
     """Record a short run of `source` with nsys, and return what `--nsys --json` prints."""
     from trimaran.app.show.clean_console import open_console
-    from trimaran.app.train.nsys_request import nsys_request
-    from trimaran.app.train.nsys_session import planned_commands, record, summaries
+    from trimaran.app.train.nsys import nsys_request, planned_commands, record, summaries
 
     request = nsys_request(source, settings, steps=steps, ranks=ranks, needs_nsys=not dry_run)
     files = [str(request.report(rank)) for rank in request.ranks]

@@ -3,16 +3,19 @@
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trimaran.app.recipe.options import Json, RunName, Settings, find_run
-from trimaran.core import UserError
+from trimaran.core import Plan, UserError, show_bytes, show_seconds
+from trimaran.core.regular_files import write_atomically
 
 if TYPE_CHECKING:
-    from trimaran.app.train.replan_request import PlannedChange
+    from rich.console import Console
+
     from trimaran.runs import RunDirectory
     from trimaran.runs.run_requests import ChangeRequest
 
@@ -51,9 +54,18 @@ def replan(
         raise UserError("S045", "this run is not running", where=str(directory.path),
                         fix="resume it with the new plan: `trimaran resume RUN --set ...`")  # fmt: skip
     if ranks is not None:
-        return _request_ranks(directory, ranks, settings, as_json=as_json)
-    from trimaran.app.train.replan_request import plan_change
+        from trimaran.runs import writing
 
+        if settings:
+            raise UserError("A001", "--ranks and --set are two changes", where="--ranks",
+                            fix="ask for the ranks first, then for the plan")  # fmt: skip
+        with writing(directory):
+            request_ranks(directory, ranks)
+        if as_json:
+            typer.echo(json.dumps({"run_dir": str(directory.path), "status": "requested", "ranks": ranks}))
+        else:
+            typer.echo(f"requested {ranks} ranks: the run starts again from its state in memory")
+        return 0
     change = plan_change(directory, settings or [], os.environ)
     answer: dict[str, Any] = {"run_dir": str(directory.path), "status": "unchanged", **change.as_dict()}
     if change.patch:
@@ -65,26 +77,9 @@ def replan(
     return EXIT_FAILED if answer["status"] == "failed" else 0
 
 
-def _request_ranks(run: "RunDirectory", ranks: int, settings: list[str] | None, *, as_json: bool) -> int:
-    from trimaran.app.train.replan_request import request_ranks
-    from trimaran.runs import writing
-
-    if settings:
-        raise UserError("A001", "--ranks and --set are two changes", where="--ranks",
-                        fix="ask for the ranks first, then for the plan")  # fmt: skip
-    with writing(run):
-        request_ranks(run, ranks)
-    if as_json:
-        typer.echo(json.dumps({"run_dir": str(run.path), "status": "requested", "ranks": ranks}))
-    else:
-        typer.echo(f"requested {ranks} ranks: the run starts again from its state in memory")
-    return 0
-
-
 def _send(run: "RunDirectory", change: "PlannedChange", *, wait: bool, quiet: bool) -> dict[str, Any]:
     """Request the change, wait for the answer if asked to, and return what `--json` prints of it."""
     from trimaran.app.show.clean_console import open_console
-    from trimaran.app.train.replan_view import show_answer, show_planned
     from trimaran.runs.run_requests import write_change_request
 
     console = open_console(stderr=quiet)
@@ -132,3 +127,116 @@ def _answer(run: "RunDirectory", request: "ChangeRequest", show: Callable[[], No
     except KeyboardInterrupt:
         withdraw_change_request(run, request)
         raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedChange:
+    """The complete patch, whether the parts of the run stay, and both plans."""
+
+    patch: dict[str, Any]
+    how: str
+    old: Plan
+    new: Plan
+
+    def as_dict(self) -> dict[str, Any]:
+        plans = {"old": self.old, "new": self.new}
+        return {"patch": self.patch, "how": self.how} | {
+            name: {"plan": plan.model_dump(mode="json"), **_numbers(plan)} for name, plan in plans.items()
+        }
+
+
+def plan_change(run: "RunDirectory", settings: Sequence[str], environment: Mapping[str, str]) -> PlannedChange:
+    """Return the change that the `--set` pairs ask for; without any, that to the best plan with the same results.
+
+    The patch is empty if the run has that plan already.
+    """
+    from trimaran.launch.supervise.next_attempt import resized
+    from trimaran.planner.change_plan import change_run, patch_between
+
+    recipe, plan = run.read_recipe(), run.read_plan()
+    asked = parse_settings(settings)
+    if not asked:
+        best = resized(plan, recipe, plan.mesh.world_size)
+        asked = patch_between(plan, best) if best is not None else {}
+    changed = change_run(recipe, plan, asked, environment)
+    others = {name: value for name, value in asked.items() if not name.startswith("plan.")}
+    patch = patch_between(plan, changed.plan)
+    if not patch and changed.recipe == recipe:
+        others = {}
+    return PlannedChange(patch=patch | others, how=changed.how, old=plan, new=changed.plan)
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Return the patch that `--set` pairs describe."""
+    from trimaran.core.parse_text import TextError, load_yaml
+
+    patch: dict[str, Any] = {}
+    for pair in settings:
+        name, separator, raw = pair.partition("=")
+        if not separator or not all(name.strip().split(".")):
+            raise UserError("R010", f"'{pair[:80]}' is not a setting", where="--set",
+                            fix="write --set plan.micro_batch=4")  # fmt: skip
+        try:
+            patch[name.strip()] = load_yaml(raw)
+        except TextError as error:
+            raise UserError("R010", f"the value '{raw[:80]}' is not YAML: {error.what}", where=f"--set {name}",
+                            fix="quote the value, or write a plain number or word") from None  # fmt: skip
+    return patch
+
+
+def request_ranks(run: "RunDirectory", ranks: int) -> None:
+    """Ask the supervisor of the run for another number of ranks. Raises UserError if that is not possible."""
+    from trimaran.launch.supervise.next_attempt import resized
+
+    recipe, plan = run.read_recipe(), run.read_plan()
+    now = plan.mesh.world_size
+    if ranks == now:
+        raise UserError("S040", f"the run has {now} ranks already", where="--ranks", fix="name another number")
+    fewest, most = recipe.faults.ranks or (now, now)
+    if not fewest <= ranks <= most:
+        raise UserError("S043", f"the recipe of this run allows {fewest} to {most} ranks, not {ranks}",
+                        where="faults.ranks", fix="stop the run and resume it: `trimaran resume RUN --set "
+                        f"faults.ranks=[{min(ranks, fewest)},{max(ranks, most)}]`")  # fmt: skip
+    if resized(plan, recipe, ranks) is None:
+        raise UserError("S043", f"there is no plan for {ranks} ranks", where="--ranks",
+                        fix=f"choose a number that divides the global batch of {recipe.train.global_batch}"
+                        )  # fmt: skip
+    write_atomically(run.resize_request, f"{ranks}\n")
+
+
+def _numbers(plan: Plan) -> dict[str, Any]:
+    prediction = plan.prediction
+    seconds, peak = (prediction.step_seconds, prediction.peak_bytes) if prediction else (None, None)
+    return {"step_seconds": seconds, "peak_bytes": peak, "fits": prediction.fits if prediction else None}
+
+
+def show_planned(old: Plan, new: Plan, patch: dict[str, Any], console: "Console") -> None:
+    """Print both plans with what is predicted for them, and the fields that change."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for name, plan in (("now", old), ("new", new)):
+        table.add_row(name, str(plan))
+        if (prediction := plan.prediction) is not None:
+            fit = "" if prediction.fits else ", which does not fit"
+            cost = f"{show_seconds(prediction.step_seconds)} a step, {show_bytes(prediction.peak_bytes)} a rank{fit}"
+            table.add_row("", f"predicted: {cost}")
+    table.add_row(
+        "change",
+        ", ".join(
+            f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in patch.items()
+        ),
+    )
+    console.print(table)
+
+
+def show_answer(answer: dict[str, Any], console: "Console") -> None:
+    """Print what became of the change."""
+    data, step = answer["data"], answer["step"]
+    if data["status"] == "applied":
+        pause = data["pause_seconds"]  # not known if a rank died after the change, before the answer
+        paused = "" if pause is None else f"; training paused for {show_seconds(pause)}"
+        console.print(f"applied after step {step}, {data['how']}{paused}")
+        return
+    console.print(f"change {data['id']} failed after step {step}: {data['error']['what']}")
+    console.print("the run goes on with the plan that it had")

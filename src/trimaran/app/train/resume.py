@@ -4,18 +4,30 @@ import json
 import os
 import shlex
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimaran.app.recipe.options import Json, NoCheck, Settings, Warm, complete_run, find_run
+from trimaran.app.recipe.options import (
+    RUNS,
+    Json,
+    NoCheck,
+    Settings,
+    Warm,
+    complete_run,
+    find_run,
+    path_argument,
+    program_name,
+)
+from trimaran.core import Plan, Recipe, UserError, fixed_field_changes, parse_recipe
 
 if TYPE_CHECKING:
     from trimaran.app.recipe.request import Request
     from trimaran.app.runs.run_state import RunState
-    from trimaran.core import Recipe
+    from trimaran.checkpoint.manifest import Manifest
     from trimaran.machine import Cluster
     from trimaran.runs import RunDirectory
 
@@ -70,17 +82,31 @@ def resume(
     refuse_other_run(old, request.recipe, where=str(found.path))
     refuse_missing_sinks(request.recipe.telemetry)
     request = replace(request, recipe=_with_requested_length(old, request.recipe, settings or []))
-    if _is_done(found, request):
+    state = _state(found, only_status=True)
+    is_complete = not state.current_events("unfinished")  # else the last evaluation and the sample are repeated
+    if state.status == "done" and state.step >= request.recipe.train.steps and is_complete:
         return _print_done(found, request, as_json=as_json)
-    _refuse_fewer_steps(found, request)
-    replan = _needs_new_plan(found, old, request)
+    from trimaran.checkpoint.step_dirs import complete_steps
+
+    asked, made = request.recipe.train.steps, max(complete_steps(found.checkpoints), default=0)
+    if made > asked:
+        raise UserError("R013", f"train.steps is {asked}: the run has already made {made} steps", where="train.steps",
+                        fix=f"use more than {made}: --set train.steps={2 * made}")  # fmt: skip
+    differs = (old.cluster, old.plan) != (request.recipe.cluster, request.recipe.plan)
+    replan = differs or (old.cluster == "auto" and request.cluster.world_size != found.read_plan().mesh.world_size)
     if is_torchrun:
         refuse_wrong_world_size(request.plan if replan else found.read_plan(), os.environ)
         refuse_unusable(os.environ, kernels=request.cluster.device.traits.has_kernels)
         from trimaran.app.train.torchrun_rank import resume_as_rank
 
         return resume_as_rank(request, found, replan=replan, as_json=as_json, check=not no_check)
-    _refuse_running(found)
+    from trimaran.runs.lease import POLL_SECONDS, LeaseWatch, held_lease_error
+
+    watch = LeaseWatch(found)
+    while not isinstance(holder := watch.poll(), int):
+        if watch.certain:
+            raise held_lease_error(found, holder)
+        time.sleep(POLL_SECONDS)
     refuse_other_machine(request.cluster)
     if not no_check:
         from trimaran.app.machine.machine_check import refuse_unfit_machine
@@ -93,10 +119,7 @@ def resume(
 
 def _open(run: str, run_dir: Path | None) -> "RunDirectory":
     """Return the run of that name, or a run directory for the run in that store."""
-    from trimaran.app.train.stored_run import is_store_url, open_stored_run
-    from trimaran.core import UserError
-
-    if is_store_url(run):
+    if "://" in run:
         found = open_stored_run(run.rstrip("/"), run_dir)
         typer.echo(f"{found.path} is the run directory of {run}", err=True)
         return found
@@ -106,10 +129,9 @@ def _open(run: str, run_dir: Path | None) -> "RunDirectory":
     return find_run(run)
 
 
-def _resolve(run: "RunDirectory", old: "Recipe", settings: list[str], *, cluster: "Cluster | None") -> "Request":
+def _resolve(run: "RunDirectory", old: Recipe, settings: list[str], *, cluster: "Cluster | None") -> "Request":
     """Return the request to resume with. The batch of a run is fixed: if it does not split, the devices must change."""
     from trimaran.app.recipe.request import resolve
-    from trimaran.core import UserError
     from trimaran.planner.rules.axis_rules import divisors, either
 
     try:
@@ -123,10 +145,8 @@ def _resolve(run: "RunDirectory", old: "Recipe", settings: list[str], *, cluster
         raise UserError("P006", error.what, where="cluster", fix=fix) from None
 
 
-def refuse_other_run(old: "Recipe", new: "Recipe", *, where: str) -> None:
+def refuse_other_run(old: Recipe, new: Recipe, *, where: str) -> None:
     """Raise if `new` changes a field that must not change when a run is resumed."""
-    from trimaran.core import UserError, fixed_field_changes
-
     changed = fixed_field_changes(old, new)
     if (old.model.adapter is None) != (new.model.adapter is None):
         changed = {"model.adapter": ()} | {name: each for name, each in changed.items() if "model.adapter" not in name}
@@ -136,7 +156,7 @@ def refuse_other_run(old: "Recipe", new: "Recipe", *, where: str) -> None:
                         f"{where}/recipe.yaml --set ...`")  # fmt: skip
 
 
-def _with_requested_length(old: "Recipe", new: "Recipe", settings: list[str]) -> "Recipe":
+def _with_requested_length(old: Recipe, new: Recipe, settings: list[str]) -> Recipe:
     """Return `new` with the end that the settings name.
 
     The stored train.steps is that of the stored data.epochs. So more steps switch data.epochs off, and other epochs
@@ -158,46 +178,6 @@ def _with_requested_length(old: "Recipe", new: "Recipe", settings: list[str]) ->
     return new.model_copy(update={"data": new.data.model_copy(update={"epochs": 0})})
 
 
-def _refuse_fewer_steps(run: "RunDirectory", request: "Request") -> None:
-    """Raise if the run has made more steps than requested, before its recipe is changed."""
-    from trimaran.checkpoint.step_dirs import complete_steps
-    from trimaran.core import UserError
-
-    asked, made = request.recipe.train.steps, max(complete_steps(run.checkpoints), default=0)
-    if made > asked:
-        raise UserError("R013", f"train.steps is {asked}: the run has already made {made} steps", where="train.steps",
-                        fix=f"use more than {made}: --set train.steps={2 * made}")  # fmt: skip
-
-
-def _needs_new_plan(run: "RunDirectory", old: "Recipe", request: "Request") -> bool:
-    """Return whether the run needs a new plan: the user asked for another, or the devices have changed.
-
-    A plan that the supervisor changed, because memory or ranks were missing, is kept.
-    """
-    asked = (old.cluster, old.plan) != (request.recipe.cluster, request.recipe.plan)
-    return asked or (old.cluster == "auto" and request.cluster.world_size != run.read_plan().mesh.world_size)
-
-
-def _refuse_running(run: "RunDirectory") -> None:
-    """Raise if another process runs the run, before its recipe is changed.
-
-    The lease of another machine is watched for a few seconds.
-    """
-    from trimaran.runs.lease import POLL_SECONDS, LeaseWatch, held_lease_error
-
-    watch = LeaseWatch(run)
-    while not isinstance(holder := watch.poll(), int):
-        if watch.certain:
-            raise held_lease_error(run, holder)
-        time.sleep(POLL_SECONDS)
-
-
-def _is_done(run: "RunDirectory", request: "Request") -> bool:
-    state = _state(run, only_status=True)
-    is_complete = not state.current_events("unfinished")  # else the last evaluation and the sample are repeated
-    return state.status == "done" and state.step >= request.recipe.train.steps and is_complete
-
-
 def _state(run: "RunDirectory", *, only_status: bool = False) -> "RunState":
     from trimaran.app.runs.run_state import RunState
 
@@ -210,8 +190,6 @@ def _print_done(run: "RunDirectory", request: "Request", *, as_json: bool) -> in
     if as_json:
         typer.echo(json.dumps(_state(run).as_dict() | {"exit": 0}))
         return 0
-    from trimaran.app.recipe.options import path_argument, program_name
-
     steps, done = request.recipe.train.steps, _state(run, only_status=True).step
     longer = shlex.join([program_name(), "resume", path_argument(run.path), "--set", f"train.steps={2 * done}"])
     text = f"this run is done: all {steps} steps"
@@ -219,3 +197,73 @@ def _print_done(run: "RunDirectory", request: "Request", *, as_json: bool) -> in
         text = f"this run has already made {done} steps, more than the requested {steps}"
     typer.echo(f"{text}. To train longer: {longer}")
     return 0
+
+
+def refuse_occupied_store(recipe: Recipe, *, must_reach: bool = True) -> None:
+    """Raise if the store of a new run has checkpoints of another, or cannot be used.
+
+    Without `must_reach`, one that cannot be used from here is left to the ranks.
+    """
+    url = recipe.checkpoint.store
+    if not url:
+        return
+    from trimaran.checkpoint.store.object_store import StoreError, open_store, unusable_store
+
+    try:
+        steps = [each for each in open_store(url).steps() if each.complete]
+    except StoreError as error:
+        if must_reach:
+            raise unusable_store(url, str(error)) from None
+        return
+    except UserError:
+        if must_reach:
+            raise
+        return
+    if steps:
+        what = f"this store already has checkpoints of a run, the newest of step {steps[-1].step}"
+        raise UserError("K062", what, where=f"checkpoint.store ({url})",
+                        fix=f"continue that run: `{program_name()} resume {url}`, or use another: "
+                        f"--set checkpoint.store={url}-2")  # fmt: skip
+
+
+def open_stored_run(url: str, run_dir: Path | None) -> "RunDirectory":
+    """Return a run directory for the run in a store: a new one, with the recipe and plan of its newest checkpoint.
+
+    A run directory that was made from this store before is used again.
+    """
+    from trimaran.runs import create_run, open_run
+
+    manifest = newest_manifest(url)
+    recipe = parse_recipe(manifest.recipe, name=f"the recipe in {url}")
+    path = run_dir or RUNS / recipe.name
+    if run_dir is None:
+        taken = (each for each in (path, *(RUNS / f"{recipe.name}-{number}" for number in range(2, 10_000))))
+        path = next(each for each in taken if not each.exists() or _belongs_to(each, url))
+    if _belongs_to(path, url):
+        return open_run(path)
+    section = recipe.checkpoint.model_copy(update={"store": url})
+    return create_run(path, recipe.model_copy(update={"checkpoint": section}), Plan.model_validate(manifest.plan))
+
+
+def newest_manifest(url: str) -> "Manifest":
+    """Return the manifest of the newest checkpoint in a store that can be read. Raises UserError if there is none."""
+    from trimaran.checkpoint.manifest import DamagedError
+    from trimaran.checkpoint.store.object_store import StoreError, open_store, unusable_store
+
+    store = open_store(url)
+    try:
+        names = [each.name for each in store.steps() if each.complete]
+        for name in reversed(names):
+            with suppress(DamagedError):
+                return store.read_manifest(name)[0]
+    except StoreError as error:
+        raise unusable_store(url, str(error)) from None
+    why = "none of its manifests is intact" if names else "it has no complete checkpoint"
+    raise UserError("K028", f"there is nothing to resume in this store: {why}", where=url,
+                    fix="check the URL; it is checkpoint.store of the run")  # fmt: skip
+
+
+def _belongs_to(path: Path, url: str) -> bool:
+    from trimaran.runs import holds_run, open_run
+
+    return holds_run(path) and open_run(path).read_recipe().checkpoint.store == url.rstrip("/")

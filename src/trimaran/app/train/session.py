@@ -3,41 +3,48 @@
 import json
 import os
 import shlex
+import signal
+import sys
+import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from trimaran.app.recipe.dry_run import refuse_before_start
 from trimaran.app.recipe.options import path_argument, program_name
-from trimaran.app.recipe.prepare_data import prepare_data
+from trimaran.app.recipe.prepare_data import prepare_data, refuse_before_start
 from trimaran.app.recipe.request import Request
 from trimaran.app.runs.live import follow, print_plain
 from trimaran.app.runs.run_findings import FindingsPoller, read_findings
 from trimaran.app.runs.run_state import RunState
 from trimaran.app.runs.summary import explain_failure, summarise
-from trimaran.app.show.clean_console import open_console
-from trimaran.app.show.progress_bar import progress_bar
-from trimaran.app.train.autopilot_thread import AutopilotThread
-from trimaran.app.train.moved_directory import MovedDirectoryNotice, end_deleted, is_deleted, moved_run
-from trimaran.app.train.schedule_change import schedule_notice
-from trimaran.app.train.stop_signals import PausedSupervisorNotice, ShowRanksSignal, StopSignals
+from trimaran.app.show.clean_console import open_console, progress_bar
 from trimaran.checkpoint.step_dirs import complete_steps
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, Bytes, Recipe
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, Bytes, Recipe, TrainSection
+from trimaran.core.regular_files import read_regular_text
 from trimaran.cost import STATE_BYTES
 from trimaran.cost.goodput import checkpoint_bytes
+from trimaran.launch.supervise.early_supervisor import SHOW_SIGNAL
 from trimaran.launch.supervise.local import LocalRun, start_local
-from trimaran.runs import RunDirectory, create_run, refuse_full_disk, writing
+from trimaran.launch.supervise.recovery_policy import EXIT_FAULT
+from trimaran.runs import RunDirectory, create_run, holds_run, refuse_full_disk, writing
 from trimaran.runs.compile_cache import refuse_unusable
 from trimaran.runs.held_directory import HeldDirectory
 from trimaran.runs.run_requests import replace_plan, replace_recipe
 
 POLL_SECONDS = 0.1
+START_SECONDS = 5.0  # a run that starts has better things to do with the cores
+END_SECONDS = 5.0
+MIN_CHANGE = 0.05  # relative; a smaller change of the learning rate is not worth a line
+PAUSED_NOTICE_SECONDS = 10.0
 
 
 def run_here(request: Request, path: Path, *, as_json: bool, quiet: bool, warm: bool = False) -> int:
@@ -86,7 +93,7 @@ def run_and_show(run: RunDirectory, console: Console, *, as_json: bool, quiet: b
     with (
         ExitStack() as at_the_end,
         show_ranks,
-        AutopilotThread(run),
+        autopilot_thread(run),
         StopSignals(ranks, lambda text: print_plain(console, text)) as stop,
     ):
         at_the_end.callback(held.stop_watching)
@@ -113,13 +120,19 @@ def _end(
 ) -> int:
     """Print the result of a run that has ended, where its directory is now, and return the exit code."""
     code = ranks.wait()
-    if is_deleted(held):
-        return end_deleted(held, code, as_json=as_json)
+    place = held.check()
+    if place == "deleted":  # the exit code is never 0, as nothing is left
+        lost, code = held.lost_error(), EXIT_FAULT if code == EXIT_DONE else code
+        if as_json:
+            typer.echo(json.dumps({"error": lost.as_dict(), "exit": code}))
+        else:
+            sys.stderr.write(f"{lost}\n")
+        return code
     if code not in (EXIT_DONE, EXIT_AGAIN) and (error := ranks.read_error()):
         raise error
-    if (run := moved_run(held)) is not None:
+    if place == "moved" and (where := held.location) is not None and holds_run(where):
         print_plain(console, held.explain("moved"))
-        state = RunState(run)
+        state = RunState(RunDirectory(where))
     state.refresh()
     if stopped_by is not None and code != EXIT_DONE:
         code = stopped_by
@@ -169,3 +182,166 @@ def _disk_bytes(recipe: Recipe, num_parameters: int, run: RunDirectory) -> Bytes
 def _prepare_data(request: Request, console: Console) -> Recipe:
     with progress_bar(console) as progress:
         return prepare_data(request.recipe, progress, partial(print_plain, console))
+
+
+@contextmanager
+def autopilot_thread(run: RunDirectory) -> Iterator[None]:
+    """Run the autopilot of a run in a thread, which never disturbs the run or the view of it."""
+    stop = threading.Event()
+
+    def control_run() -> None:
+        if stop.wait(START_SECONDS):
+            return
+        from trimaran.autopilot.controller import control
+        from trimaran.machine import calibration_folder
+
+        control(run, stop, calibrations=calibration_folder(os.environ))
+
+    thread = threading.Thread(target=control_run, name="autopilot", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(timeout=END_SECONDS)
+
+
+class MovedDirectoryNotice:
+    """Prints once that the run directory was moved or deleted while the run was running."""
+
+    def __init__(self, held: HeldDirectory, show: Callable[[str], None]) -> None:
+        self._held, self._show, self._shown = held, show, False
+
+    def check(self) -> bool:
+        """Return whether the directory is not at its path any more: files read by path are not those of the run."""
+        if self._held.place == "here":
+            return False
+        if not self._shown:
+            self._shown = True
+            consequence = "stopping" if self._held.place == "deleted" else "stopping with a checkpoint there"
+            self._show(f"{self._held.explain(self._held.place)}; {consequence}")
+        return True
+
+
+def schedule_notice(run: RunDirectory, new: Recipe) -> str:
+    """Return a line about the learning rate of the next step if the new schedule changes it at once; else empty."""
+    made = max(complete_steps(run.checkpoints), default=0)
+    return learning_rate_change(run.read_recipe().train, new.train, made) if made else ""
+
+
+def learning_rate_change(old: TrainSection, new: TrainSection, made: int) -> str:
+    """Return how the learning rate of the step after the first `made` differs from that of the old schedule.
+
+    After the last step of the old schedule the learning rate would stay at the last value.
+    """
+    from trimaran.parallel.optimizer.build_optimizer import learning_rate
+
+    before, after = learning_rate(min(made, old.steps - 1), old), learning_rate(made, new)
+    if abs(after - before) < MIN_CHANGE * before:
+        return ""
+    direction = "rises" if after > before else "falls"
+    return (
+        f"the {new.schedule.kind} schedule now has {new.steps:,} steps, before {old.steps:,}: with step {made + 1:,} "
+        f"the learning rate {direction} at once from {before:.3g} to {after:.3g} ({after / before:.2g} times)"
+    )
+
+
+class StopSignals:
+    """Counts Ctrl-C and SIGTERM; `handle` passes them on to the ranks.
+
+    Any number of SIGTERMs counts once: schedulers may send several. The signal handlers only count, because printing
+    there could garble the live view.
+    """
+
+    def __init__(self, ranks: LocalRun, show: Callable[[str], None]) -> None:
+        self._ranks, self._show = ranks, show
+        self._received = self._handled = 0
+        self._signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._count)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if error is not None:
+            self._ranks.kill()  # leave no rank behind, whatever went wrong here
+
+    def _count(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT or not self._received:
+            self._received += 1
+            self._signal = number
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of a command that was ended by a signal; None if it was not."""
+        return None if self._signal is None or self._handled < 2 else 128 + self._signal
+
+    def handle(self) -> None:
+        if self._received > self._handled:
+            first, self._handled = self._handled == 0 and self._received == 1, self._received
+            if first:
+                self._show("stopping after this step, with a checkpoint; Ctrl-C again to stop at once")
+                self._ranks.request_stop(self._signal or signal.SIGTERM)
+            else:
+                self._show(f"stopping at once; finished checkpoints stay in {self._ranks.run.path}")
+                self._ranks.end()
+
+
+class PausedSupervisorNotice:
+    """Prints a notice if a signal such as SIGSTOP has paused the supervisor for a while; it cannot do so itself."""
+
+    def __init__(
+        self, ranks: LocalRun, show: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._ranks, self._show, self._clock = ranks, show, clock
+        self._since: float | None = None
+        self._shown = False
+
+    def check(self) -> None:
+        if not self._ranks.is_stopped:
+            self._since, self._shown = None, False
+            return
+        self._since = self._clock() if self._since is None else self._since
+        if not self._shown and self._clock() >= self._since + PAUSED_NOTICE_SECONDS:
+            self._shown, pid = True, self._ranks.process.pid
+            self._show(f"the supervisor (process {pid}) is stopped by a signal; to continue it: kill -CONT {pid}")
+
+
+class ShowRanksSignal:
+    """Forwards SIGUSR1 to the supervisor and prints what it then writes: the stacks and the memory of every rank."""
+
+    def __init__(self, ranks: LocalRun, show: Callable[[str], None]) -> None:
+        self._ranks, self._show, self._file = ranks, show, ranks.run.ranks_shown
+        self._received = False
+        self._awaited: int | None = None  # version of the file when SIGUSR1 was forwarded
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(SHOW_SIGNAL, self._mark)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(SHOW_SIGNAL, self._before)
+
+    def _mark(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+
+    def handle(self) -> None:
+        if self._received:
+            self._received, self._awaited = False, self._version()
+            self._ranks.process.send_signal(SHOW_SIGNAL)
+        elif self._awaited is not None and self._version() != self._awaited:
+            self._awaited = None
+            for line in read_regular_text(self._file, errors="replace").splitlines():
+                self._show(line)
+
+    def _version(self) -> int:
+        return self._file.stat().st_mtime_ns if self._file.exists() else 0

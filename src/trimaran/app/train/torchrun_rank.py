@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-from rich.console import Console
 
 from trimaran.app.machine.machine_check import refuse_unfit_machine
 from trimaran.app.recipe.options import program_name
@@ -21,8 +20,7 @@ from trimaran.app.runs.live import print_plain
 from trimaran.app.runs.run_state import RunState
 from trimaran.app.show.clean_console import open_console
 from trimaran.app.show.error_language import chosen_language, error_lines, shown_errors
-from trimaran.app.train.schedule_change import schedule_notice
-from trimaran.app.train.session import print_result
+from trimaran.app.train.session import print_result, schedule_notice
 from trimaran.core import EXIT_DONE, Recipe, UserError
 from trimaran.data import cache_folder
 from trimaran.launch.supervise.side_processes import SidecarProcess, autopilot_process
@@ -98,7 +96,19 @@ def _run_rank(
     check_machine = partial(refuse_unfit_machine, request, where=f"node {platform.node()}") if check else None
 
     def make_and_show() -> RunDirectory:
-        _print_progress(console)
+        handler = logging.Handler()
+        last = -SECONDS_BETWEEN_LINES
+
+        def emit(record: logging.LogRecord) -> None:
+            nonlocal last
+            if record.levelno > logging.INFO or record.created - last >= SECONDS_BETWEEN_LINES:
+                last = record.created
+                print_plain(console, record.getMessage())
+
+        handler.emit = emit
+        logger = logging.getLogger("trimaran")
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
         if notice:
             print_plain(console, notice)
         return make()
@@ -113,7 +123,17 @@ def _run_rank(
             file=sys.stderr,
         )
         return EXIT_CONNECTION_LOST
-    return _print_outcome(RunDirectory(run.location), rank_info, code, console, as_json=as_json)
+    state, language = RunState(RunDirectory(run.location)), chosen_language(os.environ)
+    state.refresh()
+    for event in state.events_of_kind("error"):
+        if event.rank == rank_info.rank and "code" in event.data:
+            data = event.data
+            shown_error = UserError(data["code"], data["what"], where=data["where"], fix=data["fix"])
+            (shown,) = shown_errors(shown_error, language)
+            print_plain(open_console(stderr=True), f"{shown.code}{error_lines(shown, language)}".rstrip("\n"))
+    if rank_info.rank != 0 or code != EXIT_DONE:
+        return code
+    return print_result(state, console, code, as_json=as_json)
 
 
 @contextmanager
@@ -130,35 +150,3 @@ def _sidecar(run: RunDirectory, rank_info: RankInfo) -> Iterator[None]:
             yield
     finally:
         line.end()
-
-
-def _print_outcome(run: RunDirectory, rank_info: RankInfo, code: int, console: Console, *, as_json: bool) -> int:
-    """Print this rank's error or, on rank 0, the result; return the exit code."""
-    state, language = RunState(run), chosen_language(os.environ)
-    state.refresh()
-    for event in state.events_of_kind("error"):
-        if event.rank == rank_info.rank and "code" in event.data:
-            data = event.data
-            error = UserError(data["code"], data["what"], where=data["where"], fix=data["fix"])
-            (shown,) = shown_errors(error, language)
-            print_plain(open_console(stderr=True), f"{shown.code}{error_lines(shown, language)}".rstrip("\n"))
-    if rank_info.rank != 0 or code != EXIT_DONE:
-        return code
-    return print_result(state, console, code, as_json=as_json)
-
-
-def _print_progress(console: Console) -> None:
-    """Print the trainer's log, a line every few seconds. There is no live view: torchrun's ranks share the screen."""
-    handler = logging.Handler()
-    last = -SECONDS_BETWEEN_LINES
-
-    def emit(record: logging.LogRecord) -> None:
-        nonlocal last
-        if record.levelno > logging.INFO or record.created - last >= SECONDS_BETWEEN_LINES:
-            last = record.created
-            print_plain(console, record.getMessage())
-
-    handler.emit = emit
-    logger = logging.getLogger("trimaran")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)

@@ -11,9 +11,8 @@ from typing import Annotated
 import typer
 
 from trimaran.app.plan.plan import plan_as_dict
-from trimaran.app.recipe.hub_files import has_hub_data, with_local_files
 from trimaran.app.recipe.options import RUNS, Json, NoCheck, RecipeFile, Settings, Warm, complete_autopilot
-from trimaran.app.recipe.recipe_tokenizer import with_model_tokenizer
+from trimaran.app.recipe.recipe_files import has_hub_data, with_local_files, with_model_tokenizer
 from trimaran.app.recipe.request import (
     Request,
     refuse_other_machine,
@@ -21,7 +20,7 @@ from trimaran.app.recipe.request import (
     resolve,
     torchrun_cluster,
 )
-from trimaran.app.train.stored_run import refuse_occupied_store
+from trimaran.app.train.resume import refuse_occupied_store
 from trimaran.core import UserError
 from trimaran.launch.supervise.local import local_command
 from trimaran.runs import RunDirectory, create_run, free_run_path, refuse_occupied
@@ -175,11 +174,9 @@ def _prepare_nodes(request: Request, path: Path, *, as_json: bool, check: bool) 
 
 def _dry_run(request: Request, path: Path, *, as_json: bool) -> int:
     """Check the data, build ranks of the plan without weights, and show the plan and the command."""
-    from trimaran.app.recipe.dry_run import check_ranks, show_check
-    from trimaran.app.recipe.prepare_data import check_all_data
+    from trimaran.app.recipe.prepare_data import check_all_data, check_ranks, show_check
     from trimaran.app.runs.live import print_plain
-    from trimaran.app.show.clean_console import open_console
-    from trimaran.app.show.progress_bar import progress_bar
+    from trimaran.app.show.clean_console import open_console, progress_bar
 
     console = open_console(stderr=True)
     request, is_on_hub = replace(request, recipe=with_model_tokenizer(request.recipe)), has_hub_data(request.recipe)

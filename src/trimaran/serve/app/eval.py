@@ -107,8 +107,7 @@ def eval(
     weights = find_weights(model, step, for_text=tasks is not None or data is not None)
     request = EvalRequest(weights=weights, data=data, source=source, seq_len=seq_len, batches=batches)
     refuse_unusable(os.environ)
-    from trimaran.app.show.clean_console import open_console
-    from trimaran.app.show.progress_bar import progress_bar
+    from trimaran.app.show.clean_console import open_console, progress_bar
     from trimaran.serve.app.evaluate_trained import evaluate_loss, evaluate_tasks, save_evaluation
 
     began = time.monotonic()

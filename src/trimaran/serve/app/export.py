@@ -146,8 +146,7 @@ def export(
     directory = find_run(run)
     request = make_request(directory, to, dtype=dtype, quantise=quantise, merge=merge, check=not no_check)
     refuse_unusable(os.environ)
-    from trimaran.app.show.clean_console import open_console
-    from trimaran.app.show.progress_bar import progress_bar
+    from trimaran.app.show.clean_console import open_console, progress_bar
 
     began = time.monotonic()
     # What other packages print is not part of the answer.

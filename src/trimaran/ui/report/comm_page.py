@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from trimaran.app.machine.comm_view import describe_group, fit_cells, headline, notes, rate_unit, show_rate, show_time
+from trimaran.app.machine.comm_answer import describe_group, fit_cells, headline, notes, rate_unit, show_rate, show_time
 from trimaran.core import show_bytes
 from trimaran.machine.comm_result import CommCurve, CommPoint, CommResult
 from trimaran.ui.report.markup import Html, html_document, table, tag

@@ -7,7 +7,7 @@ from typing import Any
 
 from trimaran.app.runs.run_state import RunState
 from trimaran.app.runs.step_history import StepHistory
-from trimaran.app.show.intervals import intervals
+from trimaran.app.show.text_chart import intervals
 from trimaran.core import PHASES
 from trimaran.runs.read.step_index import SCALARS, Extent, join_extents
 from trimaran.runs.record_types import is_number

@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trimaran.app.plan.simulate_request import PLAN_FILE, read_simulate_request
+from trimaran.app.plan.simulate_answer import PLAN_FILE, read_simulate_request
 from trimaran.app.recipe.options import find_run
 from trimaran.app.recipe.plan_request import read_plan_request
 from trimaran.app.recipe.request import Request
-from trimaran.app.train.launch_request import launch_request, preview_options, resolve_launch
+from trimaran.app.train.launch_answer import launch_request, preview_options, resolve_launch
 from trimaran.core import UserError
 from trimaran.launch.targets.target import TARGET_CLASSES, open_target
 from trimaran.machine.comm_result import read_comm_result

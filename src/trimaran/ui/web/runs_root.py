@@ -16,7 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from trimaran.app.recipe.request import refuse_other_machine, resolve
 from trimaran.app.runs.run_state import ACTIVE_STATUSES, RunState, Status, finite
-from trimaran.app.show.logs import tail
+from trimaran.app.show.terminal import tail
 from trimaran.core import UserError, did_you_mean
 from trimaran.core.errors import file_error
 from trimaran.runs import RunDirectory, open_run

@@ -10,13 +10,20 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from trimaran.app.plan.plan_answer import PlanReport, all_plans, build_plan_report, run_settings, with_goal, with_top
-from trimaran.app.plan.run_cost import read_cost_terms
-from trimaran.app.plan.tuned_recipe import pinned_recipe_text
+from trimaran.app.plan.plan_answer import (
+    PlanReport,
+    all_plans,
+    build_plan_report,
+    pinned_recipe_text,
+    read_cost_terms,
+    run_settings,
+    with_goal,
+    with_top,
+)
 from trimaran.app.recipe.options import complete_setting
 from trimaran.app.recipe.plan_request import PlanRequest, adapter_setting, read_plan_request
 from trimaran.app.recipe.request import read_recipe
-from trimaran.app.train.launch_request import preview_options
+from trimaran.app.train.launch_answer import preview_options
 from trimaran.core import Mesh, Plan, UserError, show_count
 from trimaran.launch.targets.target import open_target
 from trimaran.machine import DEVICES
@@ -279,7 +286,7 @@ def launch_words(report: PlanReport, target: str) -> list[str]:
 
 def launch_text(report: PlanReport, target: str) -> str:
     """Return the main file of a launch, as `trimaran launch --dry-run` shows it."""
-    from trimaran.app.train.launch_session import preview_launch
+    from trimaran.app.train.launch_answer import preview_launch
 
     settings = run_settings(report.request, report.answer, _best(report))
     found = open_target(target)

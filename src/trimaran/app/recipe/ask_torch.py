@@ -1,4 +1,4 @@
-"""Measures how fast the ranks of this CPU train, once: predictions for it then say what it does."""
+"""Asks processes that import torch, and keeps the answers: what it can do with a model, how fast this CPU is."""
 
 import json
 import logging
@@ -10,19 +10,61 @@ from pathlib import Path
 
 import typer
 
+from trimaran.core import ModelSection, UserError
 from trimaran.launch.supervise.early_supervisor import early_processes, resume_early
 from trimaran.machine import Cluster, calibration_folder, parse_cluster
 from trimaran.machine.cpu_rates import CpuRates, parse_cpu_rates, write_cpu_rates
 from trimaran.machine.detect import cpu_rates_file, threads_per_rank, usable_cores, with_cpu_rates
 from trimaran.machine.host_limits import openmp_threads
+from trimaran.models.hf_facts import HfFacts, cached_facts, facts_file, facts_from_dict, missing_package, write_facts
 
+LIMIT_SECONDS = 300.0  # 12 s of CPU time for 56 layers, but the machine may be busy
 logger = logging.getLogger(__name__)
 
 MEASURE_SECONDS = 0.2  # besides the start of torch
-LIMIT_SECONDS = 20.0  # on a machine that is so busy, the rates would be wrong
+MEASURE_LIMIT_SECONDS = 20.0  # on a machine that is so busy, the rates would be wrong
 MAX_RANKS = 8  # that are measured on a machine with fewer cores
 MAX_SCATTER = 0.1  # of rates that are kept for good; with more, other programs were running
 RETRY_SECONDS = 600.0  # until rates with more scatter are measured again
+
+
+def ask_hf_facts(section: ModelSection, environ: Mapping[str, str]) -> tuple[HfFacts | None, str]:
+    """Return what our trainer can do with the model, and if that is not known, why. Nothing is downloaded.
+
+    Both are empty for our own models. What was found is kept in the user's cache.
+    """
+    if not section.kind.is_hf or section.path is None:
+        return None, ""
+    if (facts := cached_facts(section, environ)) is not None:
+        return facts, ""
+    if package := missing_package():
+        return None, f"{package} is not installed here"
+    try:
+        facts, reason = _find(section, environ)
+        path = facts_file(section, environ) if facts else None
+    except (OSError, ValueError, KeyError, TypeError, UserError, subprocess.SubprocessError) as error:
+        last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
+        return None, "".join(last)[:200]
+    if facts is not None and path is not None:
+        try:
+            write_facts(path, facts)
+        except OSError as error:
+            logger.warning("what training can do with this model is not kept in %s: %s", path, error.strerror)
+    return facts, reason
+
+
+def _find(section: ModelSection, environ: Mapping[str, str]) -> tuple[HfFacts | None, str]:
+    if sys.stderr.isatty():
+        typer.echo("building the model without weights to see which axes it supports: seconds, once", err=True)
+    command = [sys.executable, "-m", "trimaran.train.find_hf_facts", str(section.path)]
+    command += ["--trust-remote-code"] if section.trust_remote_code else []
+    alone = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True,
+                          env={**environ, **alone})  # fmt: skip
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    if "unknown" in answer:
+        return None, f"transformers cannot build it without weights: {answer['unknown']}"
+    return facts_from_dict(answer["facts"]), ""
 
 
 def cluster_of_text(
@@ -62,7 +104,7 @@ def _measure(ranks: int, threads: int, environ: Mapping[str, str]) -> CpuRates |
                f"--seconds={MEASURE_SECONDS}"]  # fmt: skip
     command += [f"--pause={pid}" for pid in early_processes()]  # which are importing torch
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True,
+        done = subprocess.run(command, capture_output=True, text=True, timeout=MEASURE_LIMIT_SECONDS, check=True,
                               env={"GLOO_SOCKET_IFNAME": "lo", **environ})  # fmt: skip
         return parse_cpu_rates(json.loads(done.stdout))
     except (OSError, ValueError, subprocess.SubprocessError) as error:

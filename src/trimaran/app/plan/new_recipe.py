@@ -1,12 +1,14 @@
-"""Chooses the values of a new recipe from what is known of the model, the data and the cluster."""
+"""The recipe of `trimaran init`: its values, by what is known of the model and the data, and its text with comments."""
 
+import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from trimaran.app.recipe.data_facts import DataFacts
-from trimaran.app.recipe.model_facts import ModelFacts
-from trimaran.core import Plan, Recipe, UserError, family_named
+from trimaran.app.recipe.facts import DataFacts, ModelFacts
+from trimaran.core import Recipe, UserError, family_named
+from trimaran.core.parse_text import TextError, load_yaml
 from trimaran.machine import Cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import choose
@@ -21,6 +23,8 @@ MIN_SEQ_LEN = {"cuda": 2048, "cpu": 256}  # of packed rows: short rows leave a G
 STEP_TOKENS = {"cuda": 2**15, "cpu": 2**11}  # of an optimizer step in fine-tuning
 CORPUS_STEP_TOKENS = {"cuda": 2**18, "cpu": 2**12}  # in continued pretraining
 FEW_SAMPLES = 20_000  # fewer are seen three times
+COMMENT_COLUMN = 40
+HEADER = "# Written by `trimaran init`. Every value can be changed; `trimaran train FILE --dry-run` checks it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,8 @@ def choose_values(
     for each in tried:
         choices = _values(model, data, cluster, each, cluster_name)
         try:
-            plan = _plan(model, data, choices, cluster)
+            recipe = Recipe.model_validate(recipe_fields(model, data, choices, path=str(model.folder)))
+            plan = choose(recipe, spec_of(recipe.model), cluster, outline_if_known(recipe.model, recipe.data))
         except UserError as error:
             if error.code != NOTHING_FITS or each == tried[-1]:
                 raise
@@ -102,11 +107,6 @@ def _methods(model: ModelFacts, cluster: Cluster) -> list[Method]:
     if not model.has_weights:
         return ["full"]
     return ["full", "lora", "qlora"] if cluster.device.traits.has_kernels else ["full", "lora"]
-
-
-def _plan(model: ModelFacts, data: DataFacts, choices: Choices, cluster: Cluster) -> Plan:
-    recipe = Recipe.model_validate(recipe_fields(model, data, choices, path=str(model.folder)))
-    return choose(recipe, spec_of(recipe.model), cluster, outline_if_known(recipe.model, recipe.data))
 
 
 def _values(model: ModelFacts, data: DataFacts, cluster: Cluster, method: Method, cluster_name: str) -> Choices:
@@ -159,3 +159,93 @@ def _seq_len(model: ModelFacts, data: DataFacts, least: int) -> int:
         return min(limit, 1 << (wanted.bit_length() - 1))
     longest = max(least, data.longest_tokens + model.image_tokens)  # a row holds an image and the text about it
     return min(limit, 1 << (longest - 1).bit_length())
+
+
+def recipe_text(model: ModelFacts, data: DataFacts, choices: Choices) -> str:
+    """Return the recipe as YAML with comments."""
+    fields = recipe_fields(model, data, choices)
+    comments = _comments(model, data, choices)
+    lines = [HEADER, f"# model: {model.describe()}", f"# data:  {data.describe()}"]
+    lines += _lines(fields, comments, "")
+    return "\n".join(lines) + "\n"
+
+
+def _comments(model: ModelFacts, data: DataFacts, choices: Choices) -> dict[str, str]:
+    """Return the comment on each field, by dotted name."""
+    families = {"decoder": "Trimaran's own network, which supports every kind of parallelism",
+                "vlm": "Trimaran's own vision-language network", "hf": "the network of transformers"}  # fmt: skip
+    sources = {
+        "chat": "conversations: only the answers are learnt from",
+        "jsonl": "one document a line",
+        "text": "one document a file",
+        "webdataset": "images with text in tar files",
+        "image-folder": "images with captions",
+        "parquet": "rows with conversations or images",
+        "datasets": "rows of a table, or a saved dataset",
+        "megatron": "tokens of Megatron's tools",
+        "nanogpt": "tokens in raw files",
+        "shards": "text that was tokenized before",
+    }
+    rates = {"full": "usual for training all weights of a model of this size", "lora": "usual for LoRA: ten times "
+             "that of full training", "qlora": "usual for QLoRA: ten times that of full training"}  # fmt: skip
+    shorter = "are padded" if model.mixes_documents else "share a row"
+    length = f"the longest sample read has {data.longest_tokens:,} tokens; shorter ones {shorter}"
+    if not data.is_samples:
+        length = "documents are joined and cut into sequences of this length"
+    elif data.longest_tokens > choices.seq_len:
+        length = f"longer samples (up to {data.longest_tokens:,} tokens) are cut at their end"
+    return {
+        "name": "runs/NAME holds the run",
+        "model.family": families[model.family],
+        "model.path": "shape, weights and tokenizer" if model.has_weights else "shape only: it has no weights",
+        "model.adapter": "train small matrices beside the frozen weights",
+        "model.adapter.rank": "more learns more and costs more memory",
+        "model.adapter.alpha": "the adapter counts alpha / rank times",
+        "model.adapter.base": "frozen weights in 4 bits (NF4)",
+        "model.freeze": "the vision tower stays as it is",
+        "data.source": sources[data.source],
+        "data.text_field": "the field that holds the text",
+        "data.split": "the split of the dataset",
+        "data.seq_len": length,
+        "data.epochs": f"passes over the data end the run: about {choices.num_steps:,} steps; 0: train.steps alone",
+        "data.samples.batching": "one sample in each row: in this model, several would attend to each other",
+        "train.global_batch": f"rows a step, {choices.global_batch * choices.seq_len:,} tokens, on any number of GPUs",
+        "train.lr": rates[choices.method] if model.has_weights else "usual for training from scratch",
+        "train.schedule.warmup_steps": "3 % of the steps",
+        "train.optimizer.weight_decay": "none in fine-tuning" if choices.weight_decay == 0 else "usual for a corpus",
+        "train.evaluate.every": "steps; 0: only at the end"
+        if not choices.evaluate_every
+        else "steps, on held-out data",
+        "cluster": "auto: this machine" if choices.cluster == "auto" else "where it runs",
+    }
+
+
+def _lines(fields: dict[str, Any], comments: dict[str, str], prefix: str) -> Iterable[str]:
+    depth = "  " * prefix.count(".")
+    for name, value in fields.items():
+        dotted = f"{prefix}{name}"
+        comment = f"# {comments[dotted]}" if dotted in comments else ""
+        if isinstance(value, dict):
+            yield _joined(f"{depth}{name}:", comment)
+            yield from _lines(value, comments, f"{dotted}.")
+        else:
+            yield _joined(f"{depth}{name}: {_scalar(value)}", comment)
+
+
+def _joined(text: str, comment: str) -> str:
+    return (
+        f"{text:<{COMMENT_COLUMN}}{comment}".rstrip() if len(text) < COMMENT_COLUMN else f"{text}  {comment}".rstrip()
+    )
+
+
+def _scalar(value: Any) -> str:
+    """Return a value as YAML on one line: plain where YAML reads it as itself."""
+    if isinstance(value, str):
+        try:
+            plain = load_yaml(value) == value and not set(value) & set("{}[],#\n") and ": " not in value
+        except TextError:
+            plain = False
+        return value if plain else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and 0 < value < 1e-2:
+        return f"{value:.1e}"
+    return f"[{', '.join(map(_scalar, value))}]" if isinstance(value, list) else json.dumps(value)

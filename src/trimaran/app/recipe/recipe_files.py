@@ -1,13 +1,89 @@
-"""Which tokenizer and chat template a new run uses: those of its model, unless the recipe says otherwise."""
+"""Names the files that a recipe leaves open: local folders for names on the Hub, and its model's own tokenizer."""
 
+import os
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from trimaran.core import Recipe, UserError
+from trimaran.core import DataSection, MixtureSource, Recipe, UserError
+from trimaran.core.plugins import SOURCES
 from trimaran.core.regular_files import expand_user
-from trimaran.models import language_of, model_folder, read_json, spec_of, weight_files
+from trimaran.models import hub_repo_of, is_hub_name, language_of, model_folder, read_json, spec_of, weight_files
+from trimaran.models.hub_files import fetch_dataset, fetch_model, fetch_small_files, restore_missing_files
+from trimaran.models.hub_names import HubRepo
 
+TEXT_SOURCES = ("text", "jsonl")
+FILE_SOURCES = ("python-stdlib", "shapes", "scenes", "megatron", "nanogpt")  # a path is never a name on the Hub
 MAX_CONFIG_BYTES = 10_000_000
+
+
+def with_local_model(recipe: Recipe, *, only_config: bool = False) -> Recipe:
+    """Return the recipe with a local folder instead of a model's name: its config and tokenizer, or only its config."""
+    model = recipe.model
+    if model.path and hub_repo_of(model.path) and not Path(model.path).exists():
+        restore_missing_files(recipe)  # the recipe of a run whose cache was deleted
+    if not model.path or not is_hub_name(model.path):
+        return recipe
+    repo = HubRepo(kind="model", name=model.path, revision=model.revision)
+    folder = fetch_small_files(repo, only_config=only_config, code=model.trust_remote_code)
+    located = model.model_copy(update={"path": str(folder), "revision": folder.name})
+    return recipe.model_copy(update={"model": located})
+
+
+def has_hub_data(recipe: Recipe) -> bool:
+    """Return whether the recipe names a dataset on the Hub. Raises if its source only reads files."""
+    return any(_is_on_hub(section) for section in (recipe.data, *recipe.data.mixture))
+
+
+def with_local_files(recipe: Recipe, *, weights: bool = True) -> Recipe:
+    """Return the recipe with local folders for its datasets, and fetch the weights of a model from the Hub."""
+    repo = hub_repo_of(recipe.model.path) if recipe.model.path else None
+    if weights and repo and recipe.model.revision:
+        from trimaran.app.show.clean_console import open_console, print_plain, progress_bar
+
+        name, commit = repo
+        console, code = open_console(stderr=True), recipe.model.trust_remote_code
+        with progress_bar(console) as progress:
+            show = partial(progress, f"fetching {name}")
+            folder = fetch_model(HubRepo(kind="model", name=name, revision=commit), show, code=code)
+        print_plain(console, f"model {name}, commit {folder.name}")
+    data = _local_source(recipe.data)
+    mixture = tuple(_local_source(source) for source in recipe.data.mixture)
+    if data is recipe.data and mixture == recipe.data.mixture:
+        return recipe
+    return recipe.model_copy(update={"data": data.model_copy(update={"mixture": mixture})})
+
+
+Section = TypeVar("Section", DataSection, MixtureSource)
+
+
+def _is_on_hub(section: DataSection | MixtureSource) -> bool:
+    if not section.path or not is_hub_name(section.path) or section.source in FILE_SOURCES:
+        return False
+    if section.source not in SOURCES:  # a plug-in reads what it is given
+        return False
+    if section.source in TEXT_SOURCES:
+        raise UserError("T064", f"{section.path} is a dataset on the Hub, and the source {section.source} reads files",
+                        where="data.source", fix="set data.source to datasets for text, or to chat")  # fmt: skip
+    return True
+
+
+def _local_source(section: Section) -> Section:
+    """Return the section with the folder of a dataset's split. Conversations are then read as Parquet."""
+    if not _is_on_hub(section):
+        return section
+    assert section.path is not None, "it names a dataset"
+    from trimaran.app.show.clean_console import open_console, print_plain
+    from trimaran.data import cache_folder
+
+    repo = HubRepo(kind="dataset", name=section.path, revision=section.revision)
+    console = open_console(stderr=True)
+    with console.status(f"fetching {repo.name}"):
+        folder = fetch_dataset(repo, cache_folder(os.environ), subset=section.subset, split=section.split)
+    print_plain(console, f"dataset {repo.name}, split {section.split}, commit {folder.parts[-3]}")
+    source = "datasets" if section.source == "datasets" else "parquet"
+    fields: dict[str, Any] = {"path": str(folder), "revision": folder.parts[-3], "source": source}
+    return section.model_copy(update=fields)
 
 
 def with_model_tokenizer(recipe: Recipe) -> Recipe:
@@ -87,24 +163,21 @@ def _refuse_other_shards(recipe: Recipe) -> None:
     """
     from trimaran.data import TokenShards, load_tokenizer
     from trimaran.data.text.source_files import named_path
-    from trimaran.data.text.tokenizer import is_same_tokenizer
+    from trimaran.data.text.tokenizer import has_tokenizer, is_same_tokenizer
 
     if recipe.data.tokenizer is not None or recipe.model.path is None:
         return
     shards, folder = TokenShards.open(named_path(recipe.data)), model_folder(recipe.model.path)
-    own = _own_tokenizer(recipe) if shards.tokenizer.describe()["kind"] == "bytes" else _folder_tokenizer(folder)
+    if shards.tokenizer.describe()["kind"] == "bytes":
+        own = _own_tokenizer(recipe)
+    else:
+        own = str(folder) if has_tokenizer(folder) else None
     if own is None or is_same_tokenizer(tokenizer := load_tokenizer(own), shards.tokenizer):
         return
     raise UserError("T019", f"the shards were packed with another tokenizer, of {shards.vocab_size:,} ids; the model's "
                     f"own has {tokenizer.vocab_size:,}", where=str(shards.path),
                     fix=f"pack the data again with --tokenizer {folder}, or, to train the model on another tokenizer, "
                     "name it in data.tokenizer")  # fmt: skip
-
-
-def _folder_tokenizer(folder: Path) -> str | None:
-    from trimaran.data.text.tokenizer import has_tokenizer
-
-    return str(folder) if has_tokenizer(folder) else None
 
 
 def _no_tokenizer(folder: Path, vocabulary: int | None) -> UserError:

@@ -1,4 +1,4 @@
-"""What data is, by its content: format, number of samples, lengths."""
+"""What a model and data are, by their files: family, size and tokenizer; format, number of samples and lengths."""
 
 import json
 import os
@@ -10,7 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trimaran.core import DataSection, MixtureSource, UserError
+from trimaran.app.recipe.ask_torch import ask_hf_facts
+from trimaran.app.recipe.plan_request import family_of
+from trimaran.app.recipe.recipe_files import with_local_model
+from trimaran.core import DataSection, MixtureSource, ModelSection, Recipe, UserError, show_bytes, show_count
 from trimaran.data import TokenShards
 from trimaran.data.row_fields import (
     CONVERSATIONS,
@@ -32,9 +35,20 @@ from trimaran.data.text.source_files import (
     is_saved_dataset,
 )
 from trimaran.data.text.token_files import TOKEN_SOURCES, count_tokens
-from trimaran.data.text.tokenizer import Tokenizer, load_tokenizer
-from trimaran.models import is_hub_name, near_folder
+from trimaran.data.text.tokenizer import Tokenizer, chat_template_names, has_tokenizer, load_tokenizer
+from trimaran.models import (
+    hub_repo_of,
+    is_hub_name,
+    model_folder,
+    near_folder,
+    outline_if_known,
+    repo_name,
+    spec_of,
+    vision_of,
+    weight_files,
+)
 
+OWN_FAMILIES = ("vlm", "decoder")  # preferred, because they support every axis
 MAX_LISTED = 5000  # files of a folder whose names are looked at
 MAX_READ = 2000  # samples
 MAX_TOKENIZED = 64  # samples whose text is tokenized, for the ratio of tokens to characters
@@ -48,6 +62,86 @@ PROSE_WORDS = 3
 IN_LIST = "[]"  # after the name of a list of texts
 TEXT_SHARE = 0.9  # of the characters of a row, in the field that is taken for its text
 USUAL_TEXT_FIELDS = ("text", "content", "document", "body", "code")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """A model that a recipe can name. `named` is the person's spelling, `folder` its path on this machine.
+
+    mixes_documents: the documents of a packed row would attend to each other.
+    """
+
+    named: str
+    folder: Path
+    family: str
+    name: str
+    num_parameters: int | None
+    max_seq_len: int
+    has_weights: bool
+    weight_bytes: int
+    tokenizer: Tokenizer | None
+    has_chat_template: bool
+    takes_images: bool
+    image_tokens: int
+    mixes_documents: bool = False
+
+    def describe(self) -> str:
+        """Return one line for the person."""
+        size = f"{show_count(self.num_parameters)} parameters" if self.num_parameters else "size unknown"
+        if self.weight_bytes:
+            weights = f"weights of {show_bytes(self.weight_bytes)}"
+        else:
+            weights = "weights on the Hub" if self.has_weights else "no weights: trained from scratch"
+        tokenizer = f"tokenizer of {self.tokenizer.vocab_size:,} ids" if self.tokenizer else "no tokenizer: bytes"
+        template = "its own chat template" if self.has_chat_template else "no chat template"
+        limit = f"at most {self.max_seq_len:,} tokens" if self.max_seq_len else "no limit of length"
+        return f"{self.name}, {size}, {weights}, {tokenizer}, {template}, {limit}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "path": self.named,
+            "family": self.family,
+            "name": self.name,
+            "num_parameters": self.num_parameters,
+            "max_seq_len": self.max_seq_len,
+            "has_weights": self.has_weights,
+            "vocab_size": self.tokenizer.vocab_size if self.tokenizer else None,
+            "has_chat_template": self.has_chat_template,
+        }
+
+
+def look_at_model(named: str) -> ModelFacts:
+    """Return what is known of the model in a folder, or of a name on the Hub, whose config and tokenizer are fetched.
+
+    Raises UserError if there is no such model, or if transformers' code for it is not that of a causal language model.
+    """
+    recipe = with_local_model(Recipe(model=ModelSection(family="hf", path=named)))
+    assert recipe.model.path is not None
+    folder = model_folder(recipe.model.path)
+    family = family_of(str(folder), OWN_FAMILIES)
+    section = ModelSection(family=family, path=str(folder))
+    facts, _ = ask_hf_facts(section, os.environ)
+    if facts is not None and facts.untrainable is not None:
+        raise facts.untrainable
+    outline = outline_if_known(section)
+    files = weight_files(folder)
+    projector = [tower.positions for tower in outline.towers if tower.name == "projector"] if outline else []
+    takes_images = vision_of(spec_of(section)) is not None
+    return ModelFacts(
+        named=named,
+        folder=folder,
+        family=family,
+        name=repo_name(folder),
+        num_parameters=outline.num_parameters if outline else None,
+        max_seq_len=outline.max_seq_len if outline else 0,
+        has_weights=bool(files) or is_hub_name(named) or hub_repo_of(folder) is not None,
+        weight_bytes=sum(file.stat().st_size for file in files),
+        tokenizer=load_tokenizer(str(folder)) if has_tokenizer(folder) else None,
+        has_chat_template=has_tokenizer(folder) and bool(chat_template_names(folder)),
+        takes_images=takes_images,
+        image_tokens=sum(projector) if takes_images else 0,
+        mixes_documents=facts is not None and facts.without_documents is not None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,27 +203,49 @@ def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split
         return DataFacts(named=named, source=source, num_samples=shards.num_documents, is_exact=True,
                          median_tokens=typical, longest_tokens=typical)  # fmt: skip
     if source in TOKEN_SOURCES:
-        return _token_facts(named, source, folder, tokenizer or load_tokenizer(None))
+        section = DataSection(source=source, path=str(folder))
+        num_tokens, num_documents = count_tokens(section, find_files(section), tokenizer or load_tokenizer(None))
+        length = num_tokens // max(1, num_documents)
+        return DataFacts(named=named, source=source, num_samples=num_documents, is_exact=source == "megatron",
+                         median_tokens=length, longest_tokens=length)  # fmt: skip
     row = _first_row(source, folder)
     if row is not None and learns_rejected(row, ""):
         raise preference_error(str(folder))
-    is_chat, has_images, text_field = _is_chat(row), _has_images(row) or source == "image-folder", "text"
+    fields, text_field = row or {}, "text"
+    is_chat = any(name in fields for name in (*CONVERSATIONS, "texts")) or bool(answer_fields(fields))
+    has_images = any(fields.get(name) for name in IMAGES) or source == "image-folder"
     if row is not None and not is_chat and (found := _named_conversation(row, folder)):
         is_chat, text_field = True, found
     if row is not None and not is_chat and source not in ("webdataset", "image-folder") and not has_images:
         text_field = _text_field(row, folder)
     reads_text = not is_chat and not has_images
     if source in ("chat", "parquet") and reads_text:
-        source = "jsonl" if _has_only_lines(folder) else "datasets"
+        files = find_files(DataSection(source="chat", path=str(folder)))
+        source = "jsonl" if all(data_suffix(file) in JSONL_SUFFIXES for file in files) else "datasets"
     elif source == "datasets" and not reads_text:
         source = "chat"
-    read = list(islice(_read(source, folder, text_field), MAX_READ))
+    own = MixtureSource.model_validate(
+        {"name": "data", "source": source, "path": str(folder), "text_field": text_field}
+    )
+    files = find_files(DataSection(source=own.source, path=own.path))
+    read = list(islice(read_samples(SourceFiles(own, files)), MAX_READ))
     good = [sample for sample in read if sample.bad is None]
     if not good:
         reason = read[0].bad if read else "there is no sample"
         raise UserError("T065", f"no sample of this data can be used: {reason}", where=str(folder),
                         fix="see docs/guides/data.md for the formats that are read")  # fmt: skip
-    lengths = _lengths(good, tokenizer)
+    # The tokens of a sample are its characters, times the ratio in those that were tokenized.
+    texts = [_all_text(sample) for sample in good]
+    ratio = 1.0
+    if tokenizer is not None:
+        tried = [text[:MAX_TOKENIZED_CHARACTERS] for text in texts[:MAX_TOKENIZED] if text]
+        ratio = sum(len(tokenizer.encode(text)) for text in tried) / max(1, sum(map(len, tried)))
+    lengths = [
+        round(len(text) * ratio)
+        + TURN_TOKENS * (len(sample.turns) if sample.turns[0].role != "text" else 0)
+        + TOOLS_TOKENS * bool(sample.tools)
+        for text, sample in zip(texts, good, strict=True)
+    ]
     fraction = read[-1].fraction_read if len(read) == MAX_READ else 1.0
     is_hub = is_hub_name(named)
     return DataFacts(
@@ -145,14 +261,6 @@ def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split
         median_tokens=max(1, round(median(lengths))),
         longest_tokens=max(1, *lengths),
     )
-
-
-def _token_facts(named: str, source: str, path: Path, tokenizer: Tokenizer) -> DataFacts:
-    section = DataSection(source=source, path=str(path))
-    num_tokens, num_documents = count_tokens(section, find_files(section), tokenizer)
-    typical = num_tokens // max(1, num_documents)
-    return DataFacts(named=named, source=source, num_samples=num_documents, is_exact=source == "megatron",
-                     median_tokens=typical, longest_tokens=typical)  # fmt: skip
 
 
 def _source_by_names(path: Path) -> str:
@@ -183,11 +291,6 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(root) / name for name in sorted(names) if not name.startswith("."))
 
 
-def _has_only_lines(path: Path) -> bool:
-    files = find_files(DataSection(source="chat", path=str(path)))
-    return all(data_suffix(file) in JSONL_SUFFIXES for file in files)
-
-
 def _first_row(source: str, path: Path) -> Mapping[str, Any] | None:
     """Return the first row of JSON, Parquet, CSV or a saved dataset; None for other sources."""
     rows: Iterator[tuple[int, Any, float]]
@@ -203,10 +306,6 @@ def _first_row(source: str, path: Path) -> Mapping[str, Any] | None:
         raise UserError("T065", "there is no row with fields", where=str(path),
                         fix="write one JSON object a line, such as {\"text\": \"...\"}")  # fmt: skip
     return found
-
-
-def _is_chat(row: Mapping[str, Any] | None) -> bool:
-    return row is not None and (any(name in row for name in (*CONVERSATIONS, "texts")) or bool(answer_fields(row)))
 
 
 def _named_conversation(row: Mapping[str, Any], path: Path) -> str | None:
@@ -228,10 +327,6 @@ def _conversations(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _has_images(row: Mapping[str, Any] | None) -> bool:
-    return row is not None and any(row.get(name) for name in IMAGES)
-
-
 def _text_field(row: Mapping[str, Any], path: Path) -> str:
     """Return the field that holds the text: one of the usual names, or the one with nearly all of the row's text."""
     every = dict(_strings(row))
@@ -244,8 +339,11 @@ def _text_field(row: Mapping[str, Any], path: Path) -> str:
         raise UserError("T065", f"{asked[0]} looks like a part of a question and its answer, and the other part is "
                         f"not found: there are {', '.join(map(str, row))[:200]}", where=str(path),
                         fix="name the fields prompt and completion")  # fmt: skip
-    texts = {name: text for name, text in every.items() if not _is_metadata(name)}
-    texts = {name: text for name, text in texts.items() if _is_prose(text)} or texts
+    lasts = {name: name.rpartition(".")[2].lower() for name in every}
+    named = {name for name, last in lasts.items() if last in METADATA_FIELDS or last.endswith(("_id", "_url"))}
+    texts = {name: text for name, text in every.items() if name not in named}
+    prose = {name: text for name, text in texts.items() if len(text.split()) >= PROSE_WORDS or not text.isascii()}
+    texts = prose or texts
     if not texts:
         raise UserError("T065", f"no field holds text: there are {', '.join(map(str, row))[:200]}", where=str(path),
                         fix="convert it to JSONL with a field text, or to conversations with messages")  # fmt: skip
@@ -255,15 +353,6 @@ def _text_field(row: Mapping[str, Any], path: Path) -> str:
                         fix="name the field to learn text; name a question and its answer prompt and completion"
                         )  # fmt: skip
     return longest
-
-
-def _is_metadata(name: str) -> bool:
-    last = name.rpartition(".")[2].lower()
-    return last in METADATA_FIELDS or last.endswith(("_id", "_url"))
-
-
-def _is_prose(text: str) -> bool:
-    return len(text.split()) >= PROSE_WORDS or not text.isascii()
 
 
 def _strings(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -277,27 +366,6 @@ def _strings(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             texts = [text for each in value for _, text in _strings({"": each})]
             if texts:
                 yield f"{prefix}{name}{IN_LIST}", " ".join(texts)
-
-
-def _read(source: str, path: Path, text_field: str) -> Iterator[RawSample]:
-    own = MixtureSource.model_validate({"name": "data", "source": source, "path": str(path), "text_field": text_field})
-    files = find_files(DataSection(source=own.source, path=own.path))
-    return read_samples(SourceFiles(own, files))
-
-
-def _lengths(samples: list[RawSample], tokenizer: Tokenizer | None) -> list[int]:
-    """Return the tokens of each sample: the characters of all, times the ratio of those that were tokenized."""
-    texts = [_all_text(sample) for sample in samples]
-    ratio = 1.0
-    if tokenizer is not None:
-        tried = [text[:MAX_TOKENIZED_CHARACTERS] for text in texts[:MAX_TOKENIZED] if text]
-        ratio = sum(len(tokenizer.encode(text)) for text in tried) / max(1, sum(map(len, tried)))
-    return [
-        round(len(text) * ratio)
-        + TURN_TOKENS * (len(sample.turns) if sample.turns[0].role != "text" else 0)
-        + TOOLS_TOKENS * bool(sample.tools)
-        for text, sample in zip(texts, samples, strict=True)
-    ]
 
 
 def _all_text(sample: RawSample) -> str:

@@ -1,21 +1,84 @@
-"""Prints rehearsed ranks beside what was predicted for them, and returns them for `--json`."""
+"""The answer of `trimaran rehearse`: the plan, ranks and device that are asked for, and how the ranks are shown."""
 
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from trimaran.app.plan.plan_view import add_model, facts_table
+from trimaran.app.recipe.plan_request import read_plan_request
+from trimaran.app.recipe.request import with_absolute_paths
+from trimaran.app.show.clean_console import plain_table
 from trimaran.app.show.text_chart import GREEN, RED
-from trimaran.core import show_bytes, show_seconds
-from trimaran.planner.measure.rehearsal import RankCost, Rehearsal, RehearsedRank
+from trimaran.core import Plan, UserError, show_bytes, show_seconds
+from trimaran.machine import Cluster, calibration_folder, detect, refuse_mixed
+from trimaran.models import refuse_freezing
+from trimaran.planner import choose
+from trimaran.planner.measure.rehearsal import RankCost, Rehearsal, RehearsalRequest, RehearsedRank, refuse_fewer_layers
 
+NAMED_RANKS = ("first", "last", "stages")
+RANKS_FIX = "use first, last, stages (one rank of each pipeline stage) or numbers of ranks, with commas"
 MEASURES = {
     False: "the peak of torch's CUDA allocator",
     True: "the peak of the rank's tensors, by torch's record of its CPU allocator; without the process itself",
 }
 CLOSE = 0.1  # of the error of a prediction that is shown in green
+
+
+def read_rehearse_request(
+    what: str | None, shortcuts: Mapping[str, object], settings: Sequence[str], *, ranks: str | None, steps: int,
+    layers: int,
+) -> RehearsalRequest:  # fmt: skip
+    """Return the request for `what`, a recipe or a model. `shortcuts` and `settings` are as for `plan`."""
+    question = read_plan_request(what, shortcuts, settings).question
+    refuse_mixed(question.cluster, "a rehearsal")
+    recipe = with_absolute_paths(question.recipe)
+    refuse_freezing(recipe.model)
+    plan = choose(recipe, question.spec, question.cluster, question.outline)
+    engine = plan.engine_traits
+    if not engine.can_rehearse:
+        raise UserError("P092", f"{engine.label} cannot be rehearsed: it does not run without the other ranks",
+                        where="plan.engine", fix="rehearse the plan with engine torch")  # fmt: skip
+    if layers:
+        refuse_fewer_layers(recipe, question.spec, plan, layers)
+    return RehearsalRequest(
+        recipe=recipe,
+        spec=question.spec,
+        job=question.job,
+        plan=plan,
+        cluster=question.cluster,
+        here=_device_at_hand(question.cluster),
+        ranks=chosen_ranks(ranks, plan),
+        steps=steps,
+        layers=layers,
+    )
+
+
+def chosen_ranks(text: str | None, plan: Plan) -> tuple[int, ...]:
+    """Return the ranks that `--ranks` names; by default the first, and the last if there is a pipeline."""
+    world, pp = plan.mesh.world_size, plan.mesh.pp
+    words = (text or ("first,last" if pp > 1 else "first")).split(",")
+    found: dict[int, None] = {}
+    for word in (each.strip() for each in words):
+        if word in NAMED_RANKS:
+            named = {"first": [0], "last": [world - 1], "stages": range(0, world, world // pp)}[word]
+            found |= dict.fromkeys(named)
+        elif word.isascii() and word.isdigit() and len(word) <= 9 and int(word) < world:
+            found[int(word)] = None
+        else:
+            raise UserError(
+                "P090", f"'{word[:40]}' is no rank of a plan with {world:,}", where="--ranks", fix=RANKS_FIX
+            )
+    return tuple(found)
+
+
+def _device_at_hand(cluster: Cluster) -> Cluster:
+    """Return this machine, on whose first device ranks are measured. Ranks of a cluster of CPUs stay on a CPU."""
+    if cluster.device.traits.shares_cores:
+        return cluster
+    return detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), calibrations=calibration_folder(os.environ))
 
 
 def show_rehearsal(rehearsal: Rehearsal, console: Console) -> None:
@@ -33,7 +96,20 @@ def show_rehearsal(rehearsal: Rehearsal, console: Console) -> None:
                       "linearly to all")  # fmt: skip
     console.print(facts)
     console.print()
-    console.print(_table(rehearsal))
+    reserved = () if rehearsal.request.is_on_cpu else ("reserved",)
+    columns = ("rank", "stages", "peak", "predicted", "error", *reserved, "compute", "predicted", "error")
+    table = plain_table(*columns)
+    for rank in rehearsal.ranks:
+        peak, compute = show_bytes(rank.predicted.peak_bytes), show_seconds(rank.predicted.seconds)
+        place = f"{rank.rank:,}", ", ".join(map(str, rank.stages))
+        if rank.measured is None:
+            table.add_row(*place, Text(rank.answer.status, style=RED), peak, "", *([""] if reserved else []), "",
+                          compute, "")  # fmt: skip
+            continue
+        cells = [show_bytes(rank.measured.reserved_bytes)] if reserved else []
+        table.add_row(*place, show_bytes(rank.measured.peak_bytes), peak, _error(rank.peak_error), *cells,
+                      show_seconds(rank.measured.step_seconds), compute, _error(rank.compute_error))  # fmt: skip
+    console.print(table)
     for each in rehearsal.ranks:
         if each.measured is None:
             console.print(Text(f"rank {each.rank}: {each.answer.status}: {each.answer.message}", style=RED))
@@ -55,25 +131,6 @@ def _device(rehearsal: Rehearsal) -> str:
     return names[0] if names else rehearsal.request.here.device.name
 
 
-def _table(rehearsal: Rehearsal) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    on_cpu = rehearsal.request.is_on_cpu
-    reserved = () if on_cpu else ("reserved",)
-    for column in ("rank", "stages", "peak", "predicted", "error", *reserved, "compute", "predicted", "error"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for each in rehearsal.ranks:
-        peak, compute = show_bytes(each.predicted.peak_bytes), show_seconds(each.predicted.seconds)
-        place = f"{each.rank:,}", ", ".join(map(str, each.stages))
-        if each.measured is None:
-            table.add_row(*place, Text(each.answer.status, style=RED), peak, "", *([""] if reserved else []), "",
-                          compute, "")  # fmt: skip
-            continue
-        cells = [show_bytes(each.measured.reserved_bytes)] if reserved else []
-        table.add_row(*place, show_bytes(each.measured.peak_bytes), peak, _error(each.peak_error), *cells,
-                      show_seconds(each.measured.step_seconds), compute, _error(each.compute_error))  # fmt: skip
-    return table
-
-
 def _error(error: float | None) -> Text:
     assert error is not None
     return Text(f"{error:+.1%}", style=GREEN if abs(error) <= CLOSE else "")
@@ -91,7 +148,7 @@ def rehearsal_as_dict(rehearsal: Rehearsal) -> dict[str, Any]:
         "measure": MEASURES[request.is_on_cpu],
         "steps": request.steps,
         "layers": [request.layers, 2 * request.layers] if request.layers else None,
-        "ranks": [_rank(each) for each in rehearsal.ranks],
+        "ranks": [_rank_as_dict(each) for each in rehearsal.ranks],
         "step": None if step is None else {
             "seconds": step.measured_seconds, "predicted_seconds": step.predicted_seconds,
         },
@@ -99,7 +156,7 @@ def rehearsal_as_dict(rehearsal: Rehearsal) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rank(report: RehearsedRank) -> dict[str, Any]:
+def _rank_as_dict(report: RehearsedRank) -> dict[str, Any]:
     return {
         "rank": report.rank,
         "pipeline_rank": report.pp_rank,

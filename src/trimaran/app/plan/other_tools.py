@@ -1,19 +1,26 @@
-"""Writes a plan as config files of another tool: the best plan that the tool supports."""
+"""Other tools: writes the best plan as their config files, and reads pins of a plan from those."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import typer
 from pydantic import BaseModel
 
-from trimaran.core import Plan, UserError
+from trimaran.app.plan.plan_answer import show_slower, slower
+from trimaran.app.recipe.plan_request import PlanRequest
+from trimaran.core import Plan, Recipe, UserError
+from trimaran.core.regular_files import expand_user
 from trimaran.cost import STACKS
+from trimaran.machine import Cluster
 from trimaran.planner import PlanAnswer, Question
 from trimaran.planner.emit import EMITTERS, Emission, emit
+from trimaran.planner.read.read_accelerate import read_pins
+from trimaran.planner.read.read_config import ReadConfig
 from trimaran.planner.search.goals import search
 
 STACK_NAMES = {"accelerate": "hf", "hf-trainer": "hf"}  # the other tools have the name of their stack
@@ -23,6 +30,7 @@ ALTERNATIVES = {
     "precision": ["bf16"],
     "recompute": ["none", "full"],
 }
+BATCH = "train.global_batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +69,6 @@ def search_for_tool(tool: str, question: Question) -> tuple[PlanAnswer, EmittedP
     first = search(tool_question)
     answer, emitted = _best_supported(tool, tool_question, first)
     return answer, replace(emitted, loss=_loss(emitted, first)) if emitted else None
-
-
-def show_slower(times: float) -> str:
-    """Return a ratio of step times as text."""
-    if 0.995 < times < 1.005:
-        return "as fast"
-    return f"{times:.2g} times slower" if times > 1.5 else f"{abs(times - 1):.0%} {'slower' if times > 1 else 'faster'}"
-
-
-def slower(plan: Plan, best: Plan) -> float:
-    """Return how many times as long a step of `plan` takes as one of `best`."""
-    return plan.prediction.step_seconds / best.prediction.step_seconds if plan.prediction and best.prediction else 1.0
 
 
 def refusal_by(tool: str, plan: Plan, question: Question) -> UserError | None:
@@ -168,3 +164,87 @@ def write_files(emitted: EmittedPlan, folder: Path, *, force: bool) -> WrittenPl
         raise UserError("A015", f"the files for {emitted.tool} cannot be written: {error.strerror}", where=str(folder),
                         fix="choose a folder that you can write to with --output DIR") from None  # fmt: skip
     return WrittenPlan(emitted=emitted, folder=folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFile:
+    """A file of accelerate or DeepSpeed, and what it says."""
+
+    path: Path
+    found: ReadConfig
+
+    def mismatch(self, cluster: Cluster) -> str:
+        """Return how the file's number of processes differs from the cluster; "" if it does not."""
+        asked = self.found.num_devices
+        differs = asked and asked != cluster.world_size
+        return f"num_processes {asked}: the cluster {cluster} has {cluster.world_size} devices" if differs else ""
+
+    def settings(self, cluster: Cluster) -> list[str]:
+        """Return the pins as values of `--set`."""
+        return settings_of_pins(self.found.pins_on(cluster.world_size))
+
+    def as_dict(self, cluster: Cluster) -> dict[str, Any]:
+        """Return the translation for `--json`."""
+        about = {"file": str(self.path), "settings": self.settings(cluster), "mismatch": self.mismatch(cluster) or None}
+        return about | self.found.as_dict()
+
+
+def read_tool_file(path: Path) -> ToolFile:
+    """Return what a file of accelerate or DeepSpeed says; raise UserError if it is neither."""
+    path = expand_user(str(path))
+    return ToolFile(path=path, found=read_pins(path))
+
+
+def with_pins(
+    tool_file: ToolFile,
+    shortcuts: Mapping[str, object],
+    settings: Sequence[str],
+    read: Callable[[Mapping[str, object]], PlanRequest],
+) -> PlanRequest:
+    """Return the request that `read` makes of the file's pins and `shortcuts`, which win.
+
+    The data ranks and the global batch that the file implies depend on the number of devices, which only the request
+    knows.
+    """
+    given = {name: value for name, value in shortcuts.items() if value is not None}
+    found = tool_file.found
+    request = read(found.pins | given)
+    num_devices = request.question.cluster.world_size
+    pins = found.pins_on(num_devices)
+    is_given = BATCH in given or any(each.partition("=")[0] == BATCH for each in settings)
+    usual = found.usual_batch_on(num_devices, request.question.recipe.data.seq_len)
+    if usual and request.file is None and not is_given and BATCH not in pins:
+        pins[BATCH] = usual
+    return request if pins == found.pins else read(pins | given)
+
+
+def show_tool_file(tool_file: ToolFile, cluster: Cluster, recipe: Recipe) -> None:
+    """Print the translation of a file, which is part of `recipe`."""
+    found = tool_file.found
+    typer.echo(f"{tool_file.path} ({found.tool}), as pins of the plan:")
+    rows = [
+        (each.text, " ".join(f"--set {pair}" for pair in settings_of_pins(each.pins)))
+        for each in found.fields
+        if each.pins
+    ]
+    width = max((len(text) for text, _ in rows), default=0)
+    for text, pins in rows:
+        typer.echo(f"  {text:{width}}  {pins}")
+    for name, value in found.pins_on(cluster.world_size).items():
+        if found.pins.get(name) != value:
+            typer.echo(f"  {f'on {cluster}':{width}}  --set {name}={value}")
+    batch = recipe.train.global_batch
+    if batch == found.usual_batch_on(cluster.world_size, recipe.data.seq_len):
+        typer.echo(f"  {'no micro-batch in the file: a usual one':{width}}  --set train.global_batch={batch}")
+    if found.left_out or tool_file.mismatch(cluster):
+        typer.echo("left out:")
+    for each in found.left_out:
+        typer.echo(f"  {each.text}: {each.why}")
+    if mismatch := tool_file.mismatch(cluster):
+        typer.echo(f"  {mismatch}")
+    typer.echo("")
+
+
+def settings_of_pins(pins: Mapping[str, object]) -> list[str]:
+    """Return the pins as values of `--set`."""
+    return [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in pins.items()]

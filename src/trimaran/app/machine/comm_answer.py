@@ -1,0 +1,367 @@
+"""The answer of `trimaran bench comm`: what it says about links, how it is shown, and what the planner gets of it."""
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from trimaran.app.machine.bench import refuse_unwritable, write_calibration
+from trimaran.app.machine.comm_request import CommOptions, measure_comm
+from trimaran.app.main import open_leaf
+from trimaran.app.show.clean_console import open_console, plain_table
+from trimaran.app.show.text_chart import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve
+from trimaran.core import EXIT_DONE, EXIT_USER, UserError, show_bytes
+from trimaran.core.regular_files import needed_user_cache
+from trimaran.cost.collective import NETWORK_HOP_FACTOR, REDUCE_HOP_FACTOR
+from trimaran.machine import Calibration, calibration_folder, detect, machine_name
+from trimaran.machine.calibration import Collectives, find_calibration
+from trimaran.machine.checks.between_nodes import culprits, suspects
+from trimaran.machine.checks.software import misspelt, wrong_algorithms
+from trimaran.machine.comm_result import CommCurve, CommPair, CommResult, LinkFit, read_comm_result
+
+Tree = dict[str, Any]
+RATES = {"all_reduce": "all_reduce", "all_gather": "all_gather", "all_to_all": "all_to_all", "send_recv": "send"}
+MAX_BANDWIDTH_ERROR = 0.3  # of a fitted bandwidth that a calibration takes
+COLORS = {"all_reduce": BLUE, "all_gather": GREEN, "reduce_scatter": ORANGE, "all_to_all": PURPLE, "broadcast": SKY,
+          "send_recv": RED}  # fmt: skip
+CHART_WIDTH, CHART_HEIGHT = 24, 5
+MIN_GIGABYTES = 0.1  # a second: slower links are shown in MB/s
+NOTABLE_CHANGE = 0.1  # of a bandwidth against an earlier result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommFiles:
+    """What is read and written."""
+
+    against: Path | None = None
+    show: Path | None = None
+    out: Path | None = None
+    html: Path | None = None
+    calibrate: bool = False
+
+    def refuse_unwritable(self) -> None:
+        for option, file in (("--out", self.out), ("--html", self.html)):
+            if file is not None:
+                refuse_unwritable(file, what="result", option=option)
+
+
+def run_comm(options: CommOptions, files: CommFiles, *, as_json: bool) -> int:
+    """Measure, show and write; return 2 if a collective returned wrong values."""
+    against = read_comm_result(files.against) if files.against else None
+    files.refuse_unwritable()
+    if files.show:
+        result: CommResult | None = read_comm_result(files.show)
+    else:
+        for problem in (*misspelt(os.environ), *wrong_algorithms(os.environ)):
+            typer.echo(f"H007: {problem.what}; {problem.fix}", err=True)
+        result = measure_comm(options, os.environ, open_console(stderr=True))
+    if result is None:
+        return EXIT_DONE  # another node or rank shows it
+    if files.out:
+        files.out.write_text(json.dumps(tree_of(result), indent=1) + "\n")
+    path = _calibrate(result) if files.calibrate else None
+    tree = tree_of(result)
+    if path is not None:
+        tree["calibration"] = str(path)
+    if against is not None:
+        tree["against"] = tree_of(against)
+    if files.html:
+        files.html.write_text(open_leaf("bench comm --html")(result, against), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(tree))
+    else:
+        show_comm(result, open_console(), against=against)
+        typer.echo("")
+        for each in filter(None, (files.out, files.html)):
+            typer.echo(f"written to {each}")
+        if path is not None:
+            typer.echo(f"the planner uses these links from now on: {path}")
+            typer.echo(f"in a cluster file:  calibration: {path}")
+        else:
+            typer.echo("next  trimaran bench comm --calibrate   (the planner then uses these links)")
+    return EXIT_USER if result.wrong else EXIT_DONE
+
+
+def tree_of(result: CommResult) -> Tree:
+    """Return the result with what follows from it: bandwidths, fits and outliers."""
+    tree = result.model_dump(mode="json")
+    tree["curves"] = [{**row, **_derived(curve)} for row, curve in zip(tree["curves"], result.curves, strict=True)]
+    tree["outliers"] = [{"ranks": each.ranks, "factor": each.factor, "is_pair": each.is_pair,
+                         "text": each.text(result.hosts)} for each in find_outliers(result.pairs)]  # fmt: skip
+    return tree
+
+
+def _derived(curve: CommCurve) -> Tree:
+    fit = curve.fit()
+    points = [
+        {
+            **point.model_dump(mode="json"),
+            "algorithm_gb_per_second": curve.algorithm_bandwidth(point) / 1e9,
+            "bus_gb_per_second": curve.bus_bandwidth(point) / 1e9,
+        }
+        for point in curve.points
+    ]
+    fitted = fit and {
+        "alpha_us": fit.alpha_seconds * 1e6,
+        "alpha_error_us": _finite(fit.alpha_error_seconds * 1e6),
+        "bus_gb_per_second": fit.bytes_per_second / 1e9,
+        "bandwidth_error": _finite(fit.bandwidth_error),
+        "residual": fit.residual,
+        "hop_us": fit.alpha_seconds * 1e6 / curve.num_hops,
+        "outlier_bytes": [round(size / curve.bus_factor) for size in fit.outliers],
+    }
+    return {"points": points, "fit": fitted}
+
+
+def _finite(value: float) -> float | None:
+    return value if value < float("inf") else None
+
+
+def _calibrate(result: CommResult) -> Path:
+    """Add the measured links to this machine's calibration, and return its file."""
+    visible = "" if result.backend == "gloo" else os.environ.get("CUDA_VISIBLE_DEVICES")
+    name = machine_name(detect(visible_devices=visible))
+    folder = calibration_folder(os.environ) or needed_user_cache(os.environ)
+    new = calibrated(result, find_calibration(folder, name))
+    if new.collectives is None and new.network is None:
+        raise UserError("C010", "no bandwidth could be fitted, so the planner gets no link", where="--calibrate",
+                        fix="measure at least three sizes, with more --seconds")  # fmt: skip
+    path = folder / f"{name}.json"
+    refuse_unwritable(path)
+    write_calibration(path, new)
+    return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommOutlier:
+    """Ranks, or one pair of them, that are slower than the others, and how many times."""
+
+    ranks: tuple[int, ...]
+    factor: float
+    is_pair: bool
+
+    def text(self, hosts: Sequence[str]) -> str:
+        names = [f"{rank} ({hosts[rank]})" if rank < len(hosts) else f"{rank}" for rank in self.ranks]
+        if self.is_pair:
+            return f"ranks {' and '.join(names)} are {self.factor:.1f} times slower together than other pairs"
+        many = len(names) > 1
+        return (f"rank{'s' if many else ''} {', '.join(names)} {'are' if many else 'is'} {self.factor:.1f} times "
+                "slower with every partner than the other ranks")  # fmt: skip
+
+
+def find_outliers(pairs: Sequence[CommPair]) -> list[CommOutlier]:
+    """Return the slow ranks, or else the slow pairs. Pairs inside a node and across nodes are compared apart."""
+    found: list[CommOutlier] = []
+    for nodes in (1, 2):
+        seconds = {each.ranks: each.seconds for each in pairs if each.nodes == nodes}
+        slow = suspects(seconds)
+        if not slow:
+            continue
+        usual = statistics.median([took for pair, took in seconds.items() if pair not in slow])
+        bad = culprits(seconds, {})
+        for rank in sorted(bad):
+            took = statistics.median(took for pair, took in seconds.items() if rank in pair)
+            found.append(CommOutlier(ranks=(rank,), factor=took / usual, is_pair=False))
+        found += [CommOutlier(ranks=pair, factor=seconds[pair] / usual, is_pair=True)
+                  for pair in sorted(slow) if not bad & set(pair)]  # fmt: skip
+    return found
+
+
+def calibrated(result: CommResult, earlier: Calibration | None) -> Calibration:
+    """Return `earlier` with the measured links, without factors that runs fitted to these links before."""
+    inside = _widest(result, between_nodes=False)
+    network = _widest(result, between_nodes=True)
+    update: dict[str, Any] = {"date": result.date, "device": result.device}
+    names = set()
+    for field, curves in (("collectives", inside), ("network", network)):
+        measured = _collectives(curves, per_node=result.world_size // result.num_nodes) if curves else None
+        if measured is not None:
+            update[field] = measured
+            names.add(curves[0].link)
+    base = earlier or Calibration()
+    if base.fitted is not None:
+        links = {name: factors for name, factors in base.fitted.links.items() if name not in names}
+        update["fitted"] = base.fitted.model_copy(update={"links": links})
+    return Calibration.model_validate(base.model_copy(update=update).model_dump())
+
+
+def _widest(result: CommResult, *, between_nodes: bool) -> list[CommCurve]:
+    """Return the curves of the group with most ranks, inside a node or between nodes."""
+    curves = [each for each in result.curves if (each.nodes > 1) == between_nodes]
+    most = max((each.ranks for each in curves), default=0)
+    group = next((each.group for each in curves if each.ranks == most), "")
+    return [each for each in curves if each.group == group]
+
+
+def _collectives(curves: Sequence[CommCurve], *, per_node: int) -> Collectives | None:
+    """Return latency and bus bandwidths in the terms of the cost model; None if no bandwidth could be fitted."""
+    fits = {each.collective: (each, fit) for each in curves if (fit := each.fit()) is not None}
+    ranks, nodes = curves[0].ranks, curves[0].nodes
+    rates: dict[str, float] = {}
+    for name, field in RATES.items():
+        if name in fits and fits[name][1].bandwidth_error <= MAX_BANDWIDTH_ERROR:
+            rates[f"{field}_gb_per_second"] = fits[name][1].bytes_per_second / 1e9
+    if nodes > 1 and "all_to_all_gb_per_second" in rates:
+        # The cost model counts only what leaves the node; what stays inside it takes no time on this link.
+        rates["all_to_all_gb_per_second"] *= (ranks - min(per_node, ranks - 1)) / (ranks - 1)
+    hop = _hop_seconds(fits, ranks)
+    if not rates or hop <= 0:
+        return None
+    latency = hop / (NETWORK_HOP_FACTOR if nodes > 1 else 1.0)
+    return Collectives(devices=ranks, latency_us=latency * 1e6, **rates)
+
+
+def _hop_seconds(fits: Mapping[str, tuple[CommCurve, LinkFit]], ranks: int) -> float:
+    """Return the latency of a hop of an all-gather; without one, from the next best collective."""
+    hops = {"all_gather": ranks - 1, "reduce_scatter": ranks - 1, "send_recv": 1,
+            "all_reduce": 2 * (ranks - 1) * REDUCE_HOP_FACTOR, "all_to_all": ranks - 1, "broadcast": 1}  # fmt: skip
+    for name, count in hops.items():
+        if name in fits:
+            curve, fit = fits[name]
+            smallest = min(curve.points, key=lambda point: point.num_bytes).seconds
+            return (fit.alpha_seconds or smallest) / count
+    return 0.0
+
+
+def show_comm(result: CommResult, console: Console, *, against: CommResult | None = None) -> None:
+    """Print the result, group by group."""
+    console.print(Text(headline(result), style="bold"))
+    for group in dict.fromkeys(each.group for each in result.curves):
+        curves = [each for each in result.curves if each.group == group]
+        console.print(Text(f"\n{describe_group(curves[0])}", style="bold"))
+        console.print(_fit_table(curves, against))
+        console.print()
+        console.print(Columns([_panel(each) for each in curves], padding=(0, 3)))
+        table = plain_table(gap=1)
+        name, unit = rate_unit(curves)
+        table.add_column(f"bus {name}", no_wrap=True)
+        for each in curves:
+            table.add_column(each.collective.replace("_", "-"), justify="right", no_wrap=True)
+        for size in sorted({point.num_bytes for each in curves for point in each.points}):
+            cells = []
+            for each in curves:
+                point = next((point for point in each.points if point.num_bytes == size), None)
+                cells.append(show_rate(each.bus_bandwidth(point), unit) if point else "")
+            table.add_row(show_bytes(size), *cells)
+        console.print(table)
+    for line in notes(result, against):
+        console.print(Text(line), soft_wrap=True)
+
+
+def headline(result: CommResult) -> str:
+    """Return the machine, the ranks and the versions in one line."""
+    nodes = f"{result.num_nodes} nodes, " if result.num_nodes > 1 else ""
+    versions = ", ".join([f"torch {result.torch}", *([f"NCCL {result.nccl}"] if result.nccl else [])])
+    return f"{result.device}: {nodes}{result.world_size} ranks, {result.backend}, {result.dtype} ({versions})"
+
+
+def describe_group(each: CommCurve) -> str:
+    """Return `tp: 4 groups of 2 ranks at once, over loopback`."""
+    many = f"{each.groups} groups of {each.ranks} ranks at once" if each.groups > 1 else f"{each.ranks} ranks"
+    nodes = f" on {each.nodes} nodes" if each.nodes > 1 else ""
+    return f"{each.group}: {many}{nodes}" + (f", over {each.link}" if each.link else "")
+
+
+def notes(result: CommResult, against: CommResult | None) -> list[str]:
+    """Return what deserves attention: wrong values, slow ranks, sizes without a time, changed variables."""
+    lines = [f"WRONG: {each['collective']} of {each['group']} returned {each['values']} wrong values"
+             for each in result.wrong]  # fmt: skip
+    lines += [f"slow: {each.text(result.hosts)}" for each in find_outliers(result.pairs)]
+    if result.skipped:
+        least = min(each["bytes"] for each in result.skipped)
+        curves = len({(each["group"], each["collective"]) for each in result.skipped})
+        lines.append(f"not measured: sizes from {show_bytes(least)} in {curves} curves; give it more --seconds")
+    if against is not None:
+        lines += changed_variables(against, result)
+    return lines
+
+
+def changed_variables(before: CommResult, after: CommResult) -> list[str]:
+    """Return how the variables of NCCL and gloo, the versions and the ranks differ."""
+    lines = []
+    for name in ("device", "backend", "dtype", "world_size", "num_nodes", "torch", "nccl"):
+        old, new = getattr(before, name), getattr(after, name)
+        lines += [f"differs: {name} was {old or 'none'}, is {new or 'none'}"] if old != new else []
+    for name in sorted({*before.environment, *after.environment}):
+        old, new = before.environment.get(name), after.environment.get(name)
+        lines += [f"differs: {name} was {old or 'not set'}, is {new or 'not set'}"] if old != new else []
+    return lines
+
+
+def _fit_table(curves: Sequence[CommCurve], against: CommResult | None) -> Table:
+    name, unit = rate_unit(curves)
+    table = plain_table("collective", "latency", "±", f"bus {name}", "±", "best", "planner's")
+    table.columns[0].justify = "left"
+    if against is not None:
+        table.add_column("against", justify="right", no_wrap=True)
+    for each in curves:
+        fit = each.fit()
+        planned = each.planned_gb_per_second
+        cells = [
+            *fit_cells(fit, unit),
+            show_rate(each.best_bus_bandwidth, unit),
+            show_rate(planned * 1e9, unit) if planned else "",
+            *([_change(each, fit, against)] if against is not None else []),
+        ]
+        table.add_row(Text(each.collective.replace("_", "-"), style=COLORS[each.collective]), *cells)
+    return table
+
+
+def fit_cells(fit: LinkFit | None, unit: float) -> list[str]:
+    """Return latency and bandwidth with their errors as text; empty where nothing could be fitted."""
+    if fit is None:
+        return ["", "", "", ""]
+    error = show_time(fit.alpha_error_seconds) if math.isfinite(fit.alpha_error_seconds) else ""
+    bandwidth = f"{fit.bandwidth_error:.0%}" if math.isfinite(fit.bandwidth_error) else ""
+    return [show_time(fit.alpha_seconds), error, show_rate(fit.bytes_per_second, unit), bandwidth]
+
+
+def _change(each: CommCurve, fit: LinkFit | None, against: CommResult) -> Text:
+    """Return how the fitted bandwidth compares with that of the other result."""
+    other = against.find(each.group, each.collective)
+    old = other.fit() if other else None
+    if fit is None or old is None:
+        return Text("")
+    ratio = fit.bytes_per_second / old.bytes_per_second - 1
+    style = "" if abs(ratio) < NOTABLE_CHANGE else GREEN if ratio > 0 else RED
+    return Text(f"{ratio:+.0%}", style=style)
+
+
+def _panel(each: CommCurve) -> Group:
+    """Return the curve of bus bandwidth by size, with both ends of its axes."""
+    values, (name, unit) = [each.bus_bandwidth(point) for point in each.points], rate_unit([each])
+    lines = curve(values, width=CHART_WIDTH, height=CHART_HEIGHT)
+    title = Text(each.collective.replace("_", "-"), style="bold")
+    title.append(f"  up to {show_rate(max(values), unit)} {name}", style="dim")
+    first, last = show_bytes(each.points[0].num_bytes), show_bytes(each.points[-1].num_bytes)
+    axis = Text(first + last.rjust(max(CHART_WIDTH - len(first), len(last) + 1)), style="dim")
+    return Group(title, *(Text(line, style=COLORS[each.collective]) for line in lines), axis)
+
+
+def rate_unit(curves: Sequence[CommCurve]) -> tuple[str, float]:
+    """Return the unit of bandwidths that suits these curves, and its bytes a second."""
+    return ("GB/s", 1e9) if max(each.best_bus_bandwidth for each in curves) >= MIN_GIGABYTES * 1e9 else ("MB/s", 1e6)
+
+
+def show_rate(bytes_per_second: float, unit: float = 1e9) -> str:
+    """Return a bandwidth in `unit` with three digits."""
+    rate = bytes_per_second / unit
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}" if rate >= 0.001 else f"{rate:.4f}"
+
+
+def show_time(seconds: float) -> str:
+    """Return a short time with three digits: `12.3 us`, `4.56 ms`."""
+    for unit, factor in (("us", 1e6), ("ms", 1e3)):
+        if seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"

@@ -1,0 +1,440 @@
+"""A tuning on this machine: what is asked for, the trials, how they are shown, and the recipe that is written."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.text import Text
+
+from trimaran.app.machine.bench import refuse_unwritable, write_calibration
+from trimaran.app.machine.calibrate_runs import CalibrateAnswer, calibrate_runs
+from trimaran.app.plan.interrupting_signals import signals_interrupt
+from trimaran.app.plan.plan_answer import pinned_recipe_text
+from trimaran.app.plan.run_trial import run_trial
+from trimaran.app.recipe.ask_torch import ask_hf_facts
+from trimaran.app.recipe.options import RUNS
+from trimaran.app.recipe.prepare_data import check_data, prepare_data, refuse_before_start
+from trimaran.app.recipe.recipe_files import with_local_files, with_model_tokenizer
+from trimaran.app.recipe.request import Request, read_question, refuse_other_machine, with_absolute_paths
+from trimaran.app.runs.live import print_plain
+from trimaran.app.show.clean_console import progress_bar
+from trimaran.app.show.text_chart import GREEN, RED
+from trimaran.core import Plan, Recipe, UserError, show_bytes, show_seconds
+from trimaran.core.regular_files import read_regular_bytes, write_atomically
+from trimaran.core.version import VERSION
+from trimaran.launch.supervise.fork_server_process import ask_warm, start_warm
+from trimaran.machine import refuse_mixed
+from trimaran.models import refuse_freezing
+from trimaran.planner import Question
+from trimaran.planner.measure.fit_rates import median_error
+from trimaran.planner.measure.run_index import index_path, job_of_plan, open_index
+from trimaran.planner.measure.trial_record import MeasuredTrial, TrialLimits, TrialStore, TriedCandidate, TuneCandidate
+from trimaran.planner.measure.tuner import StopReason, Tuner, TuneResult, TuneTask
+from trimaran.planner.search.goals import no_fit_error, search
+from trimaran.runs.compile_cache import refuse_unusable
+
+MAX_PLANS = 24  # of the planner, each with another mesh
+TUNED_FOLDER = "tune"  # below runs/
+# Of the data section: what changes how long a step takes, and not only which samples it has.
+SHAPE_OF_DATA = ("source", "seq_len", "images_per_sample", "image_size", "isolate_documents", "samples")
+MAX_NOT_TRIED = 10
+COLUMNS = ("predicted", "measured", "±", "steps", "memory", "plan: what differs from the first choice")
+SHOWN_SETTINGS = ("sharding", "recompute", "offload", "loss", "compile", "cuda_graphs")
+RUNTIME_FOLDER = "XDG_RUNTIME_DIR"  # where the socket of a warm fork server is
+WARM_MINUTES = 10.0  # that the fork server stays without a trial, if this process is killed
+HEADER = "# Written by `trimaran tune`"
+MAX_HEADER_BYTES = 1 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneRequest:
+    """A recipe to tune. `recipe` is that of the trials; `written` is the user's own, with absolute paths.
+
+    about: what the results depend on; it names their folder.
+    """
+
+    question: Question
+    recipe: Recipe
+    written: Recipe
+    ranked: tuple[Plan, ...]
+    about: dict[str, Any]
+    folder: Path
+
+    @property
+    def as_run(self) -> Request:
+        """The run of the planner's first choice, for the checks that `train` makes."""
+        question = self.question
+        return Request(recipe=self.recipe, spec=question.spec, outline=question.outline, cluster=question.cluster,
+                       plan=self.ranked[0])  # fmt: skip
+
+    @property
+    def free_workers(self) -> bool:
+        """Whether the recipe leaves the number of loader processes open."""
+        return "workers" not in self.question.recipe.data.model_fields_set
+
+
+def read_tune_request(file: str | None, settings: Sequence[str], folder: Path | None) -> TuneRequest:
+    """Return the recipe in `file` with `settings` on top and the planner's plans for it, the best first.
+
+    Raises UserError for what `train` refuses, and for a cluster that is not this machine.
+    """
+    question = read_question(file, settings, trains=True)
+    refuse_mixed(question.cluster, "a tuning")
+    refuse_other_machine(question.cluster)
+    recipe = with_absolute_paths(question.recipe)
+    refuse_freezing(recipe.model)
+    facts, _ = ask_hf_facts(recipe.model, os.environ)
+    question = replace(question, recipe=recipe, facts=facts, max_plans=MAX_PLANS)
+    answer = search(question)
+    if not answer.ranked:
+        raise no_fit_error(answer)
+    about = about_of(question)
+    digest = sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
+    return TuneRequest(
+        question=question,
+        recipe=with_model_tokenizer(with_local_files(recipe)),
+        written=recipe,
+        ranked=(*answer.ranked, *(tie.plan for tie in answer.ties)),
+        about=about,
+        folder=folder or RUNS / TUNED_FOLDER / f"{recipe.name}-{digest}",
+    )
+
+
+def about_of(question: Question) -> dict[str, Any]:
+    """Return what measured step times depend on beside the plan: model, data shape, cluster and software."""
+    recipe = question.recipe
+    job = job_of_plan(recipe, question.outline, str(question.cluster), platform.node())
+    data = recipe.data.model_dump(mode="json", include={*SHAPE_OF_DATA})
+    data["samples"].pop("images")
+    return {
+        "model": job.model,
+        "seq_len": job.seq_len,
+        "global_batch": job.global_batch,
+        "states": job.states,
+        "cluster": job.cluster,
+        "host": job.host or platform.node(),
+        "cores": len(os.sched_getaffinity(0)),
+        "data": data,
+        "precision": recipe.train.precision,
+        "deterministic": recipe.train.deterministic,
+        "trimaran": VERSION,
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+        "threads": os.environ.get("OMP_NUM_THREADS", ""),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+class TuneProgress:
+    """A live line on a terminal, and a line for each trial that has ended."""
+
+    def __init__(self, console: Console, first: Plan) -> None:
+        self._console, self._first = console, first
+        self._status = console.status("preparing")
+        self._number, self._head = 0, ""
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._status.stop()
+
+    def starting(self, candidate: TuneCandidate, *, why: str, best: TriedCandidate | None, left: float) -> None:
+        self._number += 1
+        shown = f"best {_step(best.seconds)}, " if best and best.seconds else ""
+        self._head = f"trial {self._number}: {describe(candidate, self._first)} ({why}); {shown}"
+        self._head += f"{show_seconds(max(0.0, left))} left"
+        self._status.update(self._head)
+
+    def steps(self, seconds: Sequence[float]) -> None:
+        if seconds and self._console.is_terminal:
+            self._status.update(f"{self._head}; step {len(seconds)}: {_step(seconds[-1])}")
+
+    def finished(self, record: MeasuredTrial, candidate: TuneCandidate) -> None:
+        result = record.outcome if not record.has_time else _measured(record)
+        reason = f": {record.reason}" if record.reason else ""
+        name = describe(candidate, self._first)
+        print_plain(
+            self._console, f"{self._number:3}  {show_seconds(record.trial_seconds):>7}  {result}{reason}  {name}"
+        )
+
+
+def describe(candidate: TuneCandidate, first: Plan) -> str:
+    """Return a candidate as text: what differs from the planner's first choice."""
+    plan = candidate.plan
+    parts = [str(plan.mesh)] if plan.mesh != first.mesh else []
+    if (plan.micro_batch, plan.grad_accum) != (first.micro_batch, first.grad_accum):
+        parts.append(f"micro-batch {plan.micro_batch} x {plan.grad_accum}")
+    changed = [field for field in SHOWN_SETTINGS if getattr(plan, field) != getattr(first, field)]
+    parts += [_setting(field, getattr(plan, field)) for field in changed]
+    if plan.mesh.pp > 1 and plan.pipeline != first.pipeline:
+        parts.append(plan.pipeline.schedule)
+    parts += [_setting(field, value) for field, value in plan.comm if value != getattr(first.comm, field)]
+    if candidate.origin == "loader processes":
+        parts.append(f"loader processes {candidate.workers}")
+    return ", ".join(parts) or "the planner's first choice"
+
+
+def _setting(field: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"{field} {'on' if value else 'off'}"
+    name = "shard" if field == "sharding" else field
+    return f"{name} every {value}" if field == "recompute" and isinstance(value, int) else f"{name} {value}"
+
+
+def show_tuning(result: TuneResult, first: Plan, console: Console) -> None:
+    """Print what was tried, fastest first, and what was not. Rows are never cut."""
+    console.print(Text.assemble(("the planner's first choice  ", "dim"), str(first)), soft_wrap=True)
+    console.print()
+    rows: list[tuple[tuple[str, ...], str]] = [(COLUMNS, "dim")]
+    for each in sorted(result.tried, key=lambda each: each.seconds or float("inf")):
+        style = f"bold {GREEN}" if each is result.best else RED if each.seconds is None else ""
+        rows.append((_row(each, result, first), style))
+    left = [(each.candidate, _expected(each.seconds, each.gain, result)) for each in result.proposals]
+    left += [(each.candidate, each.why) for each in result.left_out]
+    for candidate, why in left[:MAX_NOT_TRIED]:
+        cells = (_step(candidate.predicted_seconds), "-", "", "", "", f"{describe(candidate, first)}; not tried: {why}")
+        rows.append((cells, "dim"))
+    widths = [max(map(len, column)) for column in zip(*(row for row, _ in rows), strict=True)]
+    for cells, style in rows:
+        figures = [text.rjust(width) for text, width in zip(cells[:-1], widths, strict=False)]
+        console.print(Text("  ".join([*figures, cells[-1]]), style=style), soft_wrap=True)
+    if (more := len(left) - MAX_NOT_TRIED) > 0:
+        console.print(Text(f"and {more:,} more that were not tried; --json lists them", style="dim"))
+    console.print()
+    console.print(Text(f"stopped after {show_seconds(result.seconds)}: {result.why}"), soft_wrap=True)
+
+
+def _expected(seconds: float, gain: float, result: TuneResult) -> str:
+    reason = {"time": "time was over", "interrupted": "interrupted"}.get(result.stopped, "too little to expect")
+    return f"{reason}; expected {_step(seconds)}" + (f", gain {gain:.1%}" if gain < 1 else "")
+
+
+def _row(each: TriedCandidate, result: TuneResult, first: Plan) -> tuple[str, ...]:
+    notes = [describe(each.candidate, first)]
+    notes += ["the best"] if each is result.best else []
+    notes += [f"{each.num_trials} trials"] if each.num_trials > 1 else []
+    notes += [each.outcome] if each.outcome != "measured" else []
+    return (
+        _step(each.candidate.predicted_seconds),
+        _step(each.seconds) or "-",
+        f"{each.sigma:.1%}" if each.seconds else "",
+        f"{each.num_steps}" if each.seconds else "",
+        show_bytes(each.peak_bytes) if each.peak_bytes else "",
+        "; ".join(notes) + (f": {each.reason}" if each.reason else ""),
+    )
+
+
+def show_gain(result: TuneResult, console: Console) -> None:
+    """Print how much faster the best plan is than the planner's first choice."""
+    if result.best is None or result.gain is None or result.first is None:
+        return
+    if result.best is result.first:
+        console.print(Text("the planner's first choice is the fastest of those that were measured"))
+        return
+    error = (result.best.sigma**2 + result.first.sigma**2) ** 0.5
+    console.print(Text.assemble((f"{result.gain:.1%} less time a step", f"bold {GREEN}"), f" (± {error:.1%}) than the "
+                                f"planner's first choice: {_step(result.best.seconds)} instead of "
+                                f"{_step(result.first.seconds)}"), soft_wrap=True)  # fmt: skip
+
+
+def show_refit(answer: CalibrateAnswer | None, trouble: str, console: Console) -> None:
+    """Print what the trials say about the planner's rates."""
+    if answer is None:
+        console.print(Text(f"calibration: as it was: {trouble}", style="dim"), soft_wrap=True)
+        return
+    for fit in answer.fits:
+        before, after = median_error(fit.result.before), median_error(fit.result.after)
+        text = f"calibration of {fit.device}: median error of {len(fit.observed)} plans {before:.1%} before"
+        text += f", {after:.1%} after; written to {fit.path}" if fit.calibration else ", and no rate makes it smaller"
+        console.print(Text(text), soft_wrap=True)
+
+
+def tuning_as_dict(result: TuneResult) -> dict[str, Any]:
+    """Return what `--json` prints about the trials."""
+    not_tried = [
+        _candidate_dict(each.candidate) | {"expected_seconds": each.seconds, "expected_sigma": each.sigma,
+                                           "expected_gain": each.gain if each.gain < 1 else None,
+                                           "why": result.stopped}
+        for each in result.proposals
+    ]  # fmt: skip
+    not_tried += [_candidate_dict(each.candidate) | {"why": each.why} for each in result.left_out]
+    return {
+        "stopped": result.stopped,
+        "why": result.why,
+        "seconds": result.seconds,
+        "new_trials": result.num_new,
+        "gain": result.gain,
+        "first": _tried_dict(result.first) if result.first else None,
+        "best": _tried_dict(result.best) if result.best else None,
+        "tried": [_tried_dict(each) for each in result.tried],
+        "not_tried": not_tried,
+    }
+
+
+def _candidate_dict(candidate: TuneCandidate) -> dict[str, Any]:
+    prediction = candidate.plan.prediction
+    return {
+        "key": candidate.key,
+        "plan": candidate.plan.model_dump(mode="json"),
+        "text": str(candidate.plan),
+        "workers": candidate.workers,
+        "origin": candidate.origin,
+        "predicted": {"step_seconds": prediction.step_seconds, "peak_bytes": prediction.peak_bytes,
+                      "error": prediction.error} if prediction else None,
+    }  # fmt: skip
+
+
+def _tried_dict(each: TriedCandidate) -> dict[str, Any]:
+    figures = {"step_seconds": each.seconds, "relative_error": each.sigma, "steps": each.num_steps,
+               "trials": each.num_trials, "peak_bytes": each.peak_bytes}  # fmt: skip
+    return _candidate_dict(each.candidate) | {
+        "outcome": each.outcome,
+        "reason": each.reason,
+        "measured": figures if each.seconds else None,
+        "runs": list(each.runs),
+    }
+
+
+def _measured(record: MeasuredTrial) -> str:
+    figures = record.measured or {}
+    return f"{_step(record.step_seconds)} ± {figures.get('sigma', 0.0):.1%}"
+
+
+def _step(seconds: float | None) -> str:
+    if not seconds:
+        return ""
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Refit:
+    """What the trials say about the planner's rates: the fits, or why there are none."""
+
+    answer: CalibrateAnswer | None
+    trouble: str = ""
+
+
+def tune_here(
+    request: TuneRequest, store: TrialStore, console: Console, *, minutes: float, min_gain: float | None, check: bool
+) -> TuneResult:
+    """Measure plans of the request for `minutes` and return what was found. Ctrl-C ends it early.
+
+    `min_gain` is the expected gain below which there are no more trials; None: the noise.
+    """
+    check_data(request.recipe)
+    refuse_unusable(os.environ, kernels=request.question.cluster.device.traits.has_kernels)
+    refuse_before_start(request.as_run)
+    if check:
+        from trimaran.app.machine.machine_check import refuse_unfit_machine
+
+        refuse_unfit_machine(request.as_run)
+    with progress_bar(console) as progress:
+        recipe = prepare_data(request.recipe, progress, partial(print_plain, console))
+    with TuneProgress(console, request.ranked[0]) as view, _warm_fork_server() as warm, signals_interrupt():
+
+        def measure(candidate: TuneCandidate, limits: TrialLimits, /) -> MeasuredTrial:
+            return run_trial(recipe, candidate, store.new_run(), limits, warm=warm, show=view.steps)
+
+        task = TuneTask(
+            question=request.question,
+            recipe=recipe,
+            ranked=request.ranked,
+            minutes=minutes,
+            min_gain=min_gain,
+            free_workers=request.free_workers,
+        )
+        return Tuner(task, store, measure, view).run()
+
+
+def refit_rates(runs: list[Path], stopped: StopReason) -> Refit:
+    """Fit the planner's rates to the trials, and write them if predictions get better.
+
+    Those of a tuning that was interrupted are not used: a few steps would change all later predictions.
+    """
+    if stopped == "interrupted":
+        return Refit(None, "a tuning that was interrupted has measured too little; the same command continues it")
+    try:
+        answer = calibrate_runs([str(run) for run in runs], cluster=None, output=None)
+        for each in answer.better:
+            refuse_unwritable(each.path)
+            assert each.calibration is not None
+            write_calibration(each.path, each.calibration)
+    except UserError as error:
+        return Refit(None, error.what)
+    return Refit(answer)
+
+
+def add_to_history(runs: list[Path]) -> None:
+    """Add the measured plans to the index of `trimaran history`, so that `trimaran plan` knows them."""
+    index = open_index(index_path(os.environ))
+    index.refresh([run.absolute() for run in runs])
+    index.write()
+
+
+@contextmanager
+def _warm_fork_server() -> Iterator[bool]:
+    """Start a warm fork server for the trials alone, and yield whether there is one.
+
+    That of the user may differ from the trials in its environment, and every trial would then import torch.
+    """
+    known = os.environ.get(RUNTIME_FOLDER)
+    with TemporaryDirectory(prefix="trimaran-tune-") as folder:
+        os.environ[RUNTIME_FOLDER] = folder
+        try:
+            yield start_warm(os.environ, idle_minutes=WARM_MINUTES)
+        finally:
+            ask_warm(os.environ, {"stop": True})
+            if known is None:
+                del os.environ[RUNTIME_FOLDER]
+            else:
+                os.environ[RUNTIME_FOLDER] = known
+
+
+def refuse_other_file(path: Path) -> None:
+    """Raise, before anything is measured, if the file cannot be written, or exists and no tuning has written it."""
+    try:
+        exists = path.is_symlink() or path.exists()
+        if exists and not read_regular_bytes(path, limit_bytes=MAX_HEADER_BYTES).startswith(HEADER.encode()):
+            raise UserError("A026", "this file exists, and `trimaran tune` has not written it", where=str(path),
+                            fix="name another file with --out")  # fmt: skip
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError("A026", f"the recipe cannot be written: {error.strerror}", where=str(path),
+                        fix="name another file with --out") from None  # fmt: skip
+
+
+def tuned_recipe_text(recipe: Recipe, best: TuneCandidate, *, remark: str) -> str:
+    """Return the fields that the user has set as YAML, with every field of the plan pinned."""
+    data = {"workers": best.workers} if best.workers != recipe.data.workers else {}
+    return pinned_recipe_text(recipe, best.plan, header=f"{HEADER}: {remark}", data=data)
+
+
+def write_tuned_recipe(path: Path, text: str) -> None:
+    """Write the file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text, mode=0o644)

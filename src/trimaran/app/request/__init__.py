@@ -1,1 +1,0 @@
-"""Resolves the command line to a recipe, model, cluster and plan."""

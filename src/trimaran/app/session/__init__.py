@@ -1,1 +1,0 @@
-"""Runs that are started and shown from this terminal."""

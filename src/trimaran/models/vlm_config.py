@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from trimaran.core import UserError
@@ -72,79 +72,61 @@ def _own(fields: Fields) -> VlmSpec:
 
 
 def _read_qwen(fields: Fields) -> VlmSpec:
+    """Return the shape of Qwen2-VL, Qwen2.5-VL or Qwen3-VL.
+
+    The last has learned and rotary positions, features of several layers, and interleaved M-RoPE.
+    """
     kind = fields.word("model_type", default="")
+    is_3, is_moe = kind.startswith("qwen3"), kind == "qwen3_vl_moe"
     below = fields.below("vision_config").assuming(USUAL[kind])
-    text = fields.below("text_config") if fields.has("text_config") else fields
-    vision = _qwen_2_vision(below) if kind == "qwen2_vl" else _qwen_25_vision(below)
-    language, sections = _qwen_language(fields, text)
+    text = fields if not is_3 and not fields.has("text_config") else fields.below("text_config")
+    rope_field = "rope_parameters" if is_3 else "rope_scaling"
+    rope = text.config.get("rope_parameters") or text.config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise bad_field(rope_field, f"{show(rope)} is not a mapping", text.where)
+    if kinds := {rope.get(name) for name in ("type", "rope_type")} - {None, "mrope", "default"}:
+        raise _cannot(f"rope_type is {show(kinds.pop())}", text.where)
+    theta = rope.get("rope_theta") or text.config.get("rope_theta") or (_QWEN_3_THETA if is_3 else _QWEN_THETA)
+    plain: dict[str, Any] = {"model_type": "qwen3" if is_3 else "qwen2", "rope_parameters": None, "rope_scaling": None}
+    plain |= {"rope_theta": theta, "tie_word_embeddings": _tied(fields, text)}
+    if is_moe:  # its router has no option not to normalise
+        plain |= {"model_type": "qwen3_moe", "norm_topk_prob": True}
+    language = spec_from_hf({**text.config, **plain}, where=text.where)
     width = "hidden_size" if kind == "qwen2_vl" else "out_hidden_size"
     if (out := below.size(width, default=language.hidden)) != language.hidden:
         raise bad_field(f"vision_config.{width}", f"{out} is not the language's {language.hidden}", fields.where)
-    merge = below.size("spatial_merge_size", default=2)
+    vision, merge = _QWEN_VISIONS.get(kind, _qwen_3_vision)(below), below.size("spatial_merge_size", default=2)
     image, start, end = (fields.integer(name, default=usual) for name, usual in _QWEN_TOKENS.items())
-    return VlmSpec(
-        name=kind,
-        vision=vision,
-        projector=ProjectorSpec(merge=merge, hidden=vision.hidden * merge * merge),
-        language=language,
-        image_token=image,
-        before=(start,),
-        after=(end,),
-        sections=sections,
-    )
-
-
-def _qwen_language(fields: Fields, text: Fields) -> tuple[ModelSpec, tuple[int, ...]]:
-    """Return the decoder, a Qwen2 except for its positions, and its M-RoPE sections (time, row, column)."""
-    rope = text.config.get("rope_parameters") or text.config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise bad_field("rope_scaling", f"{show(rope)} is not a mapping", text.where)
-    sections = Fields(rope, text.where).numbers("mrope_section") or _QWEN_SECTIONS
-    kinds = {rope.get(name) for name in ("type", "rope_type")} - {None, "mrope", "default"}
-    if kinds:
-        raise _cannot(f"rope_type is {show(kinds.pop())}", text.where)
-    theta = rope.get("rope_theta") or text.config.get("rope_theta") or _QWEN_THETA
-    plain = {"model_type": "qwen2", "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
-    plain |= {"tie_word_embeddings": _tied(fields, text)}
-    return spec_from_hf({**text.config, **plain}, where=text.where), sections
-
-
-def _read_qwen_3(fields: Fields) -> VlmSpec:
-    """Return the shape of Qwen3-VL: learned and rotary positions, features of several layers, interleaved M-RoPE."""
-    kind = fields.word("model_type", default="")
-    below = fields.below("vision_config").assuming(USUAL[kind])
-    text = fields.below("text_config")
-    rope = text.config.get("rope_parameters") or text.config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise bad_field("rope_parameters", f"{show(rope)} is not a mapping", text.where)
-    kinds = {rope.get(name) for name in ("type", "rope_type")} - {None, "mrope", "default"}
-    if kinds:
-        raise _cannot(f"rope_type is {show(kinds.pop())}", text.where)
-    theta = rope.get("rope_theta") or text.config.get("rope_theta") or _QWEN_3_THETA
-    plain = {"model_type": "qwen3", "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
-    if kind == "qwen3_vl_moe":  # its router has no option not to normalise
-        plain |= {"model_type": "qwen3_moe", "norm_topk_prob": True}
-    language = spec_from_hf({**text.config, **plain, "tie_word_embeddings": _tied(fields, text)}, where=text.where)
-    if (out := below.size("out_hidden_size", default=language.hidden)) != language.hidden:
-        raise bad_field("vision_config.out_hidden_size", f"{out} is not the language's {language.hidden}", fields.where)
-    vision, merge = _qwen_3_vision(below), below.size("spatial_merge_size", default=2)
-    image, start, end = (fields.integer(name, default=usual) for name, usual in _QWEN_TOKENS.items())
-    parts = Fields(rope, text.where).numbers("mrope_section") or _QWEN_3_SECTIONS
-    if len(parts) != 3:
-        raise bad_field("mrope_section", f"{list(parts)} are not those of time, row and column", text.where)
-    return VlmSpec(
+    sections = Fields(rope, text.where).numbers("mrope_section") or (_QWEN_3_SECTIONS if is_3 else _QWEN_SECTIONS)
+    if is_3 and len(sections) != 3:
+        raise bad_field("mrope_section", f"{list(sections)} are not those of time, row and column", text.where)
+    spec = VlmSpec(
         name=kind,
         vision=vision,
         projector=ProjectorSpec(
-            merge=merge, hidden=vision.hidden * merge * merge, deepstack=below.numbers("deepstack_visual_indexes")
+            merge=merge,
+            hidden=vision.hidden * merge * merge,
+            deepstack=below.numbers("deepstack_visual_indexes") if is_3 else (),
         ),
         language=language,
         image_token=image,
         before=(start,),
         after=(end,),
-        sections=interleaved_sections(parts, language.head_dim // 2),
-        min_pixels=256 * 256,
-        max_pixels=4096 * 4096,
+        sections=interleaved_sections(sections, language.head_dim // 2) if is_3 else sections,
+    )
+    return replace(spec, min_pixels=256 * 256, max_pixels=4096 * 4096) if is_3 else spec
+
+
+def _tower(below: Fields, usual_activation: str, **own: Any) -> VisionSpec:
+    """Return a vision tower with the sizes that most families name alike."""
+    block, sizes = own.pop("block", VisionBlock()), {"hidden": "hidden_size", "ffn": "intermediate_size"}
+    return VisionSpec(
+        layers=own.pop("layers", None) or below.size("depth", "num_hidden_layers"),
+        heads=below.size("num_heads", "num_attention_heads"),
+        patch=_patch(below),
+        block=replace(block, activation=_activation(below, usual_activation)),
+        **{name: below.size(theirs) for name, theirs in sizes.items() if name not in own},
+        **own,
     )
 
 
@@ -152,63 +134,41 @@ def _qwen_3_vision(below: Fields) -> VisionSpec:
     places = below.size("num_position_embeddings")
     if (side := math.isqrt(places)) ** 2 != places:
         raise bad_field("num_position_embeddings", f"{places} positions are not a square", below.where)
-    return VisionSpec(
-        layers=below.size("depth"),
-        hidden=below.size("hidden_size"),
-        heads=below.size("num_heads", "num_attention_heads"),
-        ffn=below.size("intermediate_size"),
-        patch=_patch(below),
-        frames=below.size("temporal_patch_size"),
-        block=VisionBlock(activation=_activation(below, "gelu_pytorch_tanh")),
-        ends=VisionEnds(stem_bias=True, table=side, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
-    )
+    ends = VisionEnds(stem_bias=True, table=side, mean=(0.5,) * 3, std=(0.5,) * 3)
+    return _tower(below, "gelu_pytorch_tanh", frames=below.size("temporal_patch_size"), ends=ends)
 
 
 def _qwen_2_vision(below: Fields) -> VisionSpec:
     hidden = below.size("embed_dim")
-    return VisionSpec(
-        layers=below.size("depth"),
-        hidden=hidden,
-        heads=below.size("num_heads", "num_attention_heads"),
-        ffn=int(hidden * below.number("mlp_ratio")),
-        patch=_patch(below),
-        frames=below.size("temporal_patch_size"),
-        block=VisionBlock(activation=_activation(below, "quick_gelu")),
-    )
+    ffn = int(hidden * below.number("mlp_ratio"))
+    return _tower(below, "quick_gelu", hidden=hidden, ffn=ffn, frames=below.size("temporal_patch_size"))
 
 
 def _qwen_25_vision(below: Fields) -> VisionSpec:
     layers = below.size("depth")
-    return VisionSpec(
+    return _tower(
+        below,
+        "silu",
         layers=layers,
-        hidden=below.size("hidden_size"),
-        heads=below.size("num_heads", "num_attention_heads"),
-        ffn=below.size("intermediate_size"),
-        patch=_patch(below),
         window=below.size("window_size"),
         full_layers=tuple(each for each in below.numbers("fullatt_block_indexes") if each < layers),
         frames=below.size("temporal_patch_size"),
-        block=VisionBlock(gated=True, rms_norm=True, activation=_activation(below, "silu")),
+        block=VisionBlock(gated=True, rms_norm=True),
         ends=VisionEnds(positions_per_second=below.size("tokens_per_second", default=0, least=0)),
     )
 
 
+_QWEN_VISIONS = {"qwen2_vl": _qwen_2_vision, "qwen2_5_vl": _qwen_25_vision}
+
+
 def _read_llava(fields: Fields) -> VlmSpec:
     """Return the shape of LLaVA 1.5: CLIP up to the tapped layer, two matmuls, a decoder; an image is one tile."""
-    below = fields.below("vision_config")
-    if (kind := below.word("model_type", default="clip_vision_model")) != "clip_vision_model":
-        raise _cannot(f"its vision is {show(kind)}, and not clip_vision_model", fields.where)
-    text = fields.below("text_config")
+    below, text = fields.below("vision_config"), fields.below("text_config")
+    _refuse_kind(fields, below, "clip_vision_model")
     given = {name: value for name, value in text.config.items() if value is not None}
     usual = _LLAMA if given.get("model_type", "llama") == "llama" else {}
     given = {"model_type": "llama", **usual, **given, "tie_word_embeddings": _tied(fields, text)}
-    for name, value, plain in (
-        ("projector_hidden_act", fields.word("projector_hidden_act", default="gelu"), "gelu"),
-        ("multimodal_projector_bias", fields.boolean("multimodal_projector_bias", default=True), True),
-        ("vision_feature_select_strategy", fields.word("vision_feature_select_strategy", default="default"), "default"),
-    ):
-        if value != plain:
-            raise _cannot(f"{name} is {show(value)}", fields.where)
+    _refuse_options(fields, {"vision_feature_select_strategy": "default"})
     return VlmSpec(
         name="llava",
         vision=_clip_vision(fields, below.assuming(USUAL["clip_vision_model"])),
@@ -221,42 +181,46 @@ def _read_llava(fields: Fields) -> VlmSpec:
 
 def _read_onevision(fields: Fields) -> VlmSpec:
     """Return the shape of LLaVA-OneVision: SigLIP, two matmuls, a newline after each row of tokens, a decoder."""
-    below = fields.below("vision_config").assuming(USUAL["siglip_vision_model"] | _ONEVISION_TOWER)
-    if (kind := below.word("model_type", default="siglip_vision_model")) != "siglip_vision_model":
-        raise _cannot(f"its vision is {show(kind)}, and not siglip_vision_model", fields.where)
-    text = fields.below("text_config")
-    for name, value, plain in (
-        ("projector_hidden_act", fields.word("projector_hidden_act", default="gelu"), "gelu"),
-        ("multimodal_projector_bias", fields.boolean("multimodal_projector_bias", default=True), True),
-        ("vision_feature_select_strategy", fields.word("vision_feature_select_strategy", default="full"), "full"),
-        ("vision_feature_layer", fields.config.get("vision_feature_layer", -1), -1),
-        ("vision_aspect_ratio", fields.word("vision_aspect_ratio", default="anyres_max_9"), "anyres_max_9"),
-    ):
-        if value != plain:
-            raise _cannot(f"{name} is {show(value)}", fields.where)
+    below, text = fields.below("vision_config"), fields.below("text_config")
+    below = below.assuming(USUAL["siglip_vision_model"] | _ONEVISION_TOWER)
+    _refuse_kind(fields, below, "siglip_vision_model")
+    options = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
+    _refuse_options(fields, options | {"vision_aspect_ratio": "anyres_max_9"})
     tile = below.sides("image_size")[0]
     given = {"model_type": "qwen2", **text.config, "tie_word_embeddings": _tied(fields, text)}
+    vision = _tower(
+        below,
+        "gelu_pytorch_tanh",
+        variant="anyres",
+        tile=tile,
+        block=VisionBlock(norm_eps=below.number("layer_norm_eps", default=1e-6)),
+        ends=VisionEnds(stem_bias=True, table=tile // _patch(below), mean=(0.5,) * 3, std=(0.5,) * 3),
+    )
     return VlmSpec(
         name="llava_onevision",
-        vision=VisionSpec(
-            layers=below.size("num_hidden_layers"),
-            hidden=below.size("hidden_size"),
-            heads=below.size("num_attention_heads"),
-            ffn=below.size("intermediate_size"),
-            patch=_patch(below),
-            variant="anyres",
-            tile=tile,
-            block=VisionBlock(
-                activation=_activation(below, "gelu_pytorch_tanh"),
-                norm_eps=below.number("layer_norm_eps", default=1e-6),
-            ),
-            ends=VisionEnds(stem_bias=True, table=tile // _patch(below), mean=(0.5,) * 3, std=(0.5,) * 3),
-        ),
+        vision=vision,
         projector=ProjectorSpec(merge=1, normed=False),
         language=spec_from_hf(given, where=text.where),
         image_token=fields.integer("image_token_index", "image_token_id", default=151646),
         max_tiles=_tile_grid(fields, tile),
     )
+
+
+def _refuse_kind(fields: Fields, below: Fields, needed: str) -> None:
+    if (kind := below.word("model_type", default=needed)) != needed:
+        raise _cannot(f"its vision is {show(kind)}, and not {needed}", fields.where)
+
+
+def _refuse_options(fields: Fields, plain: Mapping[str, Any]) -> None:
+    """Raise if LLaVA's projector, or the tapping of its vision tower, is not as in these options."""
+    expected: dict[str, Any] = {"projector_hidden_act": "gelu", "multimodal_projector_bias": True, **plain}
+    for name, wanted in expected.items():
+        if name == "vision_feature_layer":
+            value = fields.config.get(name, wanted)
+        else:
+            value = (fields.boolean if isinstance(wanted, bool) else fields.word)(name, default=wanted)
+        if value != wanted:
+            raise _cannot(f"{name} is {show(value)}", fields.where)
 
 
 def _tile_grid(fields: Fields, tile: int) -> int:
@@ -275,18 +239,15 @@ def _clip_vision(fields: Fields, below: Fields) -> VisionSpec:
     layers, tapped = below.size("num_hidden_layers"), fields.config.get("vision_feature_layer", -2)
     if not isinstance(tapped, int) or isinstance(tapped, bool) or not -layers <= tapped <= layers or tapped == 0:
         raise _cannot(f"vision_feature_layer is {show(tapped)} of {layers} layers", fields.where)
-    return VisionSpec(
+    tile = below.sides("image_size")[0]
+    return _tower(
+        below,
+        "quick_gelu",
         layers=tapped if tapped > 0 else layers + 1 + tapped,
-        hidden=below.size("hidden_size"),
-        heads=below.size("num_attention_heads"),
-        ffn=below.size("intermediate_size"),
-        patch=_patch(below),
         variant="tiled",
-        tile=below.sides("image_size")[0],
-        block=VisionBlock(
-            activation=_activation(below, "quick_gelu"), norm_eps=below.number("layer_norm_eps", default=1e-5)
-        ),
-        ends=VisionEnds(class_token=True, first_norm=True, table=below.sides("image_size")[0] // _patch(below)),
+        tile=tile,
+        block=VisionBlock(norm_eps=below.number("layer_norm_eps", default=1e-5)),
+        ends=VisionEnds(class_token=True, first_norm=True, table=tile // _patch(below)),
     )
 
 
@@ -319,8 +280,8 @@ def _cannot(what: str, where: str) -> UserError:
 READERS: dict[str, Callable[[Fields], VlmSpec]] = {
     "qwen2_vl": _read_qwen,
     "qwen2_5_vl": _read_qwen,
-    "qwen3_vl": _read_qwen_3,
-    "qwen3_vl_moe": _read_qwen_3,
+    "qwen3_vl": _read_qwen,
+    "qwen3_vl_moe": _read_qwen,
     "llava": _read_llava,
     ONEVISION: _read_onevision,
     OWN_LAYOUT: lambda fields: internvl_spec(fields, _cannot),

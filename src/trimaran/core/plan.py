@@ -15,6 +15,7 @@ from trimaran.core.units import Bytes, Flops, Seconds
 Degree = Annotated[int, Field(ge=1, le=65536)]
 Axis = Literal["dp_replicate", "dp_shard", "tp", "pp", "cp", "ep"]
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
+SHARDINGS: tuple[Sharding, ...] = ("none", "optimizer", "gradients", "parameters")  # by ZeRO stage
 BatchSize = Annotated[int, Field(ge=1, le=2**24)]
 MicroBatches = Annotated[tuple[BatchSize, ...], Field(max_length=65536)] | Literal["measured"]
 Recompute = Literal["none", "elementwise", "selective", "full"] | Annotated[int, Field(ge=1, le=65536)]

@@ -51,6 +51,7 @@ _QWEN_TOKENS = {"image_token_id": 151655, "vision_start_token_id": 151652, "visi
 _QWEN_SECTIONS = (16, 24, 24)
 _QWEN_THETA = 1_000_000.0
 _QWEN_3_SECTIONS, _QWEN_3_THETA = (24, 20, 20), 500_000.0
+PLAIN_VISION_BLOCK = VisionBlock()
 
 
 def vlm_from_disk(config: Mapping[str, Any], *, where: str) -> VlmSpec:
@@ -117,16 +118,25 @@ def _read_qwen(fields: Fields) -> VlmSpec:
     return replace(spec, min_pixels=256 * 256, max_pixels=4096 * 4096) if is_3 else spec
 
 
-def _tower(below: Fields, usual_activation: str, **own: Any) -> VisionSpec:
-    """Return a vision tower with the sizes that most families name alike."""
-    block, sizes = own.pop("block", VisionBlock()), {"hidden": "hidden_size", "ffn": "intermediate_size"}
+def _tower(
+    below: Fields,
+    usual_activation: str,
+    *,
+    layers: int = 0,
+    hidden: int = 0,
+    ffn: int = 0,
+    block: VisionBlock = PLAIN_VISION_BLOCK,
+    **others: Any,
+) -> VisionSpec:
+    """Return a vision tower. Most families name its sizes alike; those that are 0 are read."""
     return VisionSpec(
-        layers=own.pop("layers", None) or below.size("depth", "num_hidden_layers"),
+        layers=layers or below.size("depth", "num_hidden_layers"),
+        hidden=hidden or below.size("hidden_size"),
         heads=below.size("num_heads", "num_attention_heads"),
+        ffn=ffn or below.size("intermediate_size"),
         patch=_patch(below),
         block=replace(block, activation=_activation(below, usual_activation)),
-        **{name: below.size(theirs) for name, theirs in sizes.items() if name not in own},
-        **own,
+        **others,
     )
 
 

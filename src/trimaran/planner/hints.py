@@ -12,7 +12,8 @@ from trimaran.cost.peak_memory import Memory
 from trimaran.machine import Cluster
 from trimaran.models import Outline, OutlineLayer, with_adapter
 from trimaran.planner.question import Question
-from trimaran.planner.search.branch_and_bound import is_legal, least_memory_plans
+from trimaran.planner.rules.legal import is_legal
+from trimaran.planner.search.branch_and_bound import least_memory_plans
 from trimaran.planner.search.evaluator import PlanEvaluator
 from trimaran.planner.search.rejections import ranked_by_risk
 from trimaran.planner.search.space import Space
@@ -39,7 +40,7 @@ def least_memory_plan(space: Space, evaluator: PlanEvaluator, *, stop_at_fit: bo
         memory = evaluator.memory(plan)
         memory_use = evaluator.memory_use(memory)
         candidate = LeastMemory(memory_use, plan, memory)
-        if (best is None or _memory_rank(candidate) < _memory_rank(best)) and is_legal(space, plan):
+        if (best is None or _memory_rank(candidate) < _memory_rank(best)) and is_legal(plan, space.question):
             best = candidate
             if stop_at_fit and memory_use <= 1:
                 break

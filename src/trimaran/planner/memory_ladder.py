@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from trimaran.core import Plan, Prediction, UserError
+from trimaran.core.plan import SHARDINGS
 from trimaran.cost import predict
 from trimaran.cost.step import MAX_PINNED_FRACTION
 from trimaran.planner.question import Question
@@ -24,7 +25,6 @@ Patch = dict[str, Any]  # recipe fields by dotted name, such as `plan.micro_batc
 # must save at least 8 %.
 MAX_MEMORY_FRACTION = 0.92
 FIXED_TERMS = ("process",)  # memory terms that no plan changes
-SHARDING_ORDER = ("none", "optimizer", "gradients", "parameters")
 # What the launcher changes after an OOM even if the user pinned it: the run would end otherwise.
 ADJUSTABLE_FIELDS = ("plan.micro_batch", "plan.micro_batches", "plan.grad_accum", "plan.recompute")
 
@@ -158,7 +158,7 @@ def _sharding(plan: Plan) -> Iterator[Patch]:
     """Yield deeper sharding stages, over all data ranks."""
     if plan.mesh.dp == 1 or not plan.engine_traits.uses_fsdp:
         return
-    for stage in SHARDING_ORDER[SHARDING_ORDER.index(plan.sharding) + 1 :]:
+    for stage in SHARDINGS[SHARDINGS.index(plan.sharding) + 1 :]:
         shards = {"plan.mesh.dp_replicate": 1, "plan.mesh.dp_shard": plan.mesh.dp, "plan.sharding": stage}
         yield shards if plan.comm.overlap else shards | {"plan.comm.overlap": True}  # only replicas do without it
 

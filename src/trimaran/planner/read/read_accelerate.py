@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from trimaran.core import UserError
+from trimaran.core.plan import SHARDINGS
 from trimaran.planner.emit.accelerate import MIXED_PRECISION
 from trimaran.planner.read.read_config import FieldReader, ReadConfig, load_tree
 from trimaran.planner.read.read_deepspeed import FIELDS as DEEPSPEED_FIELDS
-from trimaran.planner.read.read_deepspeed import SHARDING, SPEED, read_deepspeed
+from trimaran.planner.read.read_deepspeed import SPEED, read_deepspeed
 from trimaran.planner.read.read_deepspeed import read_into as read_deepspeed_into
 
 FIELDS = frozenset({"distributed_type", "compute_environment", "num_processes", "mixed_precision"})
@@ -159,7 +160,7 @@ def _deepspeed(section: FieldReader, path: Path, precision: str) -> None:
         if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
             raise section.wrong("zero_stage", f"{stage!r} is not a ZeRO stage")
         axis = {"mesh__dp_replicate" if stage else "mesh__dp_shard": 1}
-        section.pin("zero_stage", stage, sharding=SHARDING[stage], engine="deepspeed", mesh__tp=1, mesh__pp=1,
+        section.pin("zero_stage", stage, sharding=SHARDINGS[stage], engine="deepspeed", mesh__tp=1, mesh__pp=1,
                     mesh__cp=1, **axis)  # fmt: skip
         devices = [section.take(f"offload_{what}_device") for what in ("param", "optimizer")]
         offload = "parameters" if devices[0] == "cpu" else "optimizer" if devices[1] == "cpu" else "none"

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from trimaran.core.plan import SHARDINGS
 from trimaran.planner.read.read_config import FieldReader, ReadConfig, load_tree
 
-SHARDING = ("none", "optimizer", "gradients", "parameters")  # by ZeRO stage
 FIELDS = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16",
                     "gradient_accumulation_steps", "zero_allow_untested_optimizer", "bfloat16"})  # fmt: skip
 RECIPE, SPEED, SHOWS = "it is the recipe's, not the plan's", "it changes only the speed", "it changes no result"
@@ -69,7 +69,7 @@ def _zero(reader: FieldReader) -> None:
         raise zero.wrong("stage", f"{stage!r} is not a ZeRO stage")
     else:
         axis = "mesh__dp_replicate" if stage else "mesh__dp_shard"
-        zero.pin("stage", stage, sharding=SHARDING[stage], **{axis: 1})
+        zero.pin("stage", stage, sharding=SHARDINGS[stage], **{axis: 1})
     _offload(zero, stage if isinstance(stage, int) else 3)
     if (elements := zero.count("reduce_bucket_size")) is not None:
         megabytes = min(4096, max(1, round(elements * 4 / 2**20)))

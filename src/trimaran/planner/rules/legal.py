@@ -107,6 +107,15 @@ def check_question(plan: Plan, question: Question) -> None:
     _check_rules(plan, question)
 
 
+def is_legal(plan: Plan, question: Question) -> bool:
+    """Return whether the question allows the plan."""
+    try:
+        check_question(plan, question)
+    except UserError:
+        return False
+    return True
+
+
 def _check_rules(plan: Plan, question: Question) -> None:
     for rule in RULES:
         if rule.applies(question):

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
-from trimaran.core import Plan, UserError
-from trimaran.core.plan import CONTEXTS
+from trimaran.core import Plan
+from trimaran.core.plan import CONTEXTS, SHARDINGS
 from trimaran.planner.plan_choices import CHUNKED
-from trimaran.planner.rules.legal import check_question
+from trimaran.planner.rules.legal import is_legal
 from trimaran.planner.search.evaluator import PlanEvaluator
 from trimaran.planner.search.space import (
     OFFLOADS,
-    SHARDINGS,
     Candidate,
     MeshSplit,
     MicrobatchSplit,
@@ -420,7 +419,7 @@ def _add_fastest(
         pinned = memory.host / evaluator.cluster.host_bytes
         found = FoundPlan(evaluator.candidate_seconds(candidate, choice, memory), plan, is_nearly_full, pinned)
         if found_plans.is_useful(found):
-            if not is_legal(space, plan):
+            if not is_legal(plan, space.question):
                 continue
             found_plans.add(found)
         if found.seconds < best_seconds:
@@ -459,12 +458,3 @@ def least_memory_plans(space: Space) -> Iterator[Plan]:
                         space.plan(split, states, choice, offload)
                         for choice in least_memory_recomputes(space.recompute_choices(split))
                     )
-
-
-def is_legal(space: Space, plan: Plan) -> bool:
-    """Return whether the plan can run."""
-    try:
-        check_question(plan, space.question)
-    except UserError:
-        return False
-    return True

@@ -22,11 +22,10 @@ from trimaran.planner.hints import (
 )
 from trimaran.planner.plan_choices import choose_comm
 from trimaran.planner.question import NO_BYTES, NearMiss, PlanAnswer, Question
-from trimaran.planner.rules.legal import check_precision, check_sequence, check_tower_names
+from trimaran.planner.rules.legal import check_precision, check_sequence, check_tower_names, is_legal
 from trimaran.planner.search.branch_and_bound import (
     TIE_RATIO,
     FoundPlan,
-    is_legal,
     least_memory_plans,
     mesh_key_of,
 )
@@ -144,7 +143,7 @@ def _least_memory(question: Question) -> SearchResult:
         if (
             candidate.memory_use <= 1
             and (cached is None or memory.device < cached.memory.device)
-            and is_legal(space, plan)
+            and is_legal(plan, space.question)
         ):
             found[key] = candidate
     by_bytes = sorted(found.values(), key=lambda each: (each.memory.device, mesh_key_of(each.plan)))

@@ -17,7 +17,7 @@ from trimaran.machine import refuse_mixed
 from trimaran.models.stages import stages_of_rank
 from trimaran.planner.question import Question
 from trimaran.planner.rules.axis_rules import divisors
-from trimaran.planner.rules.legal import check_precision, check_question
+from trimaran.planner.rules.legal import check_precision, is_legal
 from trimaran.planner.search.branch_and_bound import TIE_RATIO, FoundPlan, mesh_key_of, num_model_axes
 from trimaran.planner.search.rejections import OFFLOAD_RATIO
 from trimaran.planner.search.space import MAX_LAUNCH_BOUND_TOKENS, MAX_MICRO_BATCH
@@ -164,10 +164,4 @@ def _moves(plan: Plan, loads: Sequence[StageLoad]) -> Iterator[Plan]:
 def _priced(plan: Plan, question: Question) -> FoundPlan | None:
     """Return the plan with its step time; None if it does not fit, or cannot run."""
     prediction = predict(question.job, question.cluster, plan)
-    if not prediction.fits:
-        return None
-    try:
-        check_question(plan, question)
-    except UserError:
-        return None
-    return FoundPlan(prediction.step_seconds, plan)
+    return FoundPlan(prediction.step_seconds, plan) if prediction.fits and is_legal(plan, question) else None

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel, ValidationError
 
 from trimaran.core import Plan, UserError
-from trimaran.core.plan import CONTEXTS
+from trimaran.core.plan import CONTEXTS, SHARDINGS
 from trimaran.models import split_outline
-from trimaran.planner.memory_ladder import SHARDING_ORDER, Patch, plan_with
+from trimaran.planner.memory_ladder import Patch, plan_with
 from trimaran.planner.plan_choices import BUCKET_SIZES_MB, MEBIBYTE, UNIT_SIZES_MB
 from trimaran.planner.question import Question
 from trimaran.planner.rules.axis_rules import divisors
@@ -164,7 +164,7 @@ def _shardings(plan: Plan, question: Question) -> Iterator[Patch]:
     data = plan.mesh.dp
     if data == 1 or plan.towers:
         return
-    for stage in SHARDING_ORDER:
+    for stage in SHARDINGS:
         shard = 1 if stage == "none" else data
         if stage == plan.sharding and shard == plan.mesh.dp_shard:
             continue

@@ -4,14 +4,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from trimaran.core import Bytes, Plan, Prediction, UserError, show_bytes, show_seconds
+from trimaran.core import Bytes, Plan, Prediction, show_bytes, show_seconds
 from trimaran.cost import predict
 from trimaran.cost.job import captures_steps
 from trimaran.cost.step import MAX_PINNED_FRACTION, RELATIVE_ERROR
 from trimaran.machine import Cluster
 from trimaran.planner.plan_choices import CHUNKED, FUSED
 from trimaran.planner.question import NearMiss, Question
-from trimaran.planner.rules.legal import check_question
+from trimaran.planner.rules.legal import is_legal
 from trimaran.planner.search.branch_and_bound import (
     NEARLY_FULL_FRACTION,
     TIE_RATIO,
@@ -116,7 +116,7 @@ def near_misses(ranked: Sequence[Plan], question: Question) -> tuple[NearMiss, .
     """Return plans that nearly won, and why they lost: the winner with one change, then other meshes."""
     best = ranked[0]
     on_gpu = question.cluster.device.traits.has_graphs  # when gradients are summed matters only for CUDA graphs
-    near = [plan for plan in variations(best) if _runs(plan, question) and (on_gpu or plan.comm == best.comm)]
+    near = [plan for plan in variations(best) if is_legal(plan, question) and (on_gpu or plan.comm == best.comm)]
     near = [plan.model_copy(update={"prediction": predict(question.job, question.cluster, plan)}) for plan in near]
     reasons = ((plan, reason_lost(best, plan, question)) for plan in [*near, *ranked[1:]])
     return tuple(NearMiss(plan=plan, why=reason) for plan, reason in reasons if reason)
@@ -249,11 +249,3 @@ def _compute_reason(best: Plan, plan: Plan, longer: float, question: Question) -
     if plan.loss != best.loss:
         return f"loss {plan.loss} costs {show_seconds(longer)} more"
     return f"smaller matmuls take {show_seconds(longer)} longer"
-
-
-def _runs(plan: Plan, question: Question) -> bool:
-    try:
-        check_question(plan, question)
-    except UserError:
-        return False
-    return True

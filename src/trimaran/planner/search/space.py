@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from trimaran.core import Comm, Mesh, Pipeline, Plan, UserError
-from trimaran.core.plan import CONTEXTS, TowerPlan
+from trimaran.core.plan import CONTEXTS, SHARDINGS, TowerPlan
 from trimaran.cost.job import captures_steps
 from trimaran.cost.roofline import positions_to_hide_launches, rates_of
 from trimaran.models import Spec, Tower, split_outline, vision_of
@@ -27,7 +27,6 @@ MAX_STAGES_PER_RANK = 8
 RECOMPUTE_STRIDES, FINE_RECOMPUTE_STRIDES = (8, 4, 2), (8, 6, 4, 3, 2)  # recompute every k-th layer
 MAX_DEVICES_WITH_FINE_STRIDES = 8  # small clusters have few other choices
 WEIGHT_AND_GRADIENT_BYTES = 8  # of a replicated parameter, both in fp32
-SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 OFFLOADS = ("none", "activations", "optimizer", "parameters")
 
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trimaran.core import Plan, show_bytes, show_count
-from trimaran.planner.memory_ladder import SHARDING_ORDER
+from trimaran.core.plan import SHARDINGS
+from trimaran.planner.memory_ladder import SHARDINGS
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import (
     Bars,
@@ -146,7 +147,7 @@ def _stage_plans(subject: Subject) -> Sequence[tuple[str, Plan]]:
     fields = plan.model_dump(exclude={"prediction", "mesh", "sharding", "offload", "towers"})
     return [
         (STAGES[number], Plan(**fields, mesh=meshes.get(sharding, split), sharding=sharding))
-        for number, sharding in enumerate(SHARDING_ORDER)
+        for number, sharding in enumerate(SHARDINGS)
     ]
 
 
@@ -159,7 +160,7 @@ def _simulate(subject: Subject) -> Mode:
     limits = {as_is(subject.cluster.device.name): float(subject.cluster.device.memory_bytes)}
     bars = stacked_bars("Peak memory of a rank in our trainer", "bytes", memory, limits)
     seconds = stacked_bars("Time of a step", "seconds", {name: each.time for name, each in predictions.items()})
-    now = SHARDING_ORDER.index(subject.plan.sharding)
+    now = SHARDINGS.index(subject.plan.sharding)
     uses = say(
         "The plan uses {stage} (`sharding: {sharding}`).", stage=say(STAGES[now]), sharding=subject.plan.sharding
     )
@@ -167,7 +168,7 @@ def _simulate(subject: Subject) -> Mode:
 
 
 def _live(subject: Subject, run: RunMedians) -> Mode:
-    now = SHARDING_ORDER.index(subject.plan.sharding)
+    now = SHARDINGS.index(subject.plan.sharding)
     said = say("The run uses {stage} (`sharding: {sharding}`). Only the stage of a run can be measured: start another "
                "one with `--set plan.sharding=...` to compare.", stage=say(STAGES[now]),
                sharding=subject.plan.sharding)  # fmt: skip

@@ -14,9 +14,9 @@ from trimaran.cost.collective import (
     slow_start_seconds,
 )
 from trimaran.cost.job import Job, frees_weights, gathers_fp8
-from trimaran.cost.roofline import DeviceRates
-from trimaran.cost.stage_time import StageTime, TimeUnit
-from trimaran.machine import Link
+from trimaran.cost.roofline import DeviceRates, rates_for
+from trimaran.cost.stage_time import StageTime, TimeUnit, levels_of
+from trimaran.machine import Cluster, Link
 
 # How much a collective on NVLink slows down the matmuls that run at the same time, as a fraction of its own time: it
 # takes multiprocessors, memory bandwidth and power. Fitted to llm-foundry's A100 runs. A network takes less.
@@ -79,6 +79,11 @@ def traffic_path_of(levels: tuple[Link, ...], plan: Plan, rates: DeviceRates, jo
         RING_EFFICIENCY * levels[0].bandwidth,
         mesh.pp if profile.comm.overlaps_chunks and plan.num_stages > mesh.pp else 1,
     )
+
+
+def traffic_path_on(job: Job, cluster: Cluster, plan: Plan) -> TrafficPath:
+    """Return the path of a plan on a cluster."""
+    return traffic_path_of(levels_of(cluster), plan, rates_for(job, cluster, plan), job)
 
 
 def _equivalent_fraction(plan: Plan) -> float:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeVar
 
-from trimaran.core import Seconds
+from trimaran.core import Plan, Seconds
 from trimaran.cost.job import ELEMENT_BYTES, Job
-from trimaran.machine import CpuRates, Device
+from trimaran.machine import Cluster, CpuRates, Device
 from trimaran.machine.device_catalogue import HOST_LAUNCH_SECONDS
 
 Value = TypeVar("Value")
@@ -167,6 +167,11 @@ def _measured_cpu(cpu: CpuRates, precision: str) -> DeviceRates:
         CPU_SUSTAINED_FRACTION * rate * 1e9 for rate in (cpu.matmul_gflops, cpu.elementwise_gb_per_second)
     )
     return DeviceRates("cpu", flops, flops, flops, bandwidth, 1, TILE_DEPTH["cpu"], ELEMENT_BYTES[precision], cpu)
+
+
+def rates_for(job: Job, cluster: Cluster, plan: Plan) -> DeviceRates:
+    """Return the rates of the cluster's devices for a plan, with the software of the job."""
+    return rates_of(cluster.device, plan.precision, job.stack.time.sustained)
 
 
 def rate_name(device: Device, precision: str) -> str:

@@ -37,9 +37,10 @@ from trimaran.cost.roofline import (
     host_wait,
     kernel_gaps,
     matmul_seconds,
+    rates_for,
 )
 from trimaran.cost.stack_profiles import TORCH_HOST
-from trimaran.machine import Link
+from trimaran.machine import Cluster, Link
 from trimaran.models import Opaque, OutlineLayer
 
 KERNEL_LAUNCH_SECONDS = 8e-6  # host time per kernel of an opaque block (the host of an H200)
@@ -153,6 +154,17 @@ def stage_inputs_of(job: Job, rates: DeviceRates, levels: tuple[Link, ...], plan
         context=plan.comm.context,
         regathers=regathers(job, plan),
     )
+
+
+def stage_inputs_on(job: Job, cluster: Cluster, plan: Plan) -> StageInputs:
+    """Return what the time of a micro-batch on a cluster depends on."""
+    return stage_inputs_of(job, rates_for(job, cluster, plan), levels_of(cluster), plan)
+
+
+@lru_cache(maxsize=256)
+def levels_of(cluster: Cluster) -> tuple[Link, ...]:
+    """Return the levels of a cluster's links, which a search asks for with every plan."""
+    return cluster.levels
 
 
 @lru_cache(maxsize=1 << 14)

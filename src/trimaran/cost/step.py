@@ -10,7 +10,7 @@ from trimaran.core.plan import KindPrediction
 from trimaran.cost.block_time import repeated_flops
 from trimaran.cost.job import Job
 from trimaran.cost.peak_memory import Memory, peak_memory_of, stage_memory_of
-from trimaran.cost.roofline import rate_name, rates_of
+from trimaran.cost.roofline import rate_name, rates_for
 from trimaran.cost.stage_time import StageTime, StageTimes
 from trimaran.cost.step_time import StepTime, pipeline_times_of, step_time_of, step_time_with
 from trimaran.machine import Cluster
@@ -55,8 +55,7 @@ def predict_equal(job: Job, cluster: Cluster, plan: Plan) -> Prediction:
     seconds = Seconds(sum(terms.values()))
     samples, positions = plan.global_batch, job.outline.main.sample_positions(job.seq_len)[0]
     flops = Flops(samples * job.outline.training_flops(job.seq_len))
-    rates = rates_of(device, plan.precision, job.stack.time.sustained)
-    peak_flops, sustained = device.peak(precision), rates.matmul_flops
+    peak_flops, sustained = device.peak(precision), rates_for(job, cluster, plan).matmul_flops
     return Prediction(
         fits=memory.runs
         and memory.device <= device.memory_bytes

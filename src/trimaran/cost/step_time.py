@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from trimaran.core import Plan, Seconds
@@ -17,9 +16,18 @@ from trimaran.cost.gradient_traffic import (
 )
 from trimaran.cost.job import Job, num_fsdp_units, splits_weights
 from trimaran.cost.offload_time import offload_seconds, update_seconds
-from trimaran.cost.roofline import FORWARD_HOST_FRACTION, DeviceRates, host_wait, kernel_gaps, rates_of
+from trimaran.cost.roofline import FORWARD_HOST_FRACTION, DeviceRates, host_wait, kernel_gaps, rates_for
 from trimaran.cost.stack_profiles import TimeProfile
-from trimaran.cost.stage_time import StageTime, StageTimes, TimeUnit, rank_times_of, stage_inputs_of, stage_times_of
+from trimaran.cost.stage_time import (
+    StageTime,
+    StageTimes,
+    TimeUnit,
+    levels_of,
+    rank_times_of,
+    stage_inputs_of,
+    stage_inputs_on,
+    stage_times_of,
+)
 from trimaran.cost.states import num_owned_in
 from trimaran.machine import Cluster, Link
 
@@ -48,14 +56,14 @@ def step_time_of(job: Job, cluster: Cluster, plan: Plan) -> StepTime:
     With a pipeline, these are the seconds of the slowest rank, for which all others wait. `bubble` is its own wait
     while the pipeline fills and drains. `offload` is the time for copies to and from the host that nothing hides.
     """
-    rates, levels = rates_of(cluster.device, plan.precision, job.stack.time.sustained), _levels(cluster)
+    rates, levels = rates_for(job, cluster, plan), levels_of(cluster)
     times = _joined_times(job, plan, stage_times_of(stage_inputs_of(job, rates, levels, plan)))
     return _step_time(job, cluster, plan, times, rates, levels)
 
 
 def step_times_of(job: Job, cluster: Cluster, plan: Plan, counts: Sequence[int]) -> list[StepTime]:
     """Return the times of a step with so many micro-batches each: a micro-batch takes the same time in all of them."""
-    rates, levels = rates_of(cluster.device, plan.precision, job.stack.time.sustained), _levels(cluster)
+    rates, levels = rates_for(job, cluster, plan), levels_of(cluster)
     times = _joined_times(job, plan, stage_times_of(stage_inputs_of(job, rates, levels, plan)))
     plans = (plan.model_copy(update={"grad_accum": count}) for count in counts)
     return [_step_time(job, cluster, each, times, rates, levels) for each in plans]
@@ -63,8 +71,8 @@ def step_times_of(job: Job, cluster: Cluster, plan: Plan, counts: Sequence[int])
 
 def step_time_with(job: Job, cluster: Cluster, plan: Plan, times: StageTimes) -> StepTime:
     """Return the time of a step of which the times of the pipeline's ranks are known."""
-    rates = rates_of(cluster.device, plan.precision, job.stack.time.sustained)
-    return _step_time(job, cluster, plan, _joined_times(job, plan, times), rates, _levels(cluster))
+    joined = _joined_times(job, plan, times)
+    return _step_time(job, cluster, plan, joined, rates_for(job, cluster, plan), levels_of(cluster))
 
 
 def _joined_times(job: Job, plan: Plan, times: StageTimes) -> StageTimes:
@@ -121,8 +129,7 @@ def _step_time(
 
 def pipeline_times_of(job: Job, cluster: Cluster, plan: Plan) -> list[StageTime]:
     """Return the time of a micro-batch on each pipeline rank, if all had this cluster's device."""
-    rates = rates_of(cluster.device, plan.precision, job.stack.time.sustained)
-    return rank_times_of(stage_inputs_of(job, rates, _levels(cluster), plan))
+    return rank_times_of(stage_inputs_on(job, cluster, plan))
 
 
 def rank_compute_of(job: Job, cluster: Cluster, plan: Plan, pp_rank: int) -> dict[str, Seconds]:
@@ -130,8 +137,7 @@ def rank_compute_of(job: Job, cluster: Cluster, plan: Plan, pp_rank: int) -> dic
 
     `other` are the copies around FSDP's collectives.
     """
-    rates = rates_of(cluster.device, plan.precision, job.stack.time.sustained)
-    stage = rank_times_of(stage_inputs_of(job, rates, _levels(cluster), plan))[pp_rank]
+    rates, stage = rates_for(job, cluster, plan), pipeline_times_of(job, cluster, plan)[pp_rank]
     if plan.sharding != "none":
         stage = with_joined_units(job, plan, stage)
     forward, backward = _pass_seconds(job, plan, stage, rates)
@@ -223,11 +229,6 @@ def _add_host_waits(terms: dict[str, float], host: dict[str, float], *, has_wait
         wait = max(0.0, total - busy) if has_waited else host_wait(busy, total)
         for phase, seconds in host.items():
             terms[phase] += wait * seconds / total
-
-
-@lru_cache(maxsize=256)
-def _levels(cluster: Cluster) -> tuple[Link, ...]:
-    return cluster.levels
 
 
 def _bubble(plan: Plan, slowest: float, all_ranks: float) -> float:

@@ -7,10 +7,9 @@ from trimaran.core import Plan
 from trimaran.core.plugins import KINDS
 from trimaran.cost import predict
 from trimaran.cost.collective import GatheredUnit, exposed_gathers, exposed_reduction
-from trimaran.cost.gradient_traffic import TrafficPath, traffic_path_of, unit_seconds
+from trimaran.cost.gradient_traffic import TrafficPath, traffic_path_on, unit_seconds
 from trimaran.cost.job import ELEMENT_BYTES, chunk_rows, frees_weights
-from trimaran.cost.roofline import rates_of
-from trimaran.cost.stage_time import StageTime, stage_inputs_of, stage_times_of
+from trimaran.cost.stage_time import StageTime, stage_inputs_on, stage_times_of
 from trimaran.cost.step_time import step_time_of, with_joined_units
 from trimaran.planner.question import Question
 
@@ -136,7 +135,7 @@ def _bucket_seconds(plan: Plan, question: Question) -> Iterator[tuple[int, float
         return
     if not comm.overlap or comm.compression != "none" or comm.local.is_on:
         return
-    stage, path = _stage(plan, question), _path(plan, question)
+    stage, path = _stage(plan, question), traffic_path_on(question.job, question.cluster, plan)
     num_bytes = path.replica_bytes * sum(unit.count * unit.trained_dense for unit in stage.units)
     if num_bytes:
         window = SURE_FRACTION * path.overlap_fraction * stage.backward
@@ -148,7 +147,7 @@ def _with_prefetch(plan: Plan, question: Question) -> CommChoice:
     """Return the plan with the least prefetch depth that hides clearly more gathers, if its memory allows that."""
     if plan.sharding == "none" or plan.mesh.pp > 1 or plan.comm.prefetch != 1:
         return CommChoice(plan)
-    path = _path(plan, question)
+    path = traffic_path_on(question.job, question.cluster, plan)
     if not path.overlap_fraction:
         return CommChoice(plan)
     waits = {depth: _gather_waits(plan, question, path, depth) for depth in (1, *PREFETCHES)}
@@ -179,15 +178,7 @@ def _gather_waits(plan: Plan, question: Question, path: TrafficPath, prefetch: i
 
 
 def _stage(plan: Plan, question: Question) -> StageTime:
-    cluster, job = question.cluster, question.job
-    rates = rates_of(cluster.device, plan.precision, job.stack.time.sustained)
-    return stage_times_of(stage_inputs_of(job, rates, cluster.levels, plan)).heaviest
-
-
-def _path(plan: Plan, question: Question) -> TrafficPath:
-    cluster, job = question.cluster, question.job
-    rates = rates_of(cluster.device, plan.precision, job.stack.time.sustained)
-    return traffic_path_of(cluster.levels, plan, rates, job)
+    return stage_times_of(stage_inputs_on(question.job, question.cluster, plan)).heaviest
 
 
 def _step_seconds(plan: Plan, question: Question) -> float:

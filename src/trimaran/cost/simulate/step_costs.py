@@ -12,10 +12,10 @@ from trimaran.core import Mesh, Pipeline, Plan
 from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
 from trimaran.cost import Job
 from trimaran.cost.collective import ring_of, send_seconds
-from trimaran.cost.gradient_traffic import TrafficPath, traffic_path_of, unit_seconds
+from trimaran.cost.gradient_traffic import TrafficPath, traffic_path_on, unit_seconds
 from trimaran.cost.roofline import rates_of
 from trimaran.cost.simulate.pipeline_order import Order, pipeline_order
-from trimaran.cost.stage_time import StageTime, rank_times_of, stage_inputs_of, stage_times_of
+from trimaran.cost.stage_time import StageTime, rank_times_of, stage_inputs_on, stage_times_of
 from trimaran.cost.step_time import COPIES, StepTime, rank_compute_of, step_time_of, with_joined_units
 from trimaran.machine import Cluster
 from trimaran.models import Opaque
@@ -200,12 +200,11 @@ def step_costs_of(job: Job, cluster: Cluster, plan: Plan, fabric: Fabric = FULL_
         plan.pipeline.schedule, ranks=plan.mesh.pp, num_stages=plan.num_stages, micro_batches=plan.grad_accum
     )
     stages = _pipeline_stages(job, shared, plan, time) if plan.mesh.pp > 1 else (_only_stage(plan, time),)
-    rates = rates_of(shared.device, plan.precision, job.stack.time.sustained)
     return StepCosts(
         order=order,
         stages=stages,
         send=_sends(job, cluster, plan, order, demands),
-        overlap=traffic_path_of(shared.levels, plan, rates, job).overlap_fraction,
+        overlap=traffic_path_on(job, shared, plan).overlap_fraction,
         update=time.terms["optimizer"] + time.terms.get("offload", 0.0) + time.exposed.get(COPIES, 0.0),
         demands=demands,
     )
@@ -253,16 +252,14 @@ def with_other_compute(costs: StepCosts, changes: Sequence[tuple[float, float]],
 
 def _stage_times(job: Job, cluster: Cluster, plan: Plan) -> list[StageTime]:
     """Return the time of each stage of a pipeline, as if a rank of its own held it."""
-    rates = rates_of(cluster.device, plan.precision, job.stack.time.sustained)
     mesh = plan.mesh.model_copy(update={"pp": plan.num_stages})
     alone = plan.model_copy(update={"mesh": mesh, "pipeline": Pipeline(stages=plan.pipeline.stages)})
-    return rank_times_of(stage_inputs_of(job, rates, cluster.levels, alone))
+    return rank_times_of(stage_inputs_on(job, cluster, alone))
 
 
 def _more_seconds(job: Job, cluster: Cluster, plan: Plan, time: StepTime) -> list[float]:
     """Return what the cost model adds to the passes of a micro-batch: sums of gradients, waits for the host."""
-    rates = rates_of(cluster.device, plan.precision, job.stack.time.sustained)
-    slowest = stage_times_of(stage_inputs_of(job, rates, cluster.levels, plan)).slowest
+    slowest = stage_times_of(stage_inputs_on(job, cluster, plan)).slowest
     rounds, count = plan.num_stages // plan.mesh.pp, plan.grad_accum
     return [
         max(0.0, time.terms[term] / count - seconds) / rounds
@@ -272,8 +269,7 @@ def _more_seconds(job: Job, cluster: Cluster, plan: Plan, time: StepTime) -> lis
 
 def _pipeline_stages(job: Job, cluster: Cluster, plan: Plan, time: StepTime) -> tuple[StageCost, ...]:
     """Return the stages of a pipeline: each as if a rank of its own held it."""
-    rates = rates_of(cluster.device, plan.precision, job.stack.time.sustained)
-    path = traffic_path_of(cluster.levels, plan, rates, job)
+    path = traffic_path_on(job, cluster, plan)
     more, rounds = _more_seconds(job, cluster, plan, time), plan.num_stages // plan.mesh.pp
     slowed = sum(seconds for what, seconds in time.exposed.items() if what.startswith(DATA_TRAFFIC[2])) / rounds
     stages = []

@@ -33,7 +33,7 @@ def internvl_spec(fields: Fields, refuse: Refuse) -> VlmSpec:
     """Return the shape of an InternVL model. `refuse` makes the error for a feature that we lack.
 
     Images are 1 to `max_dynamic_patch` tiles, followed by a thumbnail if there are several. The ids of the image tokens
-    must be in the fields: see `models.internvl_tokens`.
+    must be in the fields: see `with_image_tokens`.
     """
     is_chat = fields.word("model_type", default="") == CHAT
     below = fields.below("vision_config")

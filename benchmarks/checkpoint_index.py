@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from math import prod
 
 from trimaran.checkpoint import shard_index
-from trimaran.checkpoint.compact_index import overlaps
-from trimaran.checkpoint.shard_index import ShardLayout, index_bytes, parse_index
+from trimaran.checkpoint.shard_index import ShardLayout, index_bytes, overlaps, parse_index
 
 ALIGNMENT = 64
 STATES = ("model/{}", "optimizer/exp_avg/{}", "optimizer/exp_avg_sq/{}")

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from trimaran.data.samples.sample_index import SampleRecord
-from trimaran.data.vision.grid_positions import ALONE
+from trimaran.data.vision.image_grid import ALONE
 
 IMAGE_TOKEN = 99
 WORDS = 90  # ids below this are text

@@ -25,12 +25,17 @@ from torch import Tensor
 
 from trimaran.core import DataSection, ImageRules, ModelSection, RowCost
 from trimaran.data.feed import DataShare, positions
-from trimaran.data.image_arrays import ImageArrays
-from trimaran.data.row_balance import balance_rows, sequential_rows, slowest_rank_cost
+from trimaran.data.row_arrays import ImageArrays, SamplePacker
 from trimaran.data.row_packing import Batching, PackingRules, RowPacking, pack_samples
 from trimaran.data.sample_costs import measure_samples
-from trimaran.data.sample_feed import SampleFeed, SampleFeedOptions, SampleRows
-from trimaran.data.text.packed_sample import SamplePacker
+from trimaran.data.sample_feed import (
+    SampleFeed,
+    SampleFeedOptions,
+    SampleRows,
+    balance_rows,
+    sequential_rows,
+    slowest_rank_cost,
+)
 from trimaran.data.text.token_shards import IGNORED
 from trimaran.models import outline_if_known
 from trimaran.models.model_presets import PRESETS, VLM_PRESETS

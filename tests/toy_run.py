@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.runs import step_metrics
-from trimaran.checkpoint import CopyMetadata, DurableDisk, MemorySlot, file_parts, memory_slots
+from trimaran.checkpoint import CopyMetadata, DurableDisk, MemorySlot, file_parts, memory_copies
 from trimaran.core import Mesh, Plan, UserError, parse_recipe
 from trimaran.parallel import TensorIndex, TensorShard
 from trimaran.runs import Journal, RunDirectory, create_run
@@ -176,7 +176,7 @@ def link_to(attempt: ToyAttempt, rank_info: RankInfo) -> SupervisorLink:
 def limit_memory(attempt: ToyAttempt) -> None:
     file_parts.PART_BYTES = attempt.part_bytes
     if not attempt.has_memory:
-        memory_slots.MAX_FREE_MEMORY_FRACTION = 0.0
+        memory_copies.MAX_FREE_MEMORY_FRACTION = 0.0
 
 
 class SlowDisk:

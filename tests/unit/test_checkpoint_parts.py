@@ -193,7 +193,7 @@ class FaultyDisk(UnsyncedDisk):
             return super().write_at(fd, data, offset - 4096)
         flipped = bytearray(data)
         flipped[len(flipped) // 2] ^= 4
-        buffer = file_parts.ThreadBuffer().memory[: len(data)]
+        buffer = file_parts.ThreadBuffer().of()[: len(data)]
         buffer[:] = flipped
         return super().write_at(fd, buffer, offset)
 

@@ -83,7 +83,7 @@ def test_a_file_without_video_is_a_bad_sample(tmp_path: Path) -> None:
 
 def test_without_the_package_the_error_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.delitem(sys.modules, "trimaran.data.samples.video_files", raising=False)
+    monkeypatch.delitem(sys.modules, "trimaran.data.samples.videos", raising=False)
     with pytest.raises(UserError, match=r"pip install 'trimaran\[video\]'") as caught:
         parse("film.mp4", tmp_path, FrameChoice())
     assert caught.value.code == "T013"

@@ -1,4 +1,4 @@
-"""Copies many tensors from a GPU to a slot with few copies, and after the first time with a single launch.
+"""Pins host memory, and copies many tensors from a GPU to it with few copies, after the first time in a single launch.
 
 Consecutive bytes of a slot that come from large tensors, or from tensors that are neighbours in memory, are copied as
 they are. Split weights and small tensors are first gathered in one of two small buffers on the GPU, by one kernel for a
@@ -7,20 +7,23 @@ as a CUDA graph, since hundreds of them from Python cost milliseconds.
 """
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
+from weakref import finalize
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.memory_copies import MemorySlot
-from trimaran.checkpoint.pinned_memory import PIN_CHUNK_BYTES
+from trimaran.checkpoint.memory_copies import PAGE_BYTES, MemorySlot, RankMemory
 from trimaran.parallel.tensor_shards import TensorLike
 
+PIN_CHUNK_BYTES = 1 << 28
+"""Bytes pinned per call. A call blocks all other use of the GPU: pinning 15 GB at once stalled training for 8 s."""
 log = logging.getLogger(__name__)
-
 STAGING_BYTES = 1 << 24
 """Of each of the two buffers on the GPU."""
 MIN_DIRECT_BYTES = 1 << 20
@@ -28,9 +31,116 @@ MIN_DIRECT_BYTES = 1 << 20
 VALUES_PER_ROW = 1 << 14
 """How many 4-byte values one program of the kernel gathers at most."""
 WORD_BYTES, ROW_FIELDS = 4, 4
-
 Gather = Callable[[Tensor, Tensor], None]
 """Fills the second tensor as the rows of the first say; see `gather_rows`."""
+
+
+class PinnedMemory:
+    """Keeps the pages of `memory` pinned until this object is dropped."""
+
+    def __init__(self, memory: Tensor) -> None:
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+        release: Any = finalize(self, lambda: runtime.cudaHostUnregister(memory.data_ptr()))
+        release.atexit = False  # the end of the process unpins it, and faster
+
+
+class BackgroundPinning:
+    """Allocates a rank memory, then pins it slot by slot, in a thread while training continues.
+
+    This takes about one second per gigabyte, during which the first step can compile. The thread calls `pin` with one
+    chunk of a slot at a time; `pin` returns an object that keeps the chunk pinned until it is dropped. Between two
+    chunks the thread sleeps, so that training can use the GPU. `prepare` is called first, in the same thread.
+    """
+
+    def __init__(
+        self,
+        rank_memory: RankMemory,
+        pin: Callable[[Tensor], object],
+        prepare: Callable[[], None] = lambda: None,
+        *,
+        chunk_bytes: int = PIN_CHUNK_BYTES,
+    ) -> None:
+        self._rank_memory, self._pin, self._prepare = rank_memory, pin, prepare
+        self._chunk_bytes = chunk_bytes
+        self._pins: list[object] = []
+        self._lacks_memory = False
+        self.is_cancelled = False
+        self._failure: Exception | None = None
+        self._done = threading.Event()
+        # Not a daemon: a process that ends while a thread is inside CUDA is aborted. `_should_continue` stops the
+        # thread soon after the main thread has ended.
+        threading.Thread(target=self._work, name="trimaran-pin", daemon=False).start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is known if there is enough memory."""
+        return self._done.is_set()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all slots are pinned, once this is done. If the system limits pinning, none is."""
+        return bool(self._pins)
+
+    def wait(self) -> bool:
+        """Return whether there is enough memory, as soon as that is known."""
+        self._done.wait()
+        if self._failure is not None:
+            raise self._failure
+        return not self._lacks_memory
+
+    def release(self) -> None:
+        """Stop, and unpin everything. The rank memory stays allocated."""
+        self.is_cancelled = True
+        self._done.wait()
+        self._pins.clear()
+
+    def _should_continue(self) -> bool:
+        return not self.is_cancelled and threading.main_thread().is_alive()
+
+    def _work(self) -> None:
+        try:
+            self._prepare()
+            self._rank_memory.allocate(self._should_continue)
+            for chunk in (each for slot in self._rank_memory.slots for each in slot.memory.split(self._chunk_bytes)):
+                if self._should_continue():
+                    # Map every page by reading from it. Otherwise pinning does it, and blocks the GPU meanwhile.
+                    chunk.numpy()[::PAGE_BYTES].max(initial=0)
+                    began = time.monotonic()
+                    self._pins.append(self._pin(chunk))
+                    time.sleep(time.monotonic() - began)
+        except OSError:
+            self._lacks_memory = True
+        except RuntimeError as error:  # the system limits pinning: copies to pageable memory stall training
+            self._pins.clear()
+            log.warning("host memory cannot be pinned, so training waits for every copy of the state: %s", error)
+        except Exception as error:  # `wait` raises it in the training thread
+            self._failure = error
+        finally:
+            self._done.set()
+
+
+def split_at_pin_chunks(
+    slot: Tensor, target: Tensor, values: Tensor | TensorLike, chunk_bytes: int = PIN_CHUNK_BYTES
+) -> Iterator[tuple[Tensor, Tensor | TensorLike]]:
+    """Yield `target`, a slice of the memory of `slot`, and its values in parts that lie in one pinned chunk each.
+
+    A GPU copy cannot span two pinned chunks. Only rows that cross the end of a chunk are split.
+    """
+    first = target.data_ptr() - slot.data_ptr()
+    remaining = chunk_bytes - first % chunk_bytes
+    if target.nbytes <= remaining:
+        yield target, values
+        return
+    row_bytes = target.nbytes // len(target)
+    num_rows, rest = divmod(remaining, row_bytes)
+    if num_rows:
+        yield target[:num_rows], values[:num_rows]
+    if rest:
+        yield from split_at_pin_chunks(slot, target[num_rows], values[num_rows], chunk_bytes)
+        num_rows += 1
+    if num_rows < len(target):
+        yield from split_at_pin_chunks(slot, target[num_rows:], values[num_rows:], chunk_bytes)
 
 
 @runtime_checkable
@@ -97,21 +207,22 @@ def split_into_pieces(
             pieces += [Piece(each.start, each.num_bytes, is_direct=True, runs=[each]) for each in parts]
             continue
         for part in _at_chunk_ends(run, chunk_bytes):
-            _append_gathered(pieces, part, chunk_bytes, staging_bytes)
+            first = 0
+            while first < part.num_bytes:  # to the last piece as far as its buffer has room, and to new ones
+                start, last = part.start + first, pieces[-1] if pieces else None
+                if (
+                    last is None
+                    or last.is_direct
+                    or last.num_bytes >= staging_bytes
+                    or last.start + last.num_bytes != start
+                    or last.start // chunk_bytes != start // chunk_bytes
+                ):
+                    pieces.append(last := Piece(start))
+                end = min(part.num_bytes, first + staging_bytes - last.num_bytes)
+                last.runs.append(part.part(first, end))
+                last.num_bytes += end - first
+                first = end
     return pieces
-
-
-def _append_gathered(pieces: list[Piece], run: Run, chunk_bytes: int, staging_bytes: int) -> None:
-    """Add `run` to the last piece as far as its buffer has room, and to new pieces."""
-    first = 0
-    while first < run.num_bytes:
-        start, last = run.start + first, pieces[-1] if pieces else None
-        if last is None or last.num_bytes >= staging_bytes or not _continues(last, start, chunk_bytes):
-            pieces.append(last := Piece(start))
-        end = min(run.num_bytes, first + staging_bytes - last.num_bytes)
-        last.runs.append(run.part(first, end))
-        last.num_bytes += end - first
-        first = end
 
 
 def gather_rows(piece: Piece) -> np.ndarray:
@@ -120,26 +231,17 @@ def gather_rows(piece: Piece) -> np.ndarray:
     A row is the address of the values, or of the upper and the lower half (else 0), the index of the first value in the
     buffer, and the number of values.
     """
-    return np.concatenate([_rows_of(run, (run.start - piece.start) // WORD_BYTES) for run in piece.runs])
-
-
-def _rows_of(run: Run, begin: int) -> np.ndarray:
-    num_values = run.num_bytes // WORD_BYTES
-    firsts = np.arange(0, num_values, VALUES_PER_ROW)
-    rows = np.zeros((len(firsts), ROW_FIELDS), dtype=np.int64)
-    for column, source in enumerate(run.sources):
-        rows[:, column] = source.data_ptr() + firsts * (WORD_BYTES // len(run.sources))
-    rows[:, 2] = begin + firsts
-    rows[:, 3] = np.minimum(VALUES_PER_ROW, num_values - firsts)
-    return rows
-
-
-def _continues(last: Piece, start: int, chunk_bytes: int) -> bool:
-    return (
-        not last.is_direct
-        and last.start + last.num_bytes == start
-        and last.start // chunk_bytes == start // chunk_bytes
-    )
+    tables = []
+    for run in piece.runs:
+        num_values = run.num_bytes // WORD_BYTES
+        firsts = np.arange(0, num_values, VALUES_PER_ROW)
+        rows = np.zeros((len(firsts), ROW_FIELDS), dtype=np.int64)
+        for column, source in enumerate(run.sources):
+            rows[:, column] = source.data_ptr() + firsts * (WORD_BYTES // len(run.sources))
+        rows[:, 2] = (run.start - piece.start) // WORD_BYTES + firsts
+        rows[:, 3] = np.minimum(VALUES_PER_ROW, num_values - firsts)
+        tables.append(rows)
+    return np.concatenate(tables)
 
 
 def _at_chunk_ends(run: Run, chunk_bytes: int) -> Iterator[Run]:

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,7 +61,8 @@ def list_checkpoints(folder: Path) -> list[CheckpointRow]:
         return []
     seen: set[tuple[int, int]] = set()
     rows: list[CheckpointRow] = []
-    for step, path in sorted(_checkpoint_folders(folder)):
+    named = [(STEP_NAME.fullmatch(name) or REFUSED_NAME.fullmatch(name), folder / name) for name in os.listdir(folder)]
+    for step, path in sorted((int(match[1]), path) for match, path in named if match):
         with suppress(FileNotFoundError):  # a running run has pruned it meanwhile
             row = _row(step, path, seen)
             if path.is_symlink() or path.exists():
@@ -119,7 +120,9 @@ def verify_all(path: Path, progress: Callable[[float], None]) -> list[Damage]:
     names = [name for name in files if name != INDEX and name not in elsewhere]
     total = sum(files[name].bytes for name in names)
     done = 0
-    for group in _groups(names) if not damages else ():
+    size = max(1, -(-len(names) // NUM_PROGRESS_UPDATES))
+    for begin in range(0, len(names), size) if not damages else ():
+        group = names[begin : begin + size]
         damages += verify(path, files=group)
         done += sum(files[name].bytes for name in group)
         progress(done / max(total, 1))
@@ -138,26 +141,28 @@ def verify_present(path: Path, progress: Callable[[float], None]) -> list[Damage
     return found if path.exists() else None
 
 
-def _checkpoint_folders(folder: Path) -> Iterator[tuple[int, Path]]:
-    for name in os.listdir(folder):
-        if named := STEP_NAME.fullmatch(name) or REFUSED_NAME.fullmatch(name):
-            yield int(named[1]), folder / name
-
-
-def _groups(names: list[str]) -> Iterator[list[str]]:
-    size = -(-len(names) // NUM_PROGRESS_UPDATES)
-    for begin in range(0, len(names), size or 1):
-        yield names[begin : begin + size]
-
-
 def _row(step: int, path: Path, seen: set[tuple[int, int]]) -> CheckpointRow:
     if path.name.startswith("refused-"):
-        return CheckpointRow(step=step, name=path.name, status="refused", why=_why(path), bytes=_occupied(path))
+        why, num_bytes = "it is a link", 0
+        if not path.is_symlink():
+            num_bytes = sum(each.lstat().st_size for each in path.iterdir())
+            try:
+                why = str(json.loads(read_limited(path / WHY, MAX_WHY_BYTES))["why"])
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                why = "no reason was recorded"
+        return CheckpointRow(step=step, name=path.name, status="refused", why=why, bytes=num_bytes)
     try:
         manifest = read_manifest(path)
         wrong, elsewhere = _first_damage(path, manifest), files_elsewhere(path, manifest)
     except UserError as error:
         return CheckpointRow(step=step, name=path.name, status="damaged", why=error.what)
+    written_bytes = 0
+    for name in manifest.files:
+        if (path / name).is_file():
+            status = (path / name).lstat()
+            if (status.st_dev, status.st_ino) not in seen:  # else it is shared with an older checkpoint
+                seen.add((status.st_dev, status.st_ino))
+                written_bytes += status.st_size
     return CheckpointRow(
         step=step,
         name=path.name,
@@ -165,7 +170,7 @@ def _row(step: int, path: Path, seen: set[tuple[int, int]]) -> CheckpointRow:
         why=wrong,
         time=manifest.time,
         bytes=manifest.num_bytes,
-        written_bytes=sum(size for size in _new_sizes(path, manifest, seen)),
+        written_bytes=written_bytes,
         world_size=manifest.world_size,
         plan=_describe_mesh(manifest.plan),
         on_nodes=tuple(elsewhere),
@@ -184,29 +189,6 @@ def _first_damage(path: Path, manifest: Manifest) -> str:
         if size != record.bytes:
             return f"{name} has {size:,} bytes instead of {record.bytes:,}"
     return ""
-
-
-def _new_sizes(path: Path, manifest: Manifest, seen: set[tuple[int, int]]) -> Iterator[int]:
-    """Yield the sizes of files that are not shared with an older checkpoint."""
-    for name in (each for each in manifest.files if (path / each).is_file()):
-        status = (path / name).lstat()
-        if (status.st_dev, status.st_ino) not in seen:
-            seen.add((status.st_dev, status.st_ino))
-            yield status.st_size
-
-
-def _why(path: Path) -> str:
-    """Return why a checkpoint was refused, from its `why.json`."""
-    if path.is_symlink():
-        return "it is a link"
-    try:
-        return str(json.loads(read_limited(path / WHY, MAX_WHY_BYTES))["why"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "no reason was recorded"
-
-
-def _occupied(path: Path) -> int:
-    return 0 if path.is_symlink() else sum(each.lstat().st_size for each in path.iterdir())
 
 
 def _describe_mesh(plan: dict[str, Any]) -> str:

@@ -59,10 +59,13 @@ class Copier:
         """Copy the values of `shards` to `slot`. They must not change before `before_update` is called."""
         began = time.perf_counter()
         slot.invalidate()
-        copy_pairs(self._pairs(slot, shards))
-        if any(
-            each.tensor.is_cuda for each in shards
-        ):  # a copy to pageable memory usually has synchronized, but CUDA does not promise it
+        trained, frozen = self._views_of(slot, shards)
+        copy_pairs(trained)
+        if slot not in self._filled:
+            self._filled.add(slot)
+            copy_pairs(frozen)
+        # A copy to pageable memory usually has synchronized, but CUDA does not promise it.
+        if any(each.tensor.is_cuda for each in shards):
             torch.cuda.current_stream().synchronize()
         slot.commit(metadata, self.items, self.share.num_bytes)
         self.has_committed = True
@@ -96,14 +99,6 @@ class Copier:
 
     def release(self) -> None:
         """Release everything but the slots. No copy may follow."""
-
-    def _pairs(self, slot: MemorySlot, shards: Sequence[TensorShard]) -> Pairs:
-        """Return what to copy to `slot` now."""
-        trained, frozen = self._views_of(slot, shards)
-        if slot in self._filled:
-            return trained
-        self._filled.add(slot)
-        return trained[0] + frozen[0], trained[1] + frozen[1]
 
     def _views_of(self, slot: MemorySlot, shards: Sequence[TensorShard]) -> tuple[Pairs, Pairs]:
         if shards is not self._shards:  # tensors have moved

@@ -11,10 +11,20 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.batched_copy import STAGING_BYTES, BatchedCopy, Gather, Run, find_run, split_into_pieces
+from trimaran.checkpoint.batched_copy import (
+    PIN_CHUNK_BYTES,
+    STAGING_BYTES,
+    BackgroundPinning,
+    BatchedCopy,
+    Gather,
+    PinnedMemory,
+    Run,
+    find_run,
+    split_at_pin_chunks,
+    split_into_pieces,
+)
 from trimaran.checkpoint.copier import Copier, Pairs, SourcePairs, copy_pairs
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, RankMemory
-from trimaran.checkpoint.pinned_memory import PIN_CHUNK_BYTES, BackgroundPinning, PinnedMemory, split_at_pin_chunks
 from trimaran.parallel.tensor_shards import RankShare, TensorShard, item_values, item_view
 
 log = logging.getLogger(__name__)
@@ -129,15 +139,14 @@ class DeviceCopier(Copier):
 
     def device_waits(self) -> list[float]:
         waits = []
-        while self._timings and self._is_timed(self._timings[0]):
+        while self._timings:
+            is_waited_for = self._copied is None or len(self._timings) > 1
+            if not is_waited_for or (self._timings[0] and not self._timings[0][-1].query()):
+                break
             events = self._timings.popleft()
             waits.append(sum(a.elapsed_time(b) for a, b in zip(events[::2], events[1::2], strict=True)) / 1000)
             self._last_wait_seconds = waits[-1]
         return waits
-
-    def _is_timed(self, events: list[torch.cuda.Event]) -> bool:
-        is_waited_for = self._copied is None or events is not self._timings[-1]
-        return is_waited_for and (not events or events[-1].query())
 
     def _start_copies(self, slot: MemorySlot, shards: Sequence[TensorShard]) -> list[torch.cuda.Event]:
         """Start all copies to `slot`, and return events before and after what the next forward waits for."""

@@ -54,7 +54,11 @@ def map_in_threads(
     ends does not wait for them, as it would for those of an executor.
     """
     if num_threads == 1:
-        return [_then(work(item), while_waiting) for item in items]
+        done = []
+        for item in items:
+            done.append(work(item))
+            while_waiting()
+        return done
     numbers, results, errors = count(), {}, []
 
     def run() -> None:
@@ -79,11 +83,6 @@ def map_in_threads(
     return [results[number] for number in range(len(items))]
 
 
-def _then(result: Result, act: Callable[[], None]) -> Result:
-    act()
-    return result
-
-
 class ThreadProgress:
     """Counts what threads have done, and calls `report_progress` in the thread that waits for them."""
 
@@ -101,10 +100,16 @@ class ThreadProgress:
 
 
 class ThreadBuffer(threading.local):
-    """Memory of `CHUNK_BYTES` for each thread that uses it, aligned for direct I/O."""
+    """Memory for each thread that uses it, aligned for direct I/O."""
 
-    def __init__(self) -> None:
-        self.memory = memoryview(mmap.mmap(-1, CHUNK_BYTES))
+    memory = memoryview(b"")
+
+    def of(self, num_bytes: int = CHUNK_BYTES) -> memoryview:
+        """Return memory for `num_bytes`, rounded up to whole chunks."""
+        rounded = -(-num_bytes // CHUNK_BYTES) * CHUNK_BYTES
+        if len(self.memory) < rounded:
+            self.memory = memoryview(mmap.mmap(-1, rounded))
+        return self.memory[:rounded]
 
 
 def hash_range(fd: int, begin: int, end: int, buffer: memoryview, count_chunk: Callable[[], None]) -> str:
@@ -141,7 +146,7 @@ def write_content(path: Path, content: Sequence[memoryview], disk: DurableDisk) 
         os.close(fd)
     fd = open_regular_fd(path)
     try:
-        return FileRecord(num_bytes, _read_back(fd, content, (0, num_bytes), ThreadBuffer().memory, disk))
+        return FileRecord(num_bytes, _read_back(fd, content, (0, num_bytes), ThreadBuffer().of(), disk))
     finally:
         os.close(fd)
 
@@ -169,7 +174,7 @@ def has_content(path: Path, content: Sequence[memoryview], record: FileRecord, d
     fd, buffer = open_regular_fd(path), ThreadBuffer()
     try:
         checksums = map_in_threads(
-            lambda number: _read_back(fd, content, record.range_of(number), buffer.memory, disk),
+            lambda number: _read_back(fd, content, record.range_of(number), buffer.of(), disk),
             range(len(record.checksums)),
             num_threads=disk.num_threads,
         )
@@ -209,10 +214,16 @@ class _PartFile:
     def write(self, part: tuple[int, int]) -> str:
         """Write one part, read it back, and return its SHA-256."""
         if self.needs_sample:
-            return self._write_and_sum(part)
+            digest, sums = sha256(), []
+            for at, chunk in _chunks(self._content, *part):
+                digest.update(chunk)
+                sums.append(_sum(chunk))
+                self._write(at, chunk)
+            self._compare([_sum(chunk) for _, chunk in _chunks(self._content, *part)], sums)
+            return digest.hexdigest()
         for at, chunk in _chunks(self._content, *part):
             self._write(at, chunk)
-        checksum = _read_back(self._parts_fd, self._content, part, self._buffer.memory, self._disk)
+        checksum = _read_back(self._parts_fd, self._content, part, self._buffer.of(), self._disk)
         if not self._is_direct:  # start to write it to the disk, and free the page cache once that is done
             os.posix_fadvise(self._parts_fd, part[0], part[1] - part[0], os.POSIX_FADV_DONTNEED)
         return checksum
@@ -230,16 +241,7 @@ class _PartFile:
         edges = [*(at for at, _ in _chunks(self._content, *part)), part[1] // BLOCK_BYTES * BLOCK_BYTES]
         for at in edges:
             around = max(part[0], at - BLOCK_BYTES), min(part[1], at + BLOCK_BYTES)
-            _read_back(self._parts_fd, self._content, around, self._buffer.memory, self._disk)
-
-    def _write_and_sum(self, part: tuple[int, int]) -> str:
-        digest, sums = sha256(), []
-        for at, chunk in _chunks(self._content, *part):
-            digest.update(chunk)
-            sums.append(_sum(chunk))
-            self._write(at, chunk)
-        self._compare([_sum(chunk) for _, chunk in _chunks(self._content, *part)], sums)
-        return digest.hexdigest()
+            _read_back(self._parts_fd, self._content, around, self._buffer.of(), self._disk)
 
     def _compare(self, sums: object, before: object) -> None:
         if sums != before:
@@ -249,8 +251,8 @@ class _PartFile:
         whole = len(chunk) // BLOCK_BYTES * BLOCK_BYTES if self._is_direct else 0
         if whole:
             data = chunk[:whole]
-            if _address(data) % BLOCK_BYTES:
-                data = self._buffer.memory[:whole]
+            if np.frombuffer(data, np.uint8).ctypes.data % BLOCK_BYTES:
+                data = self._buffer.of()[:whole]
                 np.copyto(np.frombuffer(data, np.uint8), np.frombuffer(chunk[:whole], np.uint8))
                 self._compare(_sum(data), _sum(chunk[:whole]))
             with self._writers:
@@ -268,7 +270,10 @@ def _read_back(
         # Direct I/O reads whole blocks; at the end of the file it returns less.
         disk.read_at(fd, buffer[: -(-len(chunk) // BLOCK_BYTES) * BLOCK_BYTES], at, len(chunk))
         stored = buffer[: len(chunk)]
-        if not _equal(stored, chunk):
+        # numpy compares words several times as fast as bytes, without the GIL.
+        whole = len(chunk) // 8 * 8
+        mine, its = (np.frombuffer(each[:whole], np.uint64) for each in (stored, chunk))
+        if not np.array_equal(mine, its) or stored[whole:] != chunk[whole:]:
             raise OSError(errno.EIO, f"the file on disk is not what was written, near byte {at:,}")
         digest.update(stored)
     return digest.hexdigest()
@@ -284,18 +289,7 @@ def _chunks(content: Sequence[memoryview], begin: int, end: int) -> Iterator[tup
         start += len(piece)
 
 
-def _equal(one: memoryview, other: memoryview) -> bool:
-    """Return whether the bytes are equal. numpy compares words several times as fast as bytes, without the GIL."""
-    whole = len(one) // 8 * 8
-    mine, its = (np.frombuffer(each[:whole], np.uint64) for each in (one, other))
-    return np.array_equal(mine, its) and one[whole:] == other[whole:]
-
-
 def _sum(data: memoryview) -> int:
     """Return the sum of the words of `data`: one flipped bit changes it, and it is ten times as fast as a SHA-256."""
     whole = len(data) // 8 * 8
     return int(np.add.reduce(np.frombuffer(data[:whole], np.uint64))) + sum(data[whole:])
-
-
-def _address(data: memoryview) -> int:
-    return np.frombuffer(data, np.uint8).ctypes.data

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.checkpoint.compact_index import overlaps
 from trimaran.checkpoint.load_state import match_shards, window
+from trimaran.checkpoint.shard_index import overlaps
 from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.parallel.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion
 from trimaran.parallel.tensor_shards import TORCH_DTYPES, CheckpointSource, TensorShard, copy_values, meta_of
@@ -52,7 +52,11 @@ class HeldState:
 
     def __init__(self, shards: Sequence[TensorShard], *, step: int) -> None:
         self.step, self.progress = step, {}
-        self._shards = {(shard.key, _region_of(shard)): shard for shard in shards if shard.tensor.numel()}
+        self._shards = {
+            (shard.key, (tuple(shard.start), tuple(shard.tensor.shape))): shard
+            for shard in shards
+            if shard.tensor.numel()
+        }
         rows = [
             [shard.key, meta_of(shard).dtype, list(shard.shape), list(shard.start), list(shard.tensor.shape)]
             for shard in self._shards.values()
@@ -108,7 +112,9 @@ def hand_over(
                 _copy(held.values(shard.key, region_held, start, size), target, device)
                 continue
             if memory is not None and shard.key in memory.index:
-                _read(memory, shard.key, start, size, target)
+                for its, first, extent in overlaps(memory.index[shard.key].regions, start, size):
+                    values = memory.read(shard.key, its)[window(first, extent, its.start)]
+                    target[window(first, extent, start)].copy_(values)
                 continue
             ranks = held.holders[shard.key, region_held]
             for first, extent in _split(start, size, VALUE_BYTES[meta_of(shard).dtype]):
@@ -191,13 +197,6 @@ def _split(start: tuple[int, ...], size: tuple[int, ...], value_bytes: int) -> I
         yield (start[0] + first, *start[1:]), (min(rows, size[0] - first), *size[1:])
 
 
-def _read(memory: CheckpointSource, key: str, start: tuple[int, ...], size: tuple[int, ...], target: Any) -> None:
-    """Copy a region from the copies in host memory."""
-    for region, first, extent in overlaps(memory.index[key].regions, start, size):
-        values = memory.read(key, region)[window(first, extent, region.start)]
-        target[window(first, extent, start)].copy_(values)
-
-
 def _copy(values: Any, target: Any, device: torch.device) -> None:
     """Copy values from one form in memory to another, which may both differ from that of a checkpoint."""
     if isinstance(values, Tensor):
@@ -209,10 +208,6 @@ def _copy(values: Any, target: Any, device: torch.device) -> None:
         plain = torch.empty(size, dtype=values.dtype, device=device)
         copy_values(values[part], plain)
         target[part].copy_(plain)
-
-
-def _region_of(shard: TensorShard) -> Region:
-    return tuple(shard.start), tuple(shard.tensor.shape)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -6,7 +6,6 @@ checkpoint is loaded.
 """
 
 import errno
-import mmap
 import os
 import threading
 from collections import defaultdict
@@ -14,19 +13,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.compact_index import Overlap, overlaps
-from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.durable import CHUNK_BYTES, read_blocks
-from trimaran.checkpoint.file_parts import BLOCK_BYTES, MAX_DIRECT_CALLS, ThreadProgress, map_in_threads
+from trimaran.checkpoint.file_parts import BLOCK_BYTES, MAX_DIRECT_CALLS, ThreadBuffer, ThreadProgress, map_in_threads
 from trimaran.checkpoint.manifest import Damage, FileRecord, unreadable
+from trimaran.checkpoint.shard_index import Overlap, overlaps
+from trimaran.checkpoint.step_files import StepFiles
 from trimaran.core import UserError, did_you_mean
 from trimaran.core.regular_files import SpecialFileError, open_regular_fd
-from trimaran.parallel.tensor_shards import CheckpointSource, Gather, TensorLike, TensorShard, meta_of
+from trimaran.parallel.tensor_regions import TensorRegion
+from trimaran.parallel.tensor_shards import TORCH_DTYPES, CheckpointSource, Gather, TensorLike, TensorShard, meta_of
 
 MAX_NAMED_TENSORS = 5
 SAME_MODEL = "resume with the model and optimizer that it was saved with"
@@ -34,6 +35,21 @@ ANOTHER_CHECKPOINT = "resume from another checkpoint: `trimaran checkpoints veri
 MatchedShard = tuple[TensorShard, list[Overlap]]
 MAX_PART_BYTES = 256 << 20
 """Files of larger parts, which nobody writes, are verified and read like files of one part."""
+
+
+class DiskSource:
+    """The state in a step directory. Manifest and index are verified here; call `verify` first for the rest."""
+
+    def __init__(self, path: Path) -> None:
+        self._files = StepFiles(path)
+        self.path, self.manifest, self.index = path, self._files.manifest, self._files.index
+        self.step, self.progress = self.manifest.step, self.manifest.progress
+
+    def read(self, key: str, region: TensorRegion) -> Tensor:
+        """Return the values of a region, in its shape. Pages are read from the disk when they are accessed."""
+        meta = self.index[key].meta
+        raw = self._files.bytes_of(meta, region)
+        return torch.from_numpy(raw).view(TORCH_DTYPES[meta.dtype]).view(region.size)
 
 
 def fill_shards(
@@ -186,7 +202,7 @@ class PartLoader:
         parts = [(name, number) for name, record in records.items() if has_parts(record)
                  for number in range(len(record.checksums))]  # fmt: skip
         needed = [each for each in parts if each[0] in own or self._copies_of(*each)]
-        self._progress, self._buffer = ThreadProgress(report_progress), PartBuffer()
+        self._progress, self._buffer = ThreadProgress(report_progress), ThreadBuffer()
         self._readers = threading.BoundedSemaphore(MAX_DIRECT_CALLS)
         found = map_in_threads(self._load, needed, num_threads=num_threads, while_waiting=self._progress.report)
         return [*{damage.file: damage for damage in reversed(found) if damage}.values()]
@@ -233,10 +249,16 @@ class PartLoader:
             return Damage(name, "is not what was written: its checksum is wrong")
         if self._device is not None:
             torch.cuda.set_device(self._device)  # per thread
-        values = torch.frombuffer(memory, dtype=torch.uint8)
+        values, begin = torch.frombuffer(memory, dtype=torch.uint8), number * record.part_bytes
         with torch.no_grad():
             for copy in self._copies_of(name, number):
-                _copy(copy, values, number * record.part_bytes)
+                first, last = max(copy.begin, begin), min(copy.end, begin + len(values))
+                source = values[first - begin : last - begin].view(copy.target.dtype)
+                if copy.target.ndim == 1:
+                    width = copy.target.element_size()
+                    copy.target[(first - copy.begin) // width : (last - copy.begin) // width].copy_(source)
+                else:
+                    copy.target.copy_(source.view(copy.target.shape))
         return None
 
     def _read_direct(self, name: str, number: int) -> tuple[memoryview, str] | Damage:
@@ -268,19 +290,6 @@ class PartLoader:
         return buffer[: end - begin], digest.hexdigest()
 
 
-class PartBuffer(threading.local):
-    """Memory for one part for each thread, aligned for direct I/O."""
-
-    memory = memoryview(b"")
-
-    def of(self, num_bytes: int) -> memoryview:
-        """Return memory for a part of `num_bytes`, rounded up to whole chunks."""
-        rounded = -(-num_bytes // CHUNK_BYTES) * CHUNK_BYTES
-        if len(self.memory) < rounded:
-            self.memory = memoryview(mmap.mmap(-1, rounded))
-        return self.memory[:rounded]
-
-
 def _whole_rows(begin: int, num_rows: int, row_bytes: int, part_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield the rows that are within one part, as first and one after the last, for each part that has any.
 
@@ -291,14 +300,3 @@ def _whole_rows(begin: int, num_rows: int, row_bytes: int, part_bytes: int) -> I
         last = min(num_rows, (part + part_bytes - begin) // row_bytes)
         if first < last:
             yield first, last
-
-
-def _copy(copy: ByteCopy, values: Tensor, begin: int) -> None:
-    """Copy what a part has of the values. `values` are the bytes of the part, which begins at `begin`."""
-    first, last = max(copy.begin, begin), min(copy.end, begin + len(values))
-    source = values[first - begin : last - begin].view(copy.target.dtype)
-    if copy.target.ndim == 1:
-        width = copy.target.element_size()
-        copy.target[(first - copy.begin) // width : (last - copy.begin) // width].copy_(source)
-    else:
-        copy.target.copy_(source.view(copy.target.shape))

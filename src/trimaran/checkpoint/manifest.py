@@ -95,7 +95,7 @@ class Manifest:
     `time` is seconds since the epoch, `term` is that of the lease under which it was written. `plan` is as in
     `plan.json`, `recipe` is the text of `recipe.yaml`. `progress` is what `CheckpointState.progress` returned. `nodes`
     are the files that each node has on its own disk; empty if the nodes share one. `compact_index`: the index has the
-    form of `compact_index.py`.
+    compact form of `shard_index.py`.
     """
 
     step: int
@@ -151,26 +151,7 @@ def parse_manifest(folder: Path, text: bytes) -> Manifest:
     blank = text[: -len(ZERO_DIGEST) - len(FILE_END)] + ZERO_DIGEST.encode() + FILE_END
     if not text.endswith(FILE_END) or sha256(blank).hexdigest().encode() != digest:
         raise DamagedError(folder, [Damage(MANIFEST, "does not match its digest")])
-    return _checked(folder, text)
-
-
-def read_limited(path: Path, limit_bytes: int) -> bytes:
-    """Return the contents of a file of at most `limit_bytes`. Raises ValueError if it is longer, OSError for a FIFO,
-    a link or anything else that is not a regular file."""
-    with open_regular_file(path) as file:
-        if (size := os.fstat(file.fileno()).st_size) > limit_bytes:
-            raise ValueError(f"{size:,} bytes are more than the limit of {limit_bytes:,}")
-        return file.read(size + 1)  # Python allocates what it is asked for
-
-
-def unreadable(name: str, error: OSError | ValueError) -> Damage:
-    """Return the damage of a file that could not be read."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-    return Damage(name, f"cannot be read: {reason}")
-
-
-def _checked(folder: Path, text: bytes) -> Manifest:
-    """Return the manifest in `text`. Its digest is right, but anyone can compute one: every field is checked."""
+    # Its digest is right, but anyone can compute one: every field is checked.
     try:
         fields = json.loads(text)
         del fields["digest"]
@@ -200,6 +181,21 @@ def _checked(folder: Path, text: bytes) -> Manifest:
     if wrong := _invalid_values(fields | {"files": files}):
         raise DamagedError(folder, [Damage(MANIFEST, wrong)])
     return Manifest(**fields, files=files)
+
+
+def read_limited(path: Path, limit_bytes: int) -> bytes:
+    """Return the contents of a file of at most `limit_bytes`. Raises ValueError if it is longer, OSError for a FIFO,
+    a link or anything else that is not a regular file."""
+    with open_regular_file(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > limit_bytes:
+            raise ValueError(f"{size:,} bytes are more than the limit of {limit_bytes:,}")
+        return file.read(size + 1)  # Python allocates what it is asked for
+
+
+def unreadable(name: str, error: OSError | ValueError) -> Damage:
+    """Return the damage of a file that could not be read."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return Damage(name, f"cannot be read: {reason}")
 
 
 def _invalid_values(fields: dict[str, Any]) -> str:
@@ -245,13 +241,12 @@ def _invalid_record(name: str, record: Any) -> Damage | None:
         isinstance(record, dict)
         and type(record.get("bytes")) is int
         and record["bytes"] >= 0
-        and (_has_checksum(record) or (name != INDEX and _has_part_checksums(record)))
+        and (
+            (record.keys() == {"bytes", "sha256"} and _is_sha256(record["sha256"]))
+            or (name != INDEX and _has_part_checksums(record))
+        )
     )
     return None if is_valid else Damage(MANIFEST, f"has no valid length and checksum of {name}")
-
-
-def _has_checksum(record: dict[str, Any]) -> bool:
-    return record.keys() == {"bytes", "sha256"} and _is_sha256(record["sha256"])
 
 
 def _has_part_checksums(record: dict[str, Any]) -> bool:

@@ -1,4 +1,6 @@
-"""Keeps a rank's copies on a second node too: the nodes form a ring, and each stores the copies of the node before it.
+"""Keeps a rank's copies on a second node too, and fetches copies from the memory of all nodes after a restart.
+
+The nodes form a ring, and each stores the copies of the node before it.
 
 A round sends the slots of one step around. It ends when all ranks have committed what they received, so the step of the
 last round is complete even if a node is lost. The slot that was sent stays unchanged until the next round has ended.
@@ -10,7 +12,9 @@ plus a fifth.
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -19,14 +23,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.checkpoint.memory_copies import MemorySlot, checksum, decode_contents, encode_contents, encode_items
-from trimaran.checkpoint.rank_layout import RankLayout
+from trimaran.checkpoint.memory_copies import (
+    MemorySlot,
+    MemorySource,
+    RankMemory,
+    SlotContents,
+    checksum,
+    decode_contents,
+    encode_contents,
+    encode_items,
+    index_of,
+)
+from trimaran.checkpoint.rank_layout import RankLayout, barrier
+from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json
+from trimaran.parallel.tensor_regions import TensorIndex, overlap
+from trimaran.parallel.tensor_shards import TensorShard
 from trimaran.runs.gloo_listeners import closed_listeners
 
 CHUNK_BYTES = 64 << 20
 FIRST_INTERVAL_STEPS = 2
 INTERVAL_PER_ROUND = 1.2
 """The time between two rounds over the time that the last one took: rounds must not queue up."""
+CopyKey = tuple[tuple[int, int], int, int]
+"""Incarnation, step and world size: slots with the same key belong to the same copy of the state."""
 
 
 class PeerCopies:
@@ -141,3 +160,140 @@ class PeerCopies:
 def _wait(work: dist.Work | None) -> None:
     if work is not None:
         work.wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundCopy:
+    """A valid slot in a rank memory of `node`, read by rank `reader`. It holds the share that `rank` had then."""
+
+    node: int
+    reader: int
+    rank_memory: int
+    slot: int
+    rank: int
+
+
+class CopyFinder:
+    """The complete copies in memory. Every rank must make one; they are equal on all ranks."""
+
+    def __init__(self, rank_memories: Sequence[RankMemory], rank_layout: RankLayout) -> None:
+        self._rank_memories, self._rank_layout = rank_memories, rank_layout
+        rows = [
+            [[*metadata.incarnation], metadata.step, metadata.world_size, number, index, metadata.rank]
+            for number in range(rank_layout.local_rank, len(rank_memories), rank_layout.local_size)
+            for index, slot in enumerate(rank_memories[number].slots)
+            if (contents := slot.read()) is not None and (metadata := contents.metadata)
+        ]
+        self._found: dict[CopyKey, list[FoundCopy]] = defaultdict(list)
+        for reader, rank_rows in enumerate(all_gather_json(rows)):
+            for (attempt, num_rewinds), step, world_size, rank_memory, index, rank in rank_rows:
+                copy = FoundCopy(
+                    node=rank_layout.nodes[reader], reader=reader, rank_memory=rank_memory, slot=index, rank=rank
+                )
+                self._found[(attempt, num_rewinds), step, world_size].append(copy)
+
+    def complete_copies(self) -> Iterator[CopyKey]:
+        """Yield the keys of the complete copies, newest incarnation first, then newest step first."""
+        yield from sorted((key for key, copies in self._found.items() if _is_complete(key, copies)), reverse=True)
+
+    def copies(self, key: CopyKey) -> list[FoundCopy]:
+        """Return the slots of a copy, whose checksums are not verified; none if the copy is not complete."""
+        copies = self._found.get(key, [])
+        return copies if _is_complete(key, copies) else []
+
+    def verify(self, key: CopyKey) -> list[FoundCopy] | None:
+        """Return the slots of a copy whose checksums are right; None if they do not make it complete.
+
+        Every rank must call it.
+        """
+        copies = self._found[key]
+        mine = np.array(
+            [each.reader == self._rank_layout.rank and self.contents(each).verify() for each in copies], dtype=int
+        )
+        is_valid = all_gather_int64(mine).max(axis=0)
+        valid = [each for each, good in zip(copies, is_valid, strict=True) if good]
+        return valid if _is_complete(key, valid) else None
+
+    def contents(self, copy: FoundCopy) -> SlotContents:
+        """Return the contents of a slot on this node."""
+        contents = self._rank_memories[copy.rank_memory].slots[copy.slot].read()
+        assert contents is not None, f"{copy} has changed since it was found"
+        return contents
+
+
+def _is_complete(key: CopyKey, copies: Sequence[FoundCopy]) -> bool:
+    return {each.rank for each in copies} == set(range(key[2]))
+
+
+class CopyFetcher:
+    """The shares of a step: those of this node, and only headers of the others until `fetch`. All ranks make one."""
+
+    def __init__(self, finder: CopyFinder, copies: Sequence[FoundCopy], rank_layout: RankLayout) -> None:
+        self._rank_layout = rank_layout
+        self._sender: dict[int, int] = {}
+        """By the rank of a share, the rank that sends it to nodes without it."""
+        for copy in sorted(copies, key=lambda each: (each.rank, each.reader)):
+            self._sender.setdefault(copy.rank, copy.reader)
+        local = {copy.rank: finder.contents(copy) for copy in copies if copy.node == rank_layout.node}
+        self._local = {rank: local[rank] for rank in sorted(local)}
+        nodes_with = {rank: {copy.node for copy in copies if copy.rank == rank} for rank in self._sender}
+        self._to_send = [rank for rank, nodes in nodes_with.items() if nodes != set(rank_layout.nodes)]
+        """The shares that some node does not have."""
+        mine = {
+            rank: encode_contents(self._local[rank]) for rank in self._to_send if self._sender[rank] == rank_layout.rank
+        }
+        headers = all_gather_json(mine) if self._to_send else []
+        received = {int(rank): decode_contents(text) for row in headers for rank, text in row.items()}
+        self._remote = {rank: contents for rank, contents in received.items() if rank not in local}
+
+    @property
+    def index(self) -> TensorIndex:
+        return index_of({rank: contents.share for rank, contents in (self._local | self._remote).items()})
+
+    def fetch(self, shards: Sequence[TensorShard]) -> MemorySource:
+        """Return a source with all values that `shards` need. Every rank must call it."""
+        if self._to_send:
+            wanted = np.array(
+                [rank in self._remote and _overlaps(self._remote[rank], shards) for rank in self._to_send]
+            )
+            for column, receivers in enumerate(all_gather_int64(wanted).T):
+                for receiver in np.flatnonzero(receivers):
+                    self._transfer(self._to_send[column], int(receiver))
+        return MemorySource(self._local | self._remote)
+
+    def _transfer(self, rank: int, receiver: int) -> None:
+        """Send the share of `rank` to `receiver`. All ranks do this in the same order, so that they do not deadlock."""
+        if self._rank_layout.rank == self._sender[rank]:
+            for chunk in self._local[rank].memory.split(CHUNK_BYTES):
+                dist.send(chunk, dst=receiver)
+        if self._rank_layout.rank == receiver:
+            contents = self._remote[rank]
+            memory = torch.empty(contents.share.num_bytes, dtype=torch.uint8)
+            for chunk in memory.split(CHUNK_BYTES):
+                dist.recv(chunk, src=self._sender[rank])
+            received = replace(contents, memory=memory)
+            if not received.verify():
+                raise RuntimeError(f"the share of rank {rank} was damaged on its way from another node")
+            self._remote[rank] = received
+
+
+def open_node_copy(fds: Sequence[int], rank_layout: RankLayout, key: CopyKey) -> MemorySource | None:
+    """Return the copy with this key in the memory of the only node; None if it is not complete.
+
+    Every rank must call it, after it has committed its slot. Checksums are not verified.
+    """
+    barrier()  # until all ranks have
+    finder = CopyFinder([RankMemory(fd) for fd in fds], rank_layout)
+    copies = finder.copies(key)
+    return CopyFetcher(finder, copies, rank_layout).fetch([]) if copies else None
+
+
+def _overlaps(contents: SlotContents, shards: Sequence[TensorShard]) -> bool:
+    by_key: dict[str, list[TensorShard]] = defaultdict(list)
+    for shard in shards:
+        by_key[shard.key].append(shard)
+    return any(
+        overlap(item.start, item.size, shard.start, tuple(shard.tensor.shape)) is not None
+        for item in contents.share.items
+        for shard in by_key.get(item.key, ())
+    )

@@ -20,7 +20,14 @@ from trimaran.checkpoint.manifest import Manifest, read_manifest
 from trimaran.checkpoint.rank_layout import RankLayout
 from trimaran.checkpoint.step_dirs import draft_path, looks_complete, prune, refuse, remove_checkpoint, step_path
 from trimaran.checkpoint.verify_checkpoint import verify
-from trimaran.checkpoint.write_checkpoint import KeyValueStore, WriteReport, WriteReportParser, commit, write_share
+from trimaran.checkpoint.write_checkpoint import (
+    KeyValueStore,
+    NodeCommit,
+    WriteReport,
+    WriteReportParser,
+    commit,
+    write_share,
+)
 from trimaran.core import CheckpointSection, UserError
 from trimaran.parallel.tensor_shards import RankShare, item_view
 
@@ -267,8 +274,6 @@ class Saver:
 
     def _conclude_on_nodes(self, request: SaveRequest, draft: Path, final: Path) -> tuple[dict[str, Any], bool]:
         """See `_conclude`. Here every node has its own files on its own disk; a step that was there is replaced."""
-        from trimaran.checkpoint.commit_on_nodes import NodeCommit  # noqa: PLC0415  most nodes share a disk
-
         layout, commit_here = self._rank_layout, NodeCommit(draft, final, self._store, self._key, self._disk)
         if layout.rank != 0:
             if self._commits:

@@ -60,8 +60,11 @@ def missing_files_error(
 
     `complete` are the older steps whose files are all here; None if that is unknown.
     """
-    what = f"files of the checkpoint of step {step} are not here: "
-    what += "; ".join(f"{_names(files)} on {node}" for node, files in missing.items())
+    named = []
+    for node, files in missing.items():
+        more = f" and {len(files) - MAX_NAMED_FILES} more" if len(files) > MAX_NAMED_FILES else ""
+        named.append(f"{', '.join(files[:MAX_NAMED_FILES])}{more} on {node}")
+    what = f"files of the checkpoint of step {step} are not here: {'; '.join(named)}"
     fix = f"start {', '.join(missing)} again with its disk, or copy its files here; or use a RUN on a shared disk"
     if complete:
         what += f"; the newest complete step is {max(complete)}"
@@ -71,11 +74,6 @@ def missing_files_error(
     error = MissingFilesError("L025", what, where=str(folder), fix=fix)
     error.missing = missing
     return error
-
-
-def _names(files: Sequence[str]) -> str:
-    more = f" and {len(files) - MAX_NAMED_FILES} more" if len(files) > MAX_NAMED_FILES else ""
-    return ", ".join(files[:MAX_NAMED_FILES]) + more
 
 
 def _size(path: Path) -> int:
@@ -94,26 +92,24 @@ class StepFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.manifest = folder, read_manifest(folder)
-        self.index: TensorIndex = self._read_index()
         self._maps: dict[str, np.ndarray] = {}
+        record = self.manifest.files[INDEX]
+        try:
+            text = read_limited(folder / INDEX, MAX_INDEX_BYTES)
+        except (OSError, ValueError) as error:
+            raise DamagedError(folder, [unreadable(INDEX, error)]) from None
+        if len(text) != record.bytes or sha256(text).hexdigest() != record.sha256:
+            raise DamagedError(folder, [Damage(INDEX, "does not match the manifest")])
+        try:
+            sizes = {name: each.bytes for name, each in self.manifest.files.items()}
+            self.index: TensorIndex = parse_index(text, sizes)
+        except ValueError as error:
+            raise DamagedError(folder, [Damage(INDEX, f"is invalid: {error}")]) from None
 
     def bytes_of(self, meta: TensorMeta, region: TensorRegion) -> np.ndarray:
         """Return the bytes of a region, as a view of the mapped file: pages are read when they are accessed."""
         begin = region.offset
         return self._mapped(region.file)[begin : begin + region.num_values * VALUE_BYTES[meta.dtype]]
-
-    def _read_index(self) -> TensorIndex:
-        record = self.manifest.files[INDEX]
-        try:
-            text = read_limited(self.folder / INDEX, MAX_INDEX_BYTES)
-        except (OSError, ValueError) as error:
-            raise DamagedError(self.folder, [unreadable(INDEX, error)]) from None
-        if len(text) != record.bytes or sha256(text).hexdigest() != record.sha256:
-            raise DamagedError(self.folder, [Damage(INDEX, "does not match the manifest")])
-        try:
-            return parse_index(text, {name: each.bytes for name, each in self.manifest.files.items()})
-        except ValueError as error:
-            raise DamagedError(self.folder, [Damage(INDEX, f"is invalid: {error}")]) from None
 
     def _mapped(self, name: str) -> np.ndarray:
         if name not in self._maps:

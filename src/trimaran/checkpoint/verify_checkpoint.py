@@ -1,8 +1,12 @@
-"""Verifies that a checkpoint is what was written. Imports no torch."""
+"""Verifies that a checkpoint is what was written, and compares two tensor by tensor. Imports no torch."""
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+
+import numpy as np
 
 from trimaran.checkpoint.file_parts import (
     ThreadBuffer,
@@ -12,13 +16,17 @@ from trimaran.checkpoint.file_parts import (
     num_io_threads,
 )
 from trimaran.checkpoint.manifest import INDEX, MANIFEST, Damage, DamagedError, FileRecord, unreadable
+from trimaran.checkpoint.shard_index import overlaps
 from trimaran.checkpoint.step_files import StepFiles
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_fd
+from trimaran.parallel.tensor_regions import VALUE_BYTES, TensorMeta, TensorRegion
 
 WEIGHTS = "model/"  # the prefix of their keys
-Part = tuple[str, FileRecord, int]
-"""The name and record of a file, and the number of the part of it that one checksum covers."""
+NUMPY_DTYPES = {
+    "F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1",
+    "U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?",
+}  # fmt: skip
 
 
 def verify(
@@ -46,7 +54,27 @@ def verify(
     damages = [Damage(name, "is not in the manifest") for name in chosen if name not in records]
     parts = [(name, records[name], number) for name in chosen if name in records
              for number in range(len(records[name].checksums))]  # fmt: skip
-    found = _PartCheck(path, report_progress).run(parts, num_threads or num_io_threads())
+    progress, buffer = ThreadProgress(report_progress), ThreadBuffer()
+
+    def damage_of(part: tuple[str, FileRecord, int]) -> Damage | None:
+        name, record, number = part
+        try:
+            fd = open_regular_fd(path / name)  # one for each part: the kernel reads ahead for each descriptor
+            try:
+                if (size := os.fstat(fd).st_size) != record.bytes:
+                    return Damage(name, f"has {size:,} bytes instead of {record.bytes:,}")
+                checksum = hash_range(fd, *record.range_of(number), buffer.of(), progress.count)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            return Damage(name, "is missing")
+        except OSError as error:
+            return unreadable(name, error)
+        is_right = checksum == record.checksums[number]
+        return None if is_right else Damage(name, "is not what was written: its checksum is wrong")
+
+    threads = num_threads or num_io_threads()
+    found = map_in_threads(damage_of, parts, num_threads=threads, while_waiting=progress.report)
     damages += {damage.file: damage for damage in reversed(found) if damage}.values()  # the first of each file
     if files is None:
         expected = {*records, MANIFEST}
@@ -65,29 +93,73 @@ def refuse_damaged_weights(path: Path, *, share: slice = slice(None), num_thread
         raise DamagedError(path, damages)
 
 
-class _PartCheck:
-    """Compares parts of the files in `folder` with their checksums."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """A tensor that differs. `what` is a phrase; the numbers are set if both tensors have the same shape and dtype.
 
-    def __init__(self, folder: Path, report_progress: Callable[[], None]) -> None:
-        self._folder, self._progress, self._buffer = folder, ThreadProgress(report_progress), ThreadBuffer()
+    `largest` is the largest absolute difference of two values; None if the values are compared as bytes only.
+    """
 
-    def run(self, parts: list[Part], num_threads: int) -> list[Damage | None]:
-        return map_in_threads(self._damage, parts, num_threads=num_threads, while_waiting=self._progress.report)
+    key: str
+    what: str
+    num_values: int = 0
+    num_different: int = 0
+    largest: float | None = None
 
-    def _damage(self, part: Part) -> Damage | None:
-        """Return what is wrong with a part of a file."""
-        name, record, number = part
-        try:
-            fd = open_regular_fd(self._folder / name)  # one for each part: the kernel reads ahead for each descriptor
-            try:
-                if (size := os.fstat(fd).st_size) != record.bytes:
-                    return Damage(name, f"has {size:,} bytes instead of {record.bytes:,}")
-                checksum = hash_range(fd, *record.range_of(number), self._buffer.memory, self._progress.count)
-            finally:
-                os.close(fd)
-        except FileNotFoundError:
-            return Damage(name, "is missing")
-        except OSError as error:
-            return unreadable(name, error)
-        is_right = checksum == record.checksums[number]
-        return None if is_right else Damage(name, "is not what was written: its checksum is wrong")
+
+def compare(one: Path, other: Path) -> list[TensorDifference]:
+    """Return the tensors that differ between two checkpoints, whatever their sharding. Reads one region at a time."""
+    ours, theirs = StepFiles(one), StepFiles(other)
+    found = []
+    for key in sorted(ours.index.keys() | theirs.index.keys()):
+        if key not in theirs.index or key not in ours.index:
+            found.append(TensorDifference(key=key, what=f"is only in {(one if key in ours.index else other).name}"))
+        elif (here := ours.index[key].meta) != (there := theirs.index[key].meta):
+            found.append(TensorDifference(key=key, what=f"is {_describe(here)} and {_describe(there)}"))
+        elif difference := _compare(key, ours, theirs):
+            found.append(difference)
+    return found
+
+
+def _compare(key: str, ours: StepFiles, theirs: StepFiles) -> TensorDifference | None:
+    meta = ours.index[key].meta
+    num_different, largest = 0, 0.0
+    for region in ours.index[key].regions:
+        for other, start, size in overlaps(theirs.index[key].regions, region.start, region.size):
+            mine, its = _window(ours, meta, region, start, size), _window(theirs, meta, other, start, size)
+            different = (mine != its).any(axis=-1)
+            if count := int(different.sum()):
+                num_different += count
+                largest = max(largest, _distance(mine[different], its[different], meta.dtype))
+    if not num_different:
+        return None
+    has_numbers = meta.dtype in (*NUMPY_DTYPES, "BF16")
+    return TensorDifference(key=key, what="has different values", num_values=prod(meta.shape),
+                            num_different=num_different,
+                            largest=largest if has_numbers else None)  # fmt: skip
+
+
+def _window(
+    files: StepFiles, meta: TensorMeta, region: TensorRegion, start: tuple[int, ...], size: tuple[int, ...]
+) -> np.ndarray:
+    """Return a part of a region; the last dimension of the array holds the bytes of one value."""
+    values = files.bytes_of(meta, region).reshape(*region.size, VALUE_BYTES[meta.dtype])
+    return values[
+        tuple(slice(low - base, low - base + n) for low, n, base in zip(start, size, region.start, strict=True))
+    ]
+
+
+def _distance(mine: np.ndarray, its: np.ndarray, dtype: str) -> float:
+    """Return the largest absolute difference of two lists of values; 0 if the dtype is compared as bytes only."""
+    if dtype == "BF16":  # the upper half of a float32
+        mine, its = (np.pad(each, ((0, 0), (2, 0))) for each in (mine, its))
+        dtype = "F32"
+    if dtype not in NUMPY_DTYPES:
+        return 0.0
+    a, b = (np.ascontiguousarray(each).view(NUMPY_DTYPES[dtype]).astype(np.float64) for each in (mine, its))
+    with np.errstate(invalid="ignore"):
+        return float(np.nanmax(np.abs(a - b), initial=0.0))
+
+
+def _describe(meta: TensorMeta) -> str:
+    return f"{meta.dtype} {'x'.join(map(str, meta.shape))}"

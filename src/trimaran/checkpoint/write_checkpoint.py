@@ -1,7 +1,15 @@
-"""Writes a checkpoint: each rank writes its own files to a draft, then rank 0 commits the draft."""
+"""Writes a checkpoint: each rank writes its own files to a draft, then rank 0 commits the draft.
 
+If every node has a disk of its own, the first rank of every node commits the files of its node, and rank 0 commits
+last. So a step is complete if the head has it: all other nodes have confirmed their files before. A step that only some
+of them have is not used.
+"""
+
+import base64
 import json
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -15,13 +23,18 @@ from trimaran.checkpoint.manifest import (
     FileRecord,
     Manifest,
     manifest_bytes,
+    parse_manifest,
     parse_record,
     read_manifest,
 )
+from trimaran.checkpoint.rank_layout import RankLayout
 from trimaran.checkpoint.shard_index import ShardLayout, index_bytes, is_compact, layout_of
 from trimaran.checkpoint.step_dirs import looks_complete, refuse, remove_checkpoint
 from trimaran.core import UserError
 from trimaran.parallel.tensor_shards import ALIGNMENT, RankShare, ShareItem
+
+PIECE_CHARACTERS = 4 << 20  # of a message to the other nodes
+TIMEOUT_SECONDS = 3600.0  # for their answers
 
 
 class KeyValueStore(Protocol):
@@ -102,16 +115,24 @@ def write_share(
     written_bytes = 0
     with report_disk_errors(draft):
         disk.make_folder(draft)
-        for name, items in _files(rank, share):
+        for frozen, suffix in ((False, ""), (True, ".frozen")):
+            items = [item for item in share.items if item.frozen == frozen]
+            if not items:
+                continue
+            name = f"rank-{rank:05d}{suffix}.safetensors"
             header = _header(items)
             begin, end = items[0].offset, items[-1].offset + items[-1].num_bytes
             content = (memoryview(header), memory[begin:end])
-            record = _link_previous(draft / name, content, previous, disk) if items[0].frozen else None
+            record = _link_previous(draft / name, content, previous, disk) if frozen else None
             if record is None:
                 record = write_content(draft / name, content, disk)
                 written_bytes += record.bytes
             files[name] = record
-            rows += [_row(item, name, len(header) - begin) for item in items]
+            shift = len(header) - begin
+            rows += [
+                [item.key, item.meta.dtype, item.meta.shape, item.start, item.size, name, item.offset + shift]
+                for item in items
+            ]
     return WriteReport(rank=rank, files=files, layout=layout_of(rows), written_bytes=written_bytes)
 
 
@@ -160,13 +181,6 @@ def move_into_place(draft: Path, final: Path, disk: DurableDisk) -> None:
     disk.sync_folder(final.parent.parent)  # for the first one: the name of the folder of all checkpoints
 
 
-def _files(rank: int, share: RankShare) -> Iterator[tuple[str, list[ShareItem]]]:
-    """Yield the name and items of each file that is not empty."""
-    for frozen, suffix in ((False, ""), (True, ".frozen")):
-        if items := [item for item in share.items if item.frozen == frozen]:
-            yield f"rank-{rank:05d}{suffix}.safetensors", items
-
-
 def _header(items: Sequence[ShareItem]) -> bytes:
     """Return the header of a safetensors file. It does not name the step, so that equal tensors make equal files."""
     begin = items[0].offset
@@ -179,10 +193,6 @@ def _header(items: Sequence[ShareItem]) -> bytes:
     is_direct = is_large(items[-1].offset + items[-1].num_bytes - begin)
     text += b" " * (-(8 + len(text)) % (BLOCK_BYTES if is_direct else ALIGNMENT))
     return len(text).to_bytes(8, "little") + text
-
-
-def _row(item: ShareItem, file: str, shift: int) -> list[Any]:
-    return [item.key, item.meta.dtype, item.meta.shape, item.start, item.size, file, item.offset + shift]
 
 
 def _link_previous(
@@ -202,3 +212,87 @@ def _link_previous(
     except (OSError, UserError):
         return None
     return record
+
+
+class NodeCommit:
+    """The commit of one checkpoint. Every rank may make one; the first rank of each node calls its methods.
+
+    `key` returns the key of a message in the store, from its kind and the rank that sends it.
+    """
+
+    def __init__(
+        self, draft: Path, final: Path, store: KeyValueStore, key: Callable[[str, int], str], disk: DurableDisk
+    ) -> None:
+        self._draft, self._final, self._store, self._key, self._disk = draft, final, store, key, disk
+        self._num_pieces: int | None = None
+        self._is_placed = False
+
+    def lead(self, node: str, reports: Sequence[WriteReport], manifest: Manifest, layout: RankLayout) -> None:
+        """Commit on all nodes, as rank 0 on `node`. Raises if a node could not: then no node may keep it."""
+        index, manifest = describe_files(reports, manifest)
+        nodes: dict[str, list[str]] = {}
+        for report in reports:
+            nodes.setdefault(report.node, []).extend(sorted(report.files))
+        manifest = replace(manifest, nodes=nodes)
+        self._send(index, manifest)
+        others = sorted({*layout.nodes} - {0})
+        answers = self._store.wait_get([self._key("committed", rank) for rank in others], TIMEOUT_SECONDS)
+        if failed := "; ".join(filter(None, answers)):
+            raise OSError(failed)
+        self._place(node, index, manifest)
+
+    def follow(self, node: str, rank: int) -> None:
+        """Commit the files of `node`, as its first rank, and tell rank 0 whether that worked."""
+        failed = ""
+        try:
+            if (contents := self._receive()) is not None:
+                self._place(node, *contents)
+        except (OSError, UserError, ValueError) as error:
+            failed = f"{node}: {error.what if isinstance(error, UserError) else error}"
+        self._store.set(self._key("committed", rank), failed)
+
+    def abandon(self) -> None:
+        """Remove what was written here. Rank 0 also tells nodes that still wait for the contents."""
+        with suppress(OSError):  # a draft that remains is removed at the next start
+            if self._draft.exists():
+                remove_checkpoint(self._draft, self._disk)
+            if self._is_placed:
+                remove_checkpoint(self._final, self._disk)
+
+    def tell_failed(self) -> None:
+        """Tell the other nodes, as rank 0, that there is nothing to commit, unless they have got the contents."""
+        if self._num_pieces is None:
+            self._num_pieces = 0
+            self._store.set(self._key("contents", 0), "0")
+
+    def _place(self, node: str, index: bytes, manifest: Manifest) -> None:
+        with report_disk_errors(self._draft):
+            add_manifest(self._draft, index, manifest, manifest.nodes.get(node, []), self._disk)
+            if self._final.is_symlink() or self._final.exists():
+                remove_checkpoint(self._final, self._disk)  # of an attempt that ended before all nodes had committed
+            self._is_placed = True
+            move_into_place(self._draft, self._final, self._disk)
+
+    def _send(self, index: bytes, manifest: Manifest) -> None:
+        text = json.dumps({"index": index.decode(), "manifest": manifest_bytes(manifest).decode()})
+        packed = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
+        pieces = [packed[at : at + PIECE_CHARACTERS] for at in range(0, len(packed), PIECE_CHARACTERS)]
+        for number, piece in enumerate(pieces):
+            self._store.set(self._key(f"contents-{number}", 0), piece)
+        self._num_pieces = len(pieces)
+        self._store.set(self._key("contents", 0), str(len(pieces)))
+
+    def _receive(self) -> tuple[bytes, Manifest] | None:
+        """Return the index and manifest that rank 0 sends; None if there is nothing to commit."""
+        count = int(self._store.wait_get([self._key("contents", 0)], TIMEOUT_SECONDS)[0])
+        if not count:
+            return None
+        keys = [self._key(f"contents-{number}", 0) for number in range(count)]
+        packed = "".join(self._store.wait_get(keys, TIMEOUT_SECONDS))
+        fields = json.loads(zlib.decompress(base64.b64decode(packed)))
+        return fields["index"].encode(), parse_manifest(self._final, fields["manifest"].encode())
+
+    @property
+    def messages(self) -> list[str]:
+        """The keys of the messages that rank 0 has sent."""
+        return [self._key("contents", 0), *(self._key(f"contents-{each}", 0) for each in range(self._num_pieces or 0))]

@@ -6,7 +6,6 @@ from .feed import (
     BadSample as BadSample, DataShare as DataShare, LoadedArrays as LoadedArrays, position as position,
     positions as positions,
 )
-from .image_arrays import ImageArrays as ImageArrays
 from .loader import Loader as Loader, LoaderFault as LoaderFault
 from .loader_tuner import (
     EXTRA_BATCHES_AHEAD as EXTRA_BATCHES_AHEAD, LoaderLimits as LoaderLimits, LoaderSetting as LoaderSetting,
@@ -16,9 +15,9 @@ from .quarantine import (
     BadSampleError as BadSampleError, Quarantine as Quarantine, SampleReader as SampleReader,
     read_quarantine as read_quarantine,
 )
-from .row_balance import (
-    NO_ROW as NO_ROW, balance_rows as balance_rows, sequential_rows as sequential_rows,
-    slowest_rank_cost as slowest_rank_cost,
+from .row_arrays import (
+    ImageArrays as ImageArrays, PackedSample as PackedSample, SamplePacker as SamplePacker,
+    token_positions as token_positions,
 )
 from .row_fields import CONVERSATIONS as CONVERSATIONS, QUESTIONS as QUESTIONS
 from .row_ledger import Deal as Deal, RowLedger as RowLedger, spans_of as spans_of
@@ -28,47 +27,47 @@ from .row_packing import (
 )
 from .sample_costs import SampleTable as SampleTable, measure_samples as measure_samples
 from .sample_feed import (
-    SampleFeed as SampleFeed, SampleFeedOptions as SampleFeedOptions, SampleRows as SampleRows,
-    sample_feeds as sample_feeds,
+    NO_ROW as NO_ROW, SampleFeed as SampleFeed, SampleFeedOptions as SampleFeedOptions, SampleRows as SampleRows,
+    balance_rows as balance_rows, sample_feeds as sample_feeds, sequential_rows as sequential_rows,
+    slowest_rank_cost as slowest_rank_cost,
 )
-from .samples.chat_templates import TEMPLATES as TEMPLATES
-from .samples.image_files import ImageFiles as ImageFiles
 from .samples.parse_chat import CAPTIONS as CAPTIONS, IMAGES as IMAGES, ImageFinder as ImageFinder, read_row as read_row
 from .samples.prepare_samples import prepare_samples as prepare_samples
 from .samples.raw_sample import (
     FrameChoice as FrameChoice, ImageLocation as ImageLocation, RawSample as RawSample, SourceFiles as SourceFiles,
     Turn as Turn,
 )
-from .samples.read_rows import json_rows as json_rows, sample_of as sample_of, text_of as text_of
-from .samples.readers import read_samples as read_samples
+from .samples.readers import (
+    json_rows as json_rows, read_samples as read_samples, read_tar as read_tar, sample_of as sample_of,
+    text_of as text_of,
+)
 from .samples.row_estimate import estimate_rows as estimate_rows
 from .samples.sample_index import (
     SampleIndex as SampleIndex, SampleRecord as SampleRecord, repeat_ids as repeat_ids,
     repeats_per_epoch as repeats_per_epoch,
 )
-from .samples.tokenize_chat import ChatTokenizer as ChatTokenizer
+from .samples.source_part import ImageFiles as ImageFiles
+from .samples.tokenize_chat import ChatTokenizer as ChatTokenizer, TEMPLATES as TEMPLATES
 from .samples.videos import block_positions as block_positions, choose_frames as choose_frames
-from .samples.webdataset import read_tar as read_tar
-from .scenes.nuscenes_files import read_lidar as read_lidar, read_radar as read_radar
-from .scenes.open_scenes import measure_points as measure_points, open_scenes as open_scenes
-from .scenes.recorded_scenes import INDEX as INDEX, write_scenes as write_scenes
-from .scenes.scene_feed import scene_feeds as scene_feeds, scenes_digest as scenes_digest
-from .scenes.sensor_files import SceneOptions as SceneOptions, flat_pose as flat_pose, swept_points as swept_points
-from .scenes.simulated_radar import SWEEPS as SWEEPS, SWEEP_SECONDS as SWEEP_SECONDS
+from .scenes.nuscenes_tables import read_lidar as read_lidar, read_radar as read_radar
+from .scenes.recorded_scenes import (
+    INDEX as INDEX, SceneOptions as SceneOptions, flat_pose as flat_pose, swept_points as swept_points,
+    write_scenes as write_scenes,
+)
+from .scenes.scene_feed import (
+    measure_points as measure_points, open_scenes as open_scenes, scene_feeds as scene_feeds,
+    scenes_digest as scenes_digest,
+)
 from .scenes.simulated_scenes import (
-    GROUND_HIT as GROUND_HIT, LIDAR_METRES as LIDAR_METRES, SensorRays as SensorRays, camera_rays as camera_rays,
-    cast as cast, make_scene as make_scene,
+    GROUND_HIT as GROUND_HIT, LIDAR_METRES as LIDAR_METRES, SWEEPS as SWEEPS, SWEEP_SECONDS as SWEEP_SECONDS,
+    SensorRays as SensorRays, camera_rays as camera_rays, cast as cast, make_scene as make_scene,
 )
 from .step_batch import Inputs as Inputs, StepBatch as StepBatch, text_batch as text_batch
 from .text.bad_lines import BadLines as BadLines
 from .text.pack_text import Progress as Progress, pack as pack
-from .text.packed_sample import (
-    PackedSample as PackedSample, SamplePacker as SamplePacker, token_positions as token_positions,
-)
 from .text.prepare_text import cache_folder as cache_folder, check as check, prepare as prepare
 from .text.source_files import find_files as find_files
 from .text.text_sources import read_chunks as read_chunks
-from .text.token_bytes import token_byte_lengths as token_byte_lengths
 from .text.token_feed import TokenFeed as TokenFeed
 from .text.token_files import count_tokens as count_tokens
 from .text.token_shards import (
@@ -77,12 +76,13 @@ from .text.token_shards import (
 )
 from .text.tokenizer import (
     ByteTokenizer as ByteTokenizer, Tokenizer as Tokenizer, load_tokenizer as load_tokenizer,
-    open_tokenizer as open_tokenizer,
+    open_tokenizer as open_tokenizer, token_byte_lengths as token_byte_lengths,
 )
 from .vision.decode import (
-    BadImageError as BadImageError, MAX_PIXELS as MAX_PIXELS, pixels_of as pixels_of, upright_size as upright_size,
+    BadImageError as BadImageError, MAX_PIXELS as MAX_PIXELS, join_frames as join_frames, pixels_of as pixels_of,
+    split_frames as split_frames, upright_size as upright_size,
 )
-from .vision.grid_positions import ALONE as ALONE, grid_positions as grid_positions
-from .vision.image_grid import grids_of as grids_of, measure_images as measure_images
-from .vision.joined_frames import join_frames as join_frames, split_frames as split_frames
+from .vision.image_grid import (
+    ALONE as ALONE, grid_positions as grid_positions, grids_of as grids_of, measure_images as measure_images,
+)
 from .vision.patches import cut_patches as cut_patches, fill_patches as fill_patches

@@ -63,7 +63,9 @@ def draw(number: int) -> DrawnSample:
         return DrawnSample(b"", *FACTS[random.integers(len(FACTS))])
     width, height = random.choice(SIDES, 2).tolist()
     shapes = _choose(random, (width // MIN_CELL_PIXELS) * (height // MIN_CELL_PIXELS))
-    image = _png(_render(random, shapes, width, height))
+    file = io.BytesIO()
+    Image.fromarray(_render(random, shapes, width, height)).save(file, "PNG", compress_level=1)
+    image = file.getvalue()
     if random.random() < CAPTION_FRACTION:
         return DrawnSample(image, "", " and ".join(f"a {each.colour} {each.shape}" for each in shapes))
     return DrawnSample(image, *_question(random, shapes))
@@ -130,9 +132,3 @@ def _inside(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarr
     if shape == "triangle":
         return (y < 0.8 * radius) & (abs(x) < (y + radius) * 0.55)
     return (np.minimum(abs(x), abs(y)) < 0.28 * radius) & (np.maximum(abs(x), abs(y)) < radius)
-
-
-def _png(image: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(image).save(file, "PNG", compress_level=1)
-    return file.getvalue()

@@ -23,7 +23,7 @@ BF16 = np.dtype(np.uint16)  # numpy has no bf16; this holds its bits
 
 
 class FeatureCache:
-    """Image features in `folder`: image n has `tokens[n]` rows of `width` numbers. An `image_arrays.FeatureSource`."""
+    """Image features in `folder`: image n has `tokens[n]` rows of `width` numbers. A `row_arrays.FeatureSource`."""
 
     def __init__(
         self, folder: Path, tokens: np.ndarray, *, width: int, dtype: np.dtype, part_bytes: int = PART_BYTES
@@ -73,7 +73,11 @@ class FeatureCache:
 
     def verify(self) -> list[int]:
         """Return the parts whose checksum does not match. Reads all files."""
-        return [part for part in range(self.num_parts) if not self._is_intact(part)]
+        return [
+            part
+            for part in range(self.num_parts)
+            if not self._exists(part) or hashlib.sha256(self._map(part).data).hexdigest() != self._info(part)["sha256"]
+        ]
 
     @cached_property
     def _bad(self) -> dict[int, str]:
@@ -94,9 +98,6 @@ class FeatureCache:
     def _exists(self, part: int) -> bool:
         file = self._file(part)
         return file.with_suffix(".json").exists() and file.exists() and file.stat().st_size == self.num_bytes(part)
-
-    def _is_intact(self, part: int) -> bool:
-        return self._exists(part) and hashlib.sha256(self._map(part).data).hexdigest() == self._info(part)["sha256"]
 
     def _file(self, part: int) -> Path:
         return self.folder / f"part-{part:06d}.bin"

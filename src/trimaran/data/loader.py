@@ -111,31 +111,26 @@ class Loader:
         if self._closed:
             raise ValueError("the loader is closed")
         began = time.monotonic()
-        item = self._take()
+        # The timeout allows for all restarts of a worker process.
+        patience = (self._timeout_seconds + START_SECONDS) * (1 + MAX_RESTARTS) if self._pool else self._timeout_seconds
+        with self._changed:
+            if self._changed.wait_for(lambda: self._next_step in self._ready, timeout=patience):
+                item = self._ready.pop(self._next_step)
+            else:
+                item = self._fault(f"has hung: no data for {patience:g} s", self._next_step, sample=self._at)
         if not isinstance(item, StepBatch):
             self.close()
             raise item
         self._next_step += 1
         self._waits.record_wait(began)
-        self._tune()
-        os.eventfd_write(self._wakeup, 1)  # one more batch may be requested
-        return item
-
-    def _take(self) -> Item:
-        """Return the next item. The timeout allows for all restarts of a worker process."""
-        patience = (self._timeout_seconds + START_SECONDS) * (1 + MAX_RESTARTS) if self._pool else self._timeout_seconds
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._next_step in self._ready, timeout=patience):
-                return self._fault(f"has hung: no data for {patience:g} s", self._next_step, sample=self._at)
-            return self._ready.pop(self._next_step)
-
-    def _tune(self) -> None:
-        """At the end of a window, change the setting if the tuner says so. The loading thread picks it up."""
+        # At the end of a window the tuner may change the setting; the loading thread picks it up.
         if (window := self._waits.window()) and (chosen := self._tuner.choose(window)):
             setting, reason = chosen
             self.changes.append(LoaderChange(self._next_step, setting, reason))
             self._waits.skip(setting.depth)
             log.info("%d loader processes, %d batches ahead: %s", setting.workers, setting.depth, reason)
+        os.eventfd_write(self._wakeup, 1)  # one more batch may be requested
+        return item
 
     @property
     def next_step(self) -> int:
@@ -227,7 +222,8 @@ class Loader:
         except UserError as error:
             return error
         except Exception as error:
-            fault = self._fault(f"raised {_short(f'{type(error).__name__}: {error}')}", step, sample=self._at)
+            why = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
+            fault = self._fault(f"raised {why}", step, sample=self._at)
             fault.__cause__ = error
             return fault
 
@@ -240,7 +236,7 @@ class Loader:
             except UserError as mistake:
                 return mistake
             except Exception as mistake:
-                error, how = mistake, f"raised {_short(f'{type(mistake).__name__}: {mistake}')}"
+                error, how = mistake, f"raised {f'{type(mistake).__name__}: {mistake}'[:MAX_ERROR_CHARACTERS]}"
         elif isinstance(error, MistakeInWorkerError):
             return error.mistake
         elif isinstance(error, DeadWorkerError):
@@ -248,7 +244,7 @@ class Loader:
         elif isinstance(error, HungWorkerError):
             how = f"has hung: {error}"
         else:
-            how = f"raised {_short(str(error).rstrip().splitlines()[-1])}"
+            how = f"raised {str(error).rstrip().splitlines()[-1][:MAX_ERROR_CHARACTERS]}"
         fault = self._fault(how, result.step, who=(result.worker, result.pid), sample=result.sample)
         if isinstance(error, RaisedInWorkerError):  # its message has the traceback; frames would keep shared memory
             fault.__cause__ = error.with_traceback(None)
@@ -281,7 +277,3 @@ def _tensor(array: np.ndarray, *, pin: bool, copy: bool) -> Tensor:
     tensor = torch.empty(array.shape, dtype=dtype, pin_memory=True)  # from torch's caching host allocator
     np.copyto(tensor.numpy(), array)
     return tensor
-
-
-def _short(message: str) -> str:
-    return message[:MAX_ERROR_CHARACTERS]

@@ -96,24 +96,24 @@ class LoaderTuner:
         """Return the next setting and the reason for it; None if nothing should change."""
         if self.fixed:
             return None
-        chosen = self._choose(window, window.waited_seconds / max(window.seconds, 1e-9))
-        if chosen is None or chosen[0] == self.setting:
-            return None
-        self.setting = chosen[0]
-        return chosen
-
-    def _choose(self, window: LoaderWindow, wait_fraction: float) -> tuple[LoaderSetting, str] | None:
+        wait_fraction = window.waited_seconds / max(window.seconds, 1e-9)
         self._pause = max(0, self._pause - 1)
         before, self._before_growth = self._before_growth, None
         short_waits = window.waited_seconds < MIN_WAIT_SECONDS_PER_BATCH * window.batches
         if wait_fraction <= MIN_WAIT_FRACTION or short_waits:
-            return self._shrink(window, wait_fraction)
-        self._calm_windows = 0
-        reason = f"{wait_fraction:.0%} of the time was spent waiting for batches"
-        if before is not None and window.waited_seconds / window.batches > before[1] * MAX_REMAINING_WAIT_FRACTION:
-            self._pause, self._next_pause = self._next_pause, 2 * self._next_pause
-            return before[0], f"{reason}: more processes did not help"
-        return self._grow(window, reason)
+            chosen = self._shrink(window, wait_fraction)
+        else:
+            self._calm_windows = 0
+            reason = f"{wait_fraction:.0%} of the time was spent waiting for batches"
+            if before is not None and window.waited_seconds / window.batches > before[1] * MAX_REMAINING_WAIT_FRACTION:
+                self._pause, self._next_pause = self._next_pause, 2 * self._next_pause
+                chosen = before[0], f"{reason}: more processes did not help"
+            else:
+                chosen = self._grow(window, reason)
+        if chosen is None or chosen[0] == self.setting:
+            return None
+        self.setting = chosen[0]
+        return chosen
 
     def _grow(self, window: LoaderWindow, reason: str) -> tuple[LoaderSetting, str] | None:
         now = self.setting
@@ -122,7 +122,9 @@ class LoaderTuner:
             pin_seconds = window.landing_seconds / window.batches
             return replace(now, pin=False), f"{reason}, and pinning took {pin_seconds:.3f} s a batch"
         wanted = math.ceil(LOAD_MARGIN * window.load_seconds / max(busy, 1e-9))
-        workers = min(self.limits.cores, max(now.workers + 1, wanted), self._workers_in_memory(window.batch_bytes))
+        # Each worker needs memory for one batch of its own, two in shared memory and one ready.
+        in_memory = max(1, self.limits.memory_bytes // max(1, 4 * window.batch_bytes))
+        workers = min(self.limits.cores, max(now.workers + 1, wanted), in_memory)
         too_slow = wanted > now.workers or now.workers == 0
         if too_slow and workers > now.workers and not self._pause:
             self._before_growth = (now, window.waited_seconds / window.batches)
@@ -150,7 +152,14 @@ class LoaderTuner:
         """Return the setting once the size of a batch is known. Raises if the batches do not fit in memory."""
         need = batch_bytes * (self.setting.depth + 3 * self.setting.workers)
         if (need if self.fixed else 2 * batch_bytes) > self.limits.free_bytes:
-            raise _too_large(self.setting, batch_bytes, self.limits)
+            gib, free, now = batch_bytes / 2**30, self.limits.free_bytes / 2**30, self.setting
+            loader = f"{now.workers} loader processes" if now.workers else "the loader"
+            fewer = "set data.workers to auto or to fewer, or make" if now.workers else "make"
+            raise UserError("T060", f"{loader} and {now.depth} batches ahead need more than the {free:.1f} GiB of "
+                            f"memory that this rank may use: the batch of one step is {gib:.2f} GiB",
+                            where="data.workers",
+                            fix=f"{fewer} train.global_batch, data.seq_len or data.samples.max_pixels smaller"
+                            )  # fmt: skip
         window = LoaderWindow(
             batches=1, seconds=0, waited_seconds=0, load_seconds=0, landing_seconds=0, batch_bytes=batch_bytes
         )
@@ -162,19 +171,6 @@ class LoaderTuner:
         depth = max(1, min(setting.depth, self.limits.memory_bytes // max(1, window.batch_bytes)))
         pinned = depth * window.batch_bytes <= PINNED_FRACTION * self.limits.free_bytes
         return replace(setting, depth=depth, pin=setting.pin and pinned)
-
-    def _workers_in_memory(self, batch_bytes: int) -> int:
-        """Return how many workers fit. Each needs one batch of its own, two in shared memory and one ready."""
-        return max(1, self.limits.memory_bytes // max(1, 4 * batch_bytes))
-
-
-def _too_large(setting: LoaderSetting, batch_bytes: int, limits: LoaderLimits) -> UserError:
-    gib, free = batch_bytes / 2**30, limits.free_bytes / 2**30
-    loader = f"{setting.workers} loader processes" if setting.workers else "the loader"
-    fewer = "set data.workers to auto or to fewer, or make" if setting.workers else "make"
-    return UserError("T060", f"{loader} and {setting.depth} batches ahead need more than the {free:.1f} GiB of memory "
-                     f"that this rank may use: the batch of one step is {gib:.2f} GiB", where="data.workers",
-                     fix=f"{fewer} train.global_batch, data.seq_len or data.samples.max_pixels smaller")  # fmt: skip
 
 
 class LoaderWaits:

@@ -92,17 +92,16 @@ class SampleReader:
         for part in parts:
             if part.shape != (sequences.seq_len,):
                 raise BadSampleError(f"one of its arrays has shape {part.shape} instead of ({sequences.seq_len},)")
-        if self.vocabulary is not None and not self._is_in_vocabulary(sample):
+        # Ids below 0, and so ignored labels, are large as unsigned numbers.
+        if self.vocabulary is not None and not all(
+            each.dtype == np.int64 and each.view(np.uint64).max() < self.vocabulary
+            for each in (sample.tokens, sample.labels)
+        ):
             for part in (sample.tokens, sample.labels[sample.labels != IGNORED]):
                 if part.size and (part.min() < 0 or part.max() >= self.vocabulary):
                     worst = part.min() if part.min() < 0 else part.max()
                     raise BadSampleError(f"token id {worst} is not one of the model's {self.vocabulary}")
         return sample
-
-    def _is_in_vocabulary(self, sample: TokenSample) -> bool:
-        """Whether all ids are; ids below 0, and so ignored labels, are large as unsigned numbers."""
-        parts = (sample.tokens, sample.labels)
-        return all(each.dtype == np.int64 and each.view(np.uint64).max() < self.vocabulary for each in parts)
 
 
 def blank_sample(sequences: Sequences) -> TokenSample:

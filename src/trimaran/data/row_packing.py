@@ -216,18 +216,18 @@ def open_row_packing(
     """Return the packing of these samples, read from the cache in `folder` or computed and saved there."""
     if folder is None:
         return pack_samples(table, ids, sample_sizes, rules)
-    path = folder / f"chart-{_key(table, ids, rules)}.npz"
-    if (packing := _read(path, rules)) is None:
-        packing = pack_samples(table, ids, sample_sizes, rules)
-        with suppress(OSError):  # without a writable cache each start only takes some seconds longer
-            _write(path, packing)
-    return packing
-
-
-def _key(table: SampleTable, ids: np.ndarray, rules: PackingRules) -> str:
     own = asdict(rules) | {"images": rules.images and rules.images.facts()}
     facts = [FORMAT, table.digest, hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest(), own]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    path = folder / f"chart-{key}.npz"
+    if (packing := _read(path, rules)) is None:
+        packing = pack_samples(table, ids, sample_sizes, rules)
+        counts = [packing.num_truncated, *(packing.left_out[reason] for reason in REJECTION_REASONS)]
+        with suppress(OSError):  # without a writable cache each start only takes some seconds longer
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replace_file(path) as file:
+                np.savez(file, offsets=packing.offsets, samples=packing.samples, counts=np.array(counts))
+    return packing
 
 
 def _read(path: Path, rules: PackingRules) -> RowPacking | None:
@@ -247,11 +247,3 @@ def _read(path: Path, rules: PackingRules) -> RowPacking | None:
         num_truncated=counts[0],
         left_out=left_out,
     )
-
-
-def _write(path: Path, packing: RowPacking) -> None:
-    """Write the packing to `path` atomically. Other processes may write the same content at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    counts = [packing.num_truncated, *(packing.left_out[reason] for reason in REJECTION_REASONS)]
-    with replace_file(path) as file:
-        np.savez(file, offsets=packing.offsets, samples=packing.samples, counts=np.array(counts))

@@ -10,17 +10,83 @@ import numpy as np
 
 from trimaran.core import DataSection, ImageRules, RowCost, UserError
 from trimaran.data.feed import BadSample, DataShare, LoadedArrays, positions
-from trimaran.data.image_arrays import FeatureSource, ImageArrays
 from trimaran.data.quarantine import READ_ATTEMPTS, RETRY_PAUSE_SECONDS, BadSampleError
-from trimaran.data.row_arrays import RowArrays, row_spans
-from trimaran.data.row_balance import NO_ROW, balance_rows, rank_costs, sequential_rows, slowest_rank_cost
+from trimaran.data.row_arrays import FeatureSource, ImageArrays, PackedSample, RowArrays, SamplePacker, row_spans
 from trimaran.data.row_packing import PackingRules, RowPacking, open_row_packing
 from trimaran.data.sample_costs import SampleSizes, SampleTable, measure_samples
-from trimaran.data.text.packed_sample import PackedSample, SamplePacker
 from trimaran.data.text.token_shards import IGNORED
 
+NO_ROW = -1  # in a slot that a rank does not have
 MAX_CACHED_STEPS = 8  # row assignments kept: the loader asks again when it names the samples of a step
 MAX_REASON_CHARACTERS = 300
+
+
+def balance_rows(costs: np.ndarray, share: DataShare) -> np.ndarray:
+    """Return the row of each slot [grad_accum, dp, micro_batch] of the batch; NO_ROW where a rank has fewer slots.
+
+    A micro-step takes rows of similar cost, because FSDP ranks wait for the slowest rank in each micro-step. The most
+    expensive rows come first, so a batch that does not fit in memory fails at once. Within a micro-step, the most
+    expensive row left goes to the rank with the lowest cost so far; the most expensive bundle goes to the rank with the
+    lowest total over the previous micro-steps. Ranks with more slots are faster, and get more of the cost.
+    """
+    if share.rows:
+        return _balance_unequal(costs, share)
+    order = np.argsort(-costs, kind="stable").reshape(share.grad_accum, share.micro_batch, share.dp)
+    assignment = np.empty((share.grad_accum, share.dp, share.micro_batch), dtype=np.int64)
+    totals = np.zeros(share.dp)
+    for micro_step, layers in enumerate(order):
+        sums = np.zeros(share.dp)
+        bundles = np.empty((share.dp, share.micro_batch), dtype=np.int64)
+        for number, layer in enumerate(layers):
+            cheapest = np.argsort(sums, kind="stable")
+            bundles[cheapest, number] = layer
+            sums[cheapest] += costs[layer]
+        ranks, most_expensive = np.argsort(totals, kind="stable"), np.argsort(-sums, kind="stable")
+        assignment[micro_step, ranks] = bundles[most_expensive]
+        totals[ranks] += sums[most_expensive]
+    return assignment
+
+
+def _balance_unequal(costs: np.ndarray, share: DataShare) -> np.ndarray:
+    """Return `balance_rows` for ranks with different numbers of slots, which are in proportion to their speeds.
+
+    The most expensive row left goes to the rank that would be the first to finish it.
+    """
+    order = np.argsort(-costs, kind="stable").reshape(share.grad_accum, share.rows_at_once)
+    slots = np.array(share.rows)
+    assignment = np.full((share.grad_accum, share.dp, int(slots.max())), NO_ROW, dtype=np.int64)
+    for micro_step, rows in enumerate(order):
+        sums, used = np.zeros(share.dp), np.zeros(share.dp, dtype=np.int64)
+        for row in rows.tolist():
+            rank = int(np.argmin(np.where(used < slots, (sums + costs[row]) / slots, np.inf)))
+            assignment[micro_step, rank, used[rank]] = row
+            sums[rank] += costs[row]
+            used[rank] += 1
+    return assignment
+
+
+def sequential_rows(share: DataShare) -> np.ndarray:
+    """Return the row of each slot [grad_accum, dp, micro_batch] without balancing; see `balance_rows`."""
+    if not share.rows:
+        return np.arange(share.global_batch).reshape(share.grad_accum, share.dp, share.micro_batch)
+    assignment = np.full((share.grad_accum, share.dp, max(share.rows)), NO_ROW, dtype=np.int64)
+    for rank, num in enumerate(share.rows):
+        assignment[:, rank, :num] = share.of(rank).indices(0)
+    return assignment
+
+
+def rank_costs(costs: np.ndarray, assignment: np.ndarray) -> np.ndarray:
+    """Return the cost of each rank in each micro-step, [grad_accum, dp]."""
+    return np.append(costs, 0.0)[assignment].sum(-1)  # NO_ROW is the last, which costs nothing
+
+
+def slowest_rank_cost(costs: np.ndarray, assignment: np.ndarray) -> float:
+    """Return the cost of the step's critical path: the sum over micro-steps of the slowest rank's cost.
+
+    A rank's cost is divided by its speed, relative to the mean: by its number of slots, relative to the mean.
+    """
+    num_slots = (assignment[0] != NO_ROW).sum(-1)
+    return float((rank_costs(costs, assignment) * num_slots.mean() / num_slots).max(-1).sum())
 
 
 class PreparedIndex(SampleTable, Protocol):
@@ -98,7 +164,11 @@ def sample_feeds(
     held_out = index.holdout_mask(section.holdout, options.seed)
     training, holdout = rows_of(index.mixed(options.seed, ~held_out)), rows_of(np.flatnonzero(held_out))
     if not len(training.packing):
-        raise _no_samples_left(training.packing)
+        left_out = training.packing.left_out.items()
+        reasons = ", ".join(f"{count:,} times {reason}" for reason, count in left_out if count)
+        raise UserError("T050", f"no sample is left to train on: {reasons or 'the index has none'}",
+                        where="data.seq_len", fix="use a longer seq_len, fewer pixels (data.samples.max_pixels), "
+                        "or other data")  # fmt: skip
     balance = section.samples.balance
     return (
         SampleFeed(training, options, share=share, balance=balance, epochs=section.epochs, quarantined=quarantined),
@@ -155,10 +225,13 @@ class SampleFeed:
     def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
         batch = self._assign(step)
         rows = batch.rows_of(self.share.rank)
-        arrays = RowArrays(
-            self.share, self._packing.seq_len, sources=len(self._table.source_names) > 1, rules=self._options.rules
-        )
-        images = self._image_arrays(rows)
+        has_sources = len(self._table.source_names) > 1
+        arrays = RowArrays(self.share, self._packing.seq_len, sources=has_sources, rules=self._options.rules)
+        rules, features, images = self._options.rules, self._options.features, None
+        if rules is not None:
+            num_patches = int(sum(self._sample_sizes.patches[row].sum() for row in rows))
+            size = num_patches if features is None else num_patches // rules.merge**2
+            images = ImageArrays(self._table, rules, size, features)
         bad: list[BadSample] = []
         for number, row in enumerate(rows):
             if images is not None and number % self.share.micro_batch == 0:
@@ -209,14 +282,6 @@ class SampleFeed:
                 time.sleep(RETRY_PAUSE_SECONDS)
         raise AssertionError("there is at least one attempt")
 
-    def _image_arrays(self, rows: Sequence[np.ndarray]) -> ImageArrays | None:
-        """Return empty arrays for the images of these rows; None if the model takes no images."""
-        if self._options.rules is None:
-            return None
-        patches = int(sum(self._sample_sizes.patches[row].sum() for row in rows))
-        size = patches if self._options.features is None else patches // self._options.rules.merge**2
-        return ImageArrays(self._table, self._options.rules, size, self._options.features)
-
     def _metrics(self, batch: RowAssignment, rows: Sequence[np.ndarray]) -> dict[str, float]:
         """Return the metrics of this rank's rows: samples, tokens, padding, patches and cost.
 
@@ -257,10 +322,3 @@ class SampleFeed:
 
     def _rows_in(self, epochs: float) -> int:
         return max(1, round(epochs * self.num_rows))
-
-
-def _no_samples_left(packing: RowPacking) -> UserError:
-    reasons = ", ".join(f"{count:,} times {reason}" for reason, count in packing.left_out.items() if count)
-    return UserError("T050", f"no sample is left to train on: {reasons or 'the index has none'}",
-                     where="data.seq_len",
-                     fix="use a longer seq_len, fewer pixels (data.samples.max_pixels), or other data")  # fmt: skip

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trimaran.checkpoint.convert.convert import MODEL_PREFIX, read_full_tensor
-from trimaran.checkpoint.disk_source import DiskSource
+from trimaran.checkpoint.load_state import DiskSource
 from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import AdapterSection, ModelSection, Recipe, UserError
 from trimaran.core.regular_files import read_regular_text

@@ -9,10 +9,10 @@ import numpy as np
 from trimaran.core import ImageRules, UserError
 from trimaran.core.regular_files import read_regular_bytes
 from trimaran.data.quarantine import BadSampleError
+from trimaran.data.row_arrays import SamplePacker
 from trimaran.data.samples.parse_chat import MARKER
 from trimaran.data.samples.raw_sample import Turn
 from trimaran.data.samples.tokenize_chat import ChatTokenizer
-from trimaran.data.text.packed_sample import SamplePacker
 from trimaran.data.vision.decode import BadImageError, upright_size
 from trimaran.data.vision.patches import fill_patches
 from trimaran.serve.trained_model import ModelTexts, TrainedModel

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from trimaran.checkpoint.convert.convert import MODEL_PREFIX, read_full_tensor
-from trimaran.checkpoint.disk_source import DiskSource
+from trimaran.checkpoint.load_state import DiskSource
 from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import ModelSection, Recipe, UserError
 from trimaran.core.traits import DEVICE_TRAITS

@@ -13,10 +13,9 @@ from trimaran.core import Plan, Recipe, UserError
 from trimaran.data.feed import BatchFeed, DataShare
 from trimaran.data.loader import Loader
 from trimaran.data.quarantine import SampleReader
-from trimaran.data.text.token_bytes import token_byte_lengths
 from trimaran.data.text.token_feed import TokenFeed
 from trimaran.data.text.token_shards import IGNORED, Sequences, TokenShards
-from trimaran.data.text.tokenizer import Tokenizer
+from trimaran.data.text.tokenizer import Tokenizer, token_byte_lengths
 from trimaran.nets import Network
 from trimaran.parallel.precision import autocast, override_precision
 from trimaran.train.evaluate import accuracy_of

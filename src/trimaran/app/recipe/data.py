@@ -113,9 +113,9 @@ def _inspect_samples(asked: Recipe, *, as_json: bool) -> None:
     from trimaran.app.recipe.prepare_data import sample_notices
     from trimaran.app.show.clean_console import open_console, progress_bar
     from trimaran.data import cache_folder
-    from trimaran.data.samples.chat_templates import choose_template
     from trimaran.data.samples.prepare_samples import prepare_samples
     from trimaran.data.samples.sample_index import SampleIndex
+    from trimaran.data.samples.tokenize_chat import choose_template
     from trimaran.models.resolve import recipe_image_rules
 
     rules = recipe_image_rules(asked)

@@ -274,8 +274,7 @@ def scene_points_of(recipe: Recipe, spec: Spec | None) -> ScenePoints | None:
     if rules is None or data.source != "scenes" or data.path is None:
         return None
     from trimaran.data.quarantine import BadSampleError
-    from trimaran.data.scenes.open_scenes import measure_points
-    from trimaran.data.scenes.scene_feed import recorded_scenes
+    from trimaran.data.scenes.scene_feed import measure_points, recorded_scenes
 
     try:
         return measure_points(recorded_scenes(data, rules))

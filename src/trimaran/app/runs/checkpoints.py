@@ -134,8 +134,8 @@ def compare_steps(run: RunName, one: Step, other: Step, as_json: Json = False) -
     \b
     trimaran checkpoints compare runs/stdlib-tiny 20 40
     """
-    from trimaran.checkpoint.compare_checkpoints import compare
     from trimaran.checkpoint.step_files import StepFiles
+    from trimaran.checkpoint.verify_checkpoint import compare
 
     directory = find_run(run)
     paths = [find_step(directory.checkpoints, each, where=str(directory.path)) for each in (one, other)]

@@ -1,21 +1,31 @@
-"""Exports a checkpoint as a Hugging Face or DCP folder, in one process, one tensor at a time."""
+"""Exports a checkpoint as a Hugging Face, PEFT or DCP folder, in one process, one tensor at a time."""
 
 import shutil
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.checkpoint.planner import WriteItem
 
-from trimaran.checkpoint.convert.dcp_names import exported_keys
-from trimaran.checkpoint.convert.dcp_write import write_dcp
 from trimaran.checkpoint.convert.export_hf import sync_folder, write_hf_folder
+from trimaran.checkpoint.convert.export_peft import AdapterFacts, whole_modules, write_peft_folder
 from trimaran.checkpoint.load_state import fill_shards
-from trimaran.core import ModelSection, UserError
+from trimaran.core import AdapterSection, ModelSection, UserError
 from trimaran.models import model_folder
-from trimaran.nets import open_network
+from trimaran.models.from_hf import disk_layout
+from trimaran.nets import Decoder, open_network
+from trimaran.nets.adapters.attach import AdapterLayout, adapter_layout, attach_adapter
+from trimaran.nets.adapters.lora_linear import adapter_parameters, adapter_scaling, merge_adapter
+from trimaran.nets.adapters.peft_format import peft_tensors
+from trimaran.nets.base_weights import BaseWeights, open_base_weights
 from trimaran.nets.local_shards import ReadTensor, full_tensor
+from trimaran.parallel.tensor_regions import TensorMeta
 from trimaran.parallel.tensor_shards import TORCH_DTYPES, CheckpointSource, TensorShard
 
 MODEL_PREFIX = "model/"
@@ -124,3 +134,206 @@ def _reader(module: nn.Module, source: CheckpointSource) -> ReadTensor:
 def not_written(folder: Path, error: Exception) -> UserError:
     return UserError("K026", f"the export cannot be written: {error}", where=str(folder),
                      fix="free disk space, or choose another disk: --out DIR")  # fmt: skip
+
+
+def exported_keys(module: nn.Module, keys: Iterable[str]) -> dict[str, str]:
+    """Return the key in the checkpoint of each key in the export.
+
+    A decoder's tensors get their Hugging Face names, and a tied weight all of its names, as in a `state_dict`. A
+    decoder with packed or stacked weights keeps its own names, since transformers has other tensors.
+    """
+    theirs = _hf_names(module) if isinstance(module, Decoder) else {}
+    tied: dict[int, list[str]] = {}
+    for name, each in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
+        tied.setdefault(id(each), []).append(name)
+    # The first exported name is that of the optimizer's states.
+    names = {some[0]: tuple(theirs.get(each, each) for each in some) for some in tied.values()}
+    found = {}
+    for key in keys:
+        section, _, rest = key.partition("/")
+        if section == "model":
+            found |= {f"model/{each}": key for each in names.get(rest, (rest,))}
+        else:
+            state, _, name = rest.partition("/")
+            found[f"{section}/{state}/{names.get(name, (name,))[0]}"] = key
+    return found
+
+
+def _hf_names(decoder: Decoder) -> dict[str, str]:
+    """Return the Hugging Face name of each tensor; an empty mapping unless each is one tensor there."""
+    tensors = {**dict(decoder.named_parameters(remove_duplicate=False)), **dict(decoder.named_buffers())}
+    persistent = {name: each for name, each in tensors.items() if name in decoder.state_dict()}
+    layout, names = disk_layout(decoder.spec), {}
+    for name, tensor in persistent.items():
+        parts = layout(name, tuple(tensor.shape), decoder.spec)
+        if len(parts) != 1 or parts[0].region or parts[0].transposed or parts[0].shape != tuple(tensor.shape):
+            return {}
+        names[name] = parts[0].name
+    return names
+
+
+def dcp_key(key: str) -> str:
+    """Return the name of our `key` in torch's `get_state_dict`: `model.NAME`, `optimizer.state.NAME.exp_avg`."""
+    section, _, rest = key.partition("/")
+    if section == "optimizer":
+        state, _, name = rest.partition("/")
+        return f"optimizer.state.{name}.{state}"
+    return f"{section}.{rest}"
+
+
+def write_dcp(metas: Mapping[str, TensorMeta], folder: Path, read: Callable[[str], Tensor]) -> None:
+    """Write the tensors in `metas` to a new folder. `read` returns the values of one, by our key.
+
+    Only one tensor is in memory at a time. For that each tensor gets its own file: torch holds what it writes until
+    the file is complete. The optimizer's tensors are written, but not its settings: those are in the recipe.
+    """
+    keys = {dcp_key(key): key for key in metas}
+    tree: dict[str, Any] = {}  # as of `get_state_dict`: its paths, joined with dots, are the keys on disk
+    for dotted, key in keys.items():
+        tensor = torch.empty(metas[key].shape, dtype=TORCH_DTYPES[metas[key].dtype], device="meta")
+        section, _, rest = dotted.partition(".")
+        if section == "optimizer":
+            name, _, state = rest.removeprefix("state.").rpartition(".")
+            tree.setdefault(section, {}).setdefault("state", {}).setdefault(name, {})[state] = tensor
+        else:
+            tree.setdefault(section, {})[rest] = tensor
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that only one process saves, as intended here
+        dcp.save(
+            tree,
+            storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=False, sync_files=True, overwrite=False),
+            planner=_LazySavePlanner(lambda name: read(keys[name])),
+            no_dist=True,
+        )
+
+
+class _LazySavePlanner(dcp.DefaultSavePlanner):
+    """Torch's default planner over meta tensors; it reads the values of each tensor only when it is written."""
+
+    def __init__(self, fetch: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._fetch = fetch
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._fetch(write_item.index.fqn)
+
+
+def export_adapter(
+    source: CheckpointSource,
+    section: ModelSection,
+    folder: Path,
+    *,
+    dtype: str,
+    add_files: Callable[[Path], None],
+    progress: Progress,
+) -> None:
+    """Write the adapter in `source`, a checkpoint of the model in `section`, as a PEFT folder."""
+    refuse_occupied(folder)
+    network, _ = open_network(section)
+    modules = whole_modules(section, network)
+    attach_adapter(network, _adapter_of(section))
+    trained = dict(adapter_parameters(network.module))
+    _refuse_missing(trained, source)
+    names: dict[Tensor, str] = {each: name for name, each in trained.items()}
+
+    def read(parameter: Tensor) -> Tensor:
+        return read_full_tensor(source, MODEL_PREFIX + names[parameter])
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for done, (name, tensor) in enumerate(peft_tensors(network, read), 1):
+            yield name, tensor.to(DTYPES[dtype])
+            progress("writing the adapter", min(1.0, done / len(trained)))
+
+    facts = AdapterFacts(section=section, base=source.progress.get("base") or {}, modules=modules)
+    try:
+        write_peft_folder(folder, facts, tensors(), add_files=add_files)
+    except (OSError, SafetensorError) as error:
+        raise not_written(folder, error) from None
+
+
+def export_merged(
+    source: CheckpointSource,
+    section: ModelSection,
+    folder: Path,
+    *,
+    seed: int,
+    dtype: str | None,
+    add_files: Callable[[Path], None],
+    progress: Progress,
+) -> None:
+    """Write the base with the adapter in `source` merged, as a Hugging Face folder. One tensor at a time is merged.
+
+    A merged weight is computed in fp32 and rounded once, to `dtype`, or without it to the dtype of that weight in the
+    base. `seed` is that of a base without weight files.
+    """
+    refuse_occupied(folder)
+    with ExitStack() as stack:
+        base = open_base_weights(section.model_copy(update={"adapter": None}), seed, stack)
+        read = _merged_reader(base, source, _adapter_of(section))
+        total = sum(each.numel() for each in base.network.module.parameters())
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            done = 0
+            for name, tensor in base.network.disk_tensors(read):
+                is_cast = dtype is not None and tensor.is_floating_point()
+                yield name, (tensor.to(DTYPES[dtype]) if is_cast and dtype else tensor).contiguous()
+                done += tensor.numel()
+                progress("writing the weights", min(1.0, done / max(total, 1)))
+
+        origin = model_folder(section.path) if section.path else None
+        names = {"fp32": "float32", "bf16": "bfloat16"}
+        config = base.network.disk_config() | {"dtype": names[dtype] if dtype else base.dtype}
+        try:
+            write_hf_folder(folder, config, tensors(), origin=origin, add_files=add_files)
+        except (OSError, SafetensorError) as error:
+            raise not_written(folder, error) from None
+
+
+def _adapter_of(section: ModelSection) -> AdapterSection:
+    assert section.adapter is not None, "only runs with an adapter have one to export"
+    return section.adapter
+
+
+def _merged_reader(base: BaseWeights, source: CheckpointSource, section: AdapterSection) -> ReadTensor:
+    """Return a function that reads the merged value of a parameter of the base; buffers are read now."""
+    layout, module = adapter_layout(base.network, section), base.network.module
+    parts = {f"{name}.{part}" for name in layout.targets for part in _parts(section)}
+    # Of a tied parameter, checkpoints hold the first name.
+    whole = {name for name, _ in module.named_parameters() if name in layout.trained}
+    _refuse_missing(parts | whole, source)
+    names: dict[Tensor, str] = {each: name for name, each in module.named_parameters()}
+    for name, buffer in module.named_buffers():
+        if MODEL_PREFIX + name in source.index:
+            buffer.copy_(read_full_tensor(source, MODEL_PREFIX + name))
+        elif name in base.buffers:
+            buffer.copy_(base.read(name))
+
+    def read(tensor: Tensor) -> Tensor:
+        return full_tensor(_merged(names[tensor], base, layout, source, section) if tensor in names else tensor)
+
+    return read
+
+
+def _merged(
+    name: str, base: BaseWeights, layout: AdapterLayout, source: CheckpointSource, section: AdapterSection
+) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    frozen = base.read(name)
+    if name in layout.trained:
+        return read_full_tensor(source, MODEL_PREFIX + name).to(frozen.dtype)
+    if owner not in layout.targets or leaf != "weight":
+        return frozen
+    down, up, *norms = (read_full_tensor(source, f"{MODEL_PREFIX}{owner}.{part}") for part in _parts(section))
+    magnitude = norms[0] if norms else None
+    return merge_adapter(frozen, down, up, scaling=adapter_scaling(section), magnitude=magnitude).to(frozen.dtype)
+
+
+def _parts(section: AdapterSection) -> tuple[str, ...]:
+    return ("lora_A", "lora_B", "lora_magnitude") if section.kind == "dora" else ("lora_A", "lora_B")
+
+
+def _refuse_missing(names: Any, source: CheckpointSource) -> None:
+    if absent := sorted(name for name in names if MODEL_PREFIX + name not in source.index):
+        raise UserError("K025", f"the checkpoint does not have {len(absent)} of the adapter's {len(names)} weights, "
+                        f"such as {absent[0]}", where="model.adapter",
+                        fix="export with the recipe of the run that wrote it")  # fmt: skip

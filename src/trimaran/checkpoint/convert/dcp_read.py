@@ -1,10 +1,16 @@
-"""Reads torch distributed checkpoints (DCP) without unpickling anything; see `safe_pickle`."""
+"""Reads torch distributed checkpoints (DCP) without unpickling anything: nothing is imported, looked up or called.
+
+A pickle is a program. Torch writes the metadata of its distributed checkpoints as a pickle, and so every tensor in
+them. Here the program is only parsed: a call is recorded as a `PickledCall`, and only a few names may be called.
+"""
 
 import io
 import mmap
+import pickletools
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,25 +19,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.checkpoint.convert.safe_pickle import (
-    GlobalName,
-    PersistentId,
-    PickledCall,
-    PickledDict,
-    read_pickle,
-)
 from trimaran.checkpoint.shard_index import coverage_error
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_file
 from trimaran.parallel.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion
 from trimaran.parallel.tensor_shards import DTYPE_NAMES
 
+MARK = object()
+LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
+PUTS, GETS = {"BINPUT", "LONG_BINPUT"}, {"BINGET", "LONG_BINGET"}
+TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+IGNORED = {"PROTO", "FRAME"}
 METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
 MAX_PICKLE_BYTES = 64 << 10
 MAX_DIMENSIONS = 16
 MAX_OPEN_FILES = 64
-
 METADATA_MODULE = "torch.distributed.checkpoint.metadata."
 OLD_METADATA_MODULE = "torch.distributed._shard.sharded_tensor.metadata."
 METADATA_CLASSES = (
@@ -73,6 +76,170 @@ REBUILD_TENSOR, REBUILD_TYPED_TENSOR = "torch._utils._rebuild_tensor_v2", "torch
 TENSOR_NAMES = {REBUILD_TENSOR, REBUILD_TYPED_TENSOR, UNTYPED_STORAGE, "collections.OrderedDict", *STORAGES, *DTYPES}
 
 
+@dataclass(frozen=True, slots=True)
+class GlobalName:
+    """The full name of a module attribute. It is never looked up."""
+
+    text: str
+
+
+@dataclass(slots=True, eq=False)
+class PickledCall:
+    """A recorded call of `name` with `inputs`, and the state that would be set on the result. It is never made."""
+
+    name: str
+    inputs: Any
+    state: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class PickledDict:
+    """A dict as a list of pairs. Its keys are untrusted, so they are never hashed or compared."""
+
+    pairs: list[tuple[Any, Any]]
+
+    def string_items(self) -> dict[str, Any]:
+        """Return the pairs whose keys are strings, as a dict."""
+        return {key: value for key, value in self.pairs if isinstance(key, str)}
+
+
+@dataclass(slots=True, eq=False)
+class PersistentId:
+    """A persistent id: how torch refers to a tensor storage outside of the pickle."""
+
+    value: Any
+
+
+class UnsafePickleError(Exception):
+    """The pickle uses something that plain data does not need."""
+
+
+CONSTANTS = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_TUPLE": lambda: (),
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": lambda: PickledDict([]),
+    "MARK": lambda: MARK,
+}
+
+
+def read_pickle(program: bytes, *, names: Collection[str], where: str) -> Any:
+    """Return the data in the pickle `program`: numbers, strings, tuples, lists, and the classes above.
+
+    `names` are the full names that it may refer to. Time and memory are linear in the size of the program: repeated
+    references stay one object.
+    """
+    reader = _PickleReader(names)
+    try:
+        for opcode, argument, _ in pickletools.genops(program):
+            if opcode.name == "STOP":
+                return reader.result()
+            reader.read(opcode.name, argument)
+        raise UnsafePickleError("it does not end")
+    except UnsafePickleError as error:
+        raise UserError("K021", f"this pickle is more than data, and none of it was executed: {error}", where=where,
+                        fix="use checkpoints from a source you trust; this one may be an attack") from None  # fmt: skip
+    except (ValueError, IndexError, KeyError, TypeError, UnicodeError, OverflowError) as error:
+        raise UserError("K022", f"the metadata is damaged: {type(error).__name__}", where=where,
+                        fix="copy the checkpoint again, or use another one") from None  # fmt: skip
+
+
+class _PickleReader:
+    """The stack and the memo of the pickle machine."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = names
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+        self.opcodes = {
+            "MEMOIZE": lambda: self.memo.__setitem__(len(self.memo), self.top()),
+            "TUPLE": lambda: self.stack.append(tuple(self.pop_to_mark())),
+            "APPEND": lambda: self.extend_list([*self.pop(1)]),
+            "APPENDS": lambda: self.extend_list(self.pop_to_mark()),
+            "SETITEM": lambda: self.set_items([*self.pop(2)]),
+            "SETITEMS": lambda: self.set_items(self.pop_to_mark()),
+            "STACK_GLOBAL": lambda: self.push_global(*self.pop(2)),
+            "REDUCE": self.push_call,
+            "NEWOBJ": self.push_call,
+            "BUILD": self.set_state,
+            "BINPERSID": lambda: self.stack.append(PersistentId(*self.pop(1))),
+        }
+
+    def read(self, opcode: str, argument: Any) -> None:
+        if opcode in LITERALS:
+            self.stack.append(argument)
+        elif opcode in CONSTANTS:
+            self.stack.append(CONSTANTS[opcode]())
+        elif opcode in GETS:
+            self.stack.append(self.memo[argument])
+        elif opcode in PUTS:
+            self.memo[argument] = self.top()
+        elif opcode in TUPLES:
+            self.stack.append(self.pop(TUPLES[opcode]))
+        elif opcode == "GLOBAL":
+            self.push_global(*argument.split(" ", 1))
+        elif opcode in self.opcodes:
+            self.opcodes[opcode]()
+        elif opcode not in IGNORED:
+            raise UnsafePickleError(f"it uses the opcode {opcode}")
+
+    def result(self) -> Any:
+        (value,) = self.pop(len(self.stack))
+        return value
+
+    def top(self) -> Any:
+        if self.stack[-1] is MARK:
+            raise ValueError("a mark is not a value")
+        return self.stack[-1]
+
+    def pop(self, count: int) -> tuple[Any, ...]:
+        taken = tuple(self.stack[-count:])
+        if len(taken) < count or any(each is MARK for each in taken):
+            raise ValueError("the stack is too short")
+        del self.stack[-count:]
+        return taken
+
+    def pop_to_mark(self) -> list[Any]:
+        position = next((index for index in reversed(range(len(self.stack))) if self.stack[index] is MARK), None)
+        if position is None:
+            raise ValueError("there is no mark")
+        taken = self.stack[position + 1 :]
+        del self.stack[position:]
+        return taken
+
+    def extend_list(self, values: list[Any]) -> None:
+        if not isinstance(self.top(), list):
+            raise UnsafePickleError("it appends to something that is not a list")
+        self.top().extend(values)
+
+    def set_items(self, flat: list[Any]) -> None:
+        target = self.top()
+        if not isinstance(target, PickledDict):
+            raise UnsafePickleError("it sets items of something that is not a dict")
+        target.pairs.extend(zip(flat[::2], flat[1::2], strict=True))
+
+    def push_global(self, module: Any, name: Any) -> None:
+        full = f"{module}.{name}" if isinstance(module, str) and isinstance(name, str) else "something without a name"
+        if full not in self.names:
+            raise UnsafePickleError(f"it refers to {full[:100]!r}")
+        self.stack.append(GlobalName(full))
+
+    def push_call(self) -> None:
+        function, inputs = self.pop(2)
+        if not isinstance(function, GlobalName) or not isinstance(inputs, tuple):
+            raise UnsafePickleError("it calls something that is not a name")
+        self.stack.append(PickledCall(function.text, inputs))
+
+    def set_state(self) -> None:
+        call, state = self.pop(2)
+        if not isinstance(call, PickledCall) or call.state is not None:
+            raise UnsafePickleError("it sets the state of something that is not a new object")
+        call.state = state
+        self.stack.append(call)
+
+
 class StorageLocation(NamedTuple):
     """Where in the folder a tensor chunk is: `length` bytes of `file` from `offset`."""
 
@@ -110,18 +277,13 @@ class DcpSource:
     def read(self, key: str, region: TensorRegion) -> Tensor:
         """Return the values of a region, in its shape, on the CPU."""
         try:
-            tensor = _read_tensor(
-                self._window(StorageLocation(region.file, region.offset, self._lengths[region.file, region.offset])),
-                key,
-            )
+            end = region.offset + self._lengths[region.file, region.offset]
+            tensor = _read_tensor(memoryview(self._open(region.file))[region.offset : end], key)
         except (ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile, NotImplementedError) as error:
             raise self._damaged(f"{key}: {error or type(error).__name__}", region.file) from None
         if tuple(tensor.shape) != region.size or DTYPE_NAMES.get(tensor.dtype) != self.index[key].meta.dtype:
             raise self._damaged(f"{key} does not match the metadata", region.file)
         return tensor
-
-    def _window(self, location: StorageLocation) -> memoryview:
-        return memoryview(self._open(location.file))[location.offset : location.offset + location.length]
 
     def _open(self, name: str) -> mmap.mmap:
         """Return a file of the folder as copy-on-write memory."""

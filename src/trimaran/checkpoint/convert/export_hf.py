@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from filecmp import cmp
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trimaran.checkpoint.convert.remote_code import copy_remote_code, with_origin_fields
 from trimaran.core import UserError
 from trimaran.models import read_json
+from trimaran.models.vlm_spec import INTERNVL_CHAT
 from trimaran.nets import Network
 from trimaran.nets.local_shards import ReadTensor, full_tensor
 from trimaran.parallel.comm.json_exchange import recv_json, send_json
@@ -37,6 +37,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 OTHER_FILES = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+CODE_TYPES = (INTERNVL_CHAT,)  # their classes are in the folder, and not in transformers
 
 
 def save_network(
@@ -97,9 +98,13 @@ def write_hf_folder(
     """
 
     def fill(draft: Path) -> None:
-        merged = with_origin_fields(config, origin) if origin else config
-        merged |= _token_ids(origin) if origin else {}
-        _write_text(draft / "config.json", json.dumps(merged, indent=2) + "\n")
+        merged = config
+        if origin:
+            merged = with_origin_fields(config, origin)
+            theirs = read_json(origin / "config.json", limit_bytes=MAX_CONFIG_BYTES)
+            # A model spec does not have the begin, end and padding token ids.
+            merged |= {key: theirs[key] for key in TOKEN_IDS if theirs.get(key) is not None}
+        (draft / "config.json").write_text(json.dumps(merged, indent=2) + "\n", encoding="utf-8")
         _write_weights(tensors, draft, report_progress, max_file_bytes)
         add_files(draft)
         if origin:
@@ -178,23 +183,12 @@ def all_tensors(
             if is_sender:
                 send_json({}, dst=0)
         elif rank == 0:
-            for item in _receive_tensors(dist.get_global_rank(stages.group, owner)):
+            src = dist.get_global_rank(stages.group, owner)
+            while header := recv_json(src):  # an empty one ends them
+                tensor = torch.empty(header["shape"], dtype=getattr(torch, header["dtype"].removeprefix("torch.")))
+                dist.recv(tensor, src=src)
                 report_progress()
-                yield item
-
-
-def _receive_tensors(src: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that rank `src` sends, up to an empty header."""
-    while header := recv_json(src):
-        tensor = torch.empty(header["shape"], dtype=getattr(torch, header["dtype"].removeprefix("torch.")))
-        dist.recv(tensor, src=src)
-        yield header["name"], tensor
-
-
-def _token_ids(origin: Path) -> dict[str, Any]:
-    """Return the begin, end and padding token ids in the config of `origin`; a model spec does not have them."""
-    config = read_json(origin / "config.json", limit_bytes=MAX_CONFIG_BYTES)
-    return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
+                yield header["name"], tensor
 
 
 def copy_tokenizer_files(origin: Path, folder: Path) -> None:
@@ -236,8 +230,30 @@ def _write_weights(
         (folder / f"part-{number}").rename(folder / file)
         where |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": sum(sum(part.values()) for part in parts)}, "weight_map": where}
-    _write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+def with_origin_fields(config: Mapping[str, Any], origin: Path) -> dict[str, Any]:
+    """Return `config` with the fields that only the `origin` has, if that is a model with its own code."""
+    kind = config.get("model_type")
+    try:
+        before = read_json(origin / "config.json", limit_bytes=MAX_CONFIG_BYTES) if kind in CODE_TYPES else {}
+    except UserError:  # it was moved after the start
+        before = {}
+    return _merged(before, config) if before.get("model_type") == kind else dict(config)
+
+
+def copy_remote_code(config: Mapping[str, Any], origin: Path, folder: Path) -> None:
+    """Copy the Python files of the `origin`, if its model has its own code. They are not run."""
+    if config.get("model_type") in CODE_TYPES and "auto_map" in config:
+        for file in sorted(origin.glob("*.py")):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _merged(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**before}
+    for name, value in after.items():
+        old = before.get(name)
+        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        merged[name] = _merged(old, value) if both else value
+    return merged

@@ -24,7 +24,6 @@ from trimaran.parallel.tensor_regions import VALUE_BYTES, TensorIndex, TensorMet
 from trimaran.parallel.tensor_shards import (
     DTYPE_NAMES,
     TORCH_DTYPES,
-    RankShare,
     TensorShard,
     build_share,
     copy_to_memory,
@@ -75,7 +74,14 @@ def write_imported_tensors(
     done, total = 0, len(imported.tensors)
     try:
         for number, batch in enumerate(_batches(imported.tensors)):
-            share, memory = _read_batch(batch, source)
+            shards = []
+            for each in batch:
+                tensor, shape = each.read(source), each.meta.shape
+                shards.append(TensorShard(key=each.key, tensor=tensor, shape=shape, start=(0,) * tensor.ndim))
+            share = build_share(shards, [(0, shard.shape[0] if shard.shape else 1) for shard in shards])
+            memory = torch.zeros(share.num_bytes, dtype=torch.uint8)
+            copy_to_memory(share, shards, memory)
+            del shards, tensor
             reports.append(write_share(draft, number, share, memory.numpy().data, previous=None, disk=disk))
             del memory  # before the next batch is allocated
             done += len(batch)
@@ -85,18 +91,6 @@ def write_imported_tensors(
         if draft.is_dir():
             remove_tree(draft, disk)
     return final
-
-
-def _read_batch(batch: list[ImportedTensor], source: DcpSource) -> tuple[RankShare, Tensor]:
-    """Return the tensors of one file as a share and its memory."""
-    shards = []
-    for each in batch:
-        tensor = each.read(source)
-        shards.append(TensorShard(key=each.key, tensor=tensor, shape=each.meta.shape, start=(0,) * tensor.ndim))
-    share = build_share(shards, [(0, shard.shape[0] if shard.shape else 1) for shard in shards])
-    memory = torch.zeros(share.num_bytes, dtype=torch.uint8)
-    copy_to_memory(share, shards, memory)
-    return share, memory
 
 
 def _batches(tensors: Iterable[ImportedTensor]) -> Iterator[list[ImportedTensor]]:
@@ -155,7 +149,13 @@ def find_imported_tensors(source: DcpSource, recipe: Recipe) -> ImportedTensors:
         moments = [replace(each, meta=TensorMeta("F32", each.meta.shape)) for each in moments]
     tensors = (*weights, *_buffers(network, mapping, source), *moments)
     for each in tensors:
-        _check_shape(each, source)
+        shape, count = each.meta.shape, len(each.keys)
+        for key in each.keys:
+            found = source.index[key].meta.shape
+            if (count, *found) != shape and not (count == 1 and found == shape):
+                raise UserError("K023", f"the checkpoint has {key} as {list(found)}, this run's model as {list(shape)}",
+                                where=str(source.folder),
+                                fix="import it into a run whose recipe names the model that was trained")  # fmt: skip
     steps = [read_full_tensor(source, each.keys[0]) for each in moments if each.key.split("/")[1] == STEP and each.keys]
     return ImportedTensors(tensors, int(max(steps, default=torch.zeros(()))), bool(steps))
 
@@ -226,13 +226,3 @@ def _moments(
             yield ImportedTensor(
                 f"optimizer/{state}/{name}", TensorMeta(stored.dtype, shape if state == base else stored.shape), keys
             )
-
-
-def _check_shape(tensor: ImportedTensor, source: DcpSource) -> None:
-    shape, count = tensor.meta.shape, len(tensor.keys)
-    for key in tensor.keys:
-        found = source.index[key].meta.shape
-        if (count, *found) != shape and not (count == 1 and found == shape):
-            raise UserError("K023", f"the checkpoint has {key} as {list(found)}, this run's model as {list(shape)}",
-                            where=str(source.folder),
-                            fix="import it into a run whose recipe names the model that was trained")  # fmt: skip

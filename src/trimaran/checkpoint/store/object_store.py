@@ -92,7 +92,8 @@ class StoredStep:
 
 def stored_name(step: int, manifest: bytes) -> str:
     """Return the name in the store of the checkpoint with this manifest."""
-    return f"step-{step:08d}-{_digest(manifest)[:8]}"
+    digest = manifest[-len(ZERO_DIGEST) - len(FILE_END) : -len(FILE_END)].decode("ascii", "replace")
+    return f"step-{step:08d}-{digest[:8]}"
 
 
 def step_in_name(name: str) -> int:
@@ -233,7 +234,8 @@ class ObjectStore:
             record = manifest.files[file]
             if previous and previous[0] != name and previous[1].files.get(file) == record:
                 with contextlib.suppress(StoreError):  # the previous one may be gone
-                    self._copy(f"{self._root}/{previous[0]}/{file}", f"{target}/{file}")
+                    with self._reporting():
+                        self._files.cp_file(f"{self._root}/{previous[0]}/{file}", f"{target}/{file}")
                     count(record.bytes)
                     return 0
             with_retries(lambda: self._send(folder / file, f"{target}/{file}", record, count), delays, notify)
@@ -449,10 +451,6 @@ class ObjectStore:
         with contextlib.suppress(Exception):
             self._files.rm_file(target)
 
-    def _copy(self, source: str, target: str) -> None:
-        with self._reporting():
-            self._files.cp_file(source, target)
-
     def _make_folder(self, path: str) -> None:
         if self._has_folders:
             with self._reporting():
@@ -467,7 +465,3 @@ class ObjectStore:
             raise
         except Exception as error:  # botocore, aiohttp, paramiko and others have their own
             raise StoreError(describe(error)) from error
-
-
-def _digest(manifest: bytes) -> str:
-    return manifest[-len(ZERO_DIGEST) - len(FILE_END) : -len(FILE_END)].decode("ascii", "replace")

@@ -2,20 +2,21 @@
 
 A process of its own, so that no step waits for the interpreter lock while an upload runs, and a fault in a storage
 library ends neither rank nor run. It reads one JSON request a line, and answers with lines of progress and a result.
-It ends with its rank.
+It ends with its rank. `StoreClient` is the rank's side of it. Imports no torch.
 """
 
 import json
+import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from trimaran.checkpoint.manifest import DamagedError, Manifest, parse_record, read_manifest
+from trimaran.checkpoint.manifest import MANIFEST, DamagedError, Manifest, parse_record, read_manifest
 from trimaran.checkpoint.store.object_store import (
     ObjectStore,
     StoreError,
@@ -25,10 +26,18 @@ from trimaran.checkpoint.store.object_store import (
     with_retries,
 )
 from trimaran.core import UserError
+from trimaran.core.child_process import ChildProcess
 from trimaran.runs.process_control import die_with_parent, set_process_name
 
 PROGRESS_SECONDS = 0.5
 TAKEN_OVER = "taken over"
+log = logging.getLogger(__name__)
+RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+START_RETRY_SECONDS = (1.0, 2.0, 4.0)
+"""If the run waits for the answer."""
+STALL_SECONDS = 300.0
+"""A process that has said nothing for so long is killed, and the request has failed."""
+UPLOAD_NICENESS = 10
 
 
 class StoreRequests:
@@ -90,12 +99,11 @@ class StoreRequests:
         found: dict[str, str] = {}
         for each in self._retry(self._opened.steps):
             if each.complete:
-                found[str(each.step)] = each.name if str(each.step) not in found else self._later(found, each.name)
+                step, name = str(each.step), each.name
+                if step in found:
+                    name = max((found[step], name), key=lambda name: self._opened.read_manifest(name)[0].time)
+                found[step] = name
         return found
-
-    def _later(self, found: dict[str, str], name: str) -> str:
-        step = str(int(name.split("-")[1]))
-        return max((found[step], name), key=lambda each: self._opened.read_manifest(each)[0].time)
 
     def _manifest(self, name: str) -> str:
         return self._retry(lambda: self._opened.read_manifest(name)[1]).decode()
@@ -111,7 +119,8 @@ class StoreRequests:
     def _upload(self, folder: str, files: list[str], *, clean: bool) -> dict[str, int]:
         """Upload files. `clean`: remove unfinished uploads before, which nobody will complete."""
         path, store = Path(folder), self._opened
-        manifest, name = read_manifest(path), _name(path)
+        manifest = read_manifest(path)
+        name = stored_name(manifest.step, (path / MANIFEST).read_bytes())
         if clean:
             self._retry(lambda: store.remove_unfinished(name))
         sent = store.upload(
@@ -131,10 +140,6 @@ class StoreRequests:
 
     def _refuse_later(self, step: int, before: float) -> list[str]:
         return self._retry(lambda: self._opened.refuse_later(step, before))
-
-
-def _name(folder: Path) -> str:
-    return stored_name(read_manifest(folder).step, (folder / "manifest.json").read_bytes())
 
 
 def main(arguments: list[str], requests: TextIO, answers: TextIO) -> None:
@@ -162,3 +167,79 @@ if __name__ == "__main__":
         main(sys.argv[1:], sys.stdin, sys.stdout)
     except (BrokenPipeError, StoreError):
         os._exit(1)
+
+
+class DamagedInStoreError(StoreError):
+    """What the store has is not what was written."""
+
+
+class StoreClient:
+    """Sends requests to the process, one at a time, and starts it when it is needed.
+
+    `descriptors` stay open in it: paths may be below one of them. The process dies with the thread that made the first
+    request.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        descriptors: Sequence[int] = (),
+        delays: Sequence[float] = RETRY_SECONDS,
+        niceness: int = 0,
+    ) -> None:
+        self.url, self._descriptors, self._delays, self._niceness = url, descriptors, delays, niceness
+        self._process: ChildProcess | None = None
+        self._lock = threading.Lock()
+
+    def call(self, do: str, report_progress: Callable[[int], None] = lambda num_bytes: None, **fields: Any) -> Any:
+        """Return the result of a request. `report_progress` gets the bytes that were transferred so far.
+
+        Raises StoreError if the store could not do it, and UserError for a mistake of the user.
+        """
+        with self._lock:
+            try:
+                process = self._running()
+                process.send({"do": do, "delays": self._delays, **fields})
+                while True:
+                    answer = process.receive(seconds=STALL_SECONDS)
+                    if "bytes" in answer:
+                        report_progress(answer["bytes"])
+                    elif "notice" in answer:
+                        log.warning("%s: %s", self.url, answer["notice"])
+                        report_progress(0)
+                    else:
+                        break
+            except (OSError, ValueError, EOFError) as error:
+                self._kill()
+                raise StoreError(f"the process that talks to the store failed: {error}") from None
+        if "result" in answer:
+            return answer["result"]
+        if answer.get("damaged"):
+            raise DamagedInStoreError(answer["error"])
+        if mistake := answer.get("user_error"):
+            raise UserError(mistake["code"], mistake["what"], where=mistake["where"], fix=mistake["fix"])
+        raise StoreError(answer["error"])
+
+    def start(self) -> None:
+        """Start the process in this thread, with which it dies."""
+        with self._lock:
+            self._running()
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._kill()
+
+    def _running(self) -> ChildProcess:
+        if self._process is None or not self._process.is_running:
+            self._kill()
+            arguments = [self.url, str(os.getpid()), str(self._niceness)]
+            command = [sys.executable, "-m", "trimaran.checkpoint.store.store_process", *arguments]
+            self._process = ChildProcess(command, descriptors=self._descriptors, keeps_stderr=False)
+        return self._process
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+        self._process = None

@@ -67,7 +67,13 @@ class ImageFinder:
         if not isinstance(value, str) or not value:
             raise BadSampleError(f"an image reference is a {type(value).__name__} and not a path")
         if value.startswith("data:"):
-            return _inline(value)
+            head, _, data = value.partition(",")
+            try:
+                if not head.endswith(";base64"):
+                    raise ValueError
+                return base64.b64decode(data, validate=True)
+            except (ValueError, binascii.Error):
+                raise BadSampleError("an image inside the row is not base64") from None
         if value.startswith(("http://", "https://")):
             raise BadSampleError(f"images are not downloaded: {value[:80]}")
         path = os.path.normpath(os.path.join(self.root, value.removeprefix("file://")))
@@ -402,13 +408,3 @@ def _listed(value: Any, field: str, *others: type) -> list[Any]:
     if not isinstance(value, list) or not all(isinstance(each, (Mapping, *others)) for each in value):
         raise BadSampleError(f"the field '{field}' is not a list of objects")
     return value
-
-
-def _inline(uri: str) -> bytes:
-    head, _, data = uri.partition(",")
-    try:
-        if not head.endswith(";base64"):
-            raise ValueError
-        return base64.b64decode(data, validate=True)
-    except (ValueError, binascii.Error):
-        raise BadSampleError("an image inside the row is not base64") from None

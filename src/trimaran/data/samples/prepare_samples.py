@@ -6,28 +6,39 @@ import math
 import os
 import shutil
 import sys
-import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+from PIL import Image
+
 from trimaran.core import DataSection, ImageRules, MixtureSource, UserError
+from trimaran.core.regular_files import open_regular_file
 from trimaran.data import drawn_shapes
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.row_fields import PREFERENCE_REASON, preference_error
-from trimaran.data.samples.image_header import ImageSizeReader
-from trimaran.data.samples.raw_sample import DEFAULT_CHOICE, FrameChoice, RawSample, SourceFiles
+from trimaran.data.samples.raw_sample import (
+    DEFAULT_CHOICE,
+    FrameChoice,
+    ImageLocation,
+    ImageSource,
+    RawSample,
+    SizedImage,
+    SourceFiles,
+)
 from trimaran.data.samples.readers import READERS, read_samples
 from trimaran.data.samples.sample_index import MIXTURE, MixtureEntry, SampleIndex, SourceMixture
 from trimaran.data.samples.source_part import FORMAT, PartWriter, SamplePart
 from trimaran.data.samples.tokenize_chat import NO_IMAGES_REASON, ChatTokenizer
+from trimaran.data.text.array_folder import draft_of, rename_into_place
 from trimaran.data.text.pack_text import Progress
 from trimaran.data.text.source_files import any_byte_order_mark, find_files
-from trimaran.data.text.token_shards import rename_into_place
 from trimaran.data.text.tokenizer import load_tokenizer
+from trimaran.data.vision.decode import BadImageError, upright_size
 
 BATCH_SAMPLES = 1024
 BATCH_IMAGE_BYTES = 256 << 20
@@ -35,6 +46,26 @@ FRAMES_TOGETHER = 2  # with temporal patches
 MAX_SHOWN_BAD = 5
 READING_RULES = 2  # the version of how rows are read; raise it so that prepared samples are prepared again
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+HEAD_BYTES = 1 << 16
+MAX_ASPECT_RATIO = 200
+NUM_THREADS = 8
+
+
+class ImageSizeReader:
+    """Reads image sizes with several threads: a network file system has high latency but serves many at once."""
+
+    def __init__(self) -> None:
+        Image.init()  # Pillow registers its formats on first use, which is not thread-safe
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="image-size")
+
+    def read_sizes(self, samples: Sequence[Sequence[ImageSource]]) -> list[tuple[SizedImage, ...] | BadSampleError]:
+        """Return the images of each sample with width and height, or the error of its first bad image."""
+        slices = [samples[start::NUM_THREADS] for start in range(NUM_THREADS)]
+        results = list(self._pool.map(lambda part: [_sized_images(each) for each in part], slices))
+        return [results[number % NUM_THREADS][number // NUM_THREADS] for number in range(len(samples))]
+
+    def close(self) -> None:
+        self._pool.shutdown()
 
 
 def prepare_samples(
@@ -60,7 +91,13 @@ def prepare_samples(
     path = cache / hashlib.sha256(mixture.model_dump_json().encode()).hexdigest()[:32]
     if not path.exists():
         with suppress(FileExistsError):
-            _write_mixture(path, mixture)
+            draft = draft_of(path)
+            draft.mkdir(parents=True)
+            try:
+                (draft / MIXTURE).write_text(mixture.model_dump_json(indent=2) + "\n", encoding="utf-8")
+                rename_into_place(draft, path)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
     SampleIndex.open(path).mixed(seed=0)  # raises on impossible weights before a run starts
     return path
 
@@ -240,11 +277,42 @@ def _fingerprint(files: SourceFiles, chat_tokenizer: ChatTokenizer, seq_len: int
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def _write_mixture(path: Path, mixture: SourceMixture) -> None:
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
-    draft.mkdir(parents=True)
+def _sized_images(images: Sequence[ImageSource]) -> tuple[SizedImage, ...] | BadSampleError:
     try:
-        (draft / MIXTURE).write_text(mixture.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        rename_into_place(draft, path)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        return tuple(_sized(image) for image in images)
+    except BadSampleError as error:
+        return error
+
+
+def _sized(image: ImageSource) -> SizedImage:
+    """Return the image (with its length in bytes), and its upright width and height."""
+    if isinstance(image, bytes):
+        return (image, *_size(image, "an image inside the row"))
+    try:
+        with open_regular_file(image.file, follow_links=True) as stream:
+            length = os.fstat(stream.fileno()).st_size if image.length < 0 else image.length
+            head = os.pread(stream.fileno(), min(length, HEAD_BYTES), image.offset)
+            try:
+                size = _size(head, image.file)
+            except BadSampleError:
+                if length <= HEAD_BYTES:
+                    raise
+                size = _size(os.pread(stream.fileno(), length, image.offset), image.file)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise BadSampleError(f"the image cannot be read: {reason}: {image.file}") from None
+    return (ImageLocation(image.file, image.offset, length), *size)
+
+
+def _size(head: bytes, name: str) -> tuple[int, int]:
+    try:
+        width, height = upright_size(head)
+    except BadImageError as error:
+        unknown = "cannot identify" in str(error)  # Pillow's message names an object in memory, not the file
+        reason = "this is not an image, or its header is damaged" if unknown else str(error)
+        raise BadSampleError(f"{reason}: {name}") from None
+    if width < 1 or height < 1 or max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        too_long = f"one side is more than {MAX_ASPECT_RATIO} times the other"
+        reason = too_long if min(width, height) > 0 else "it is empty"
+        raise BadSampleError(f"an image of {width} x {height} pixels, {reason}: {name}")
+    return width, height

@@ -1,25 +1,216 @@
 """Reads the samples of a source. A bad sample is reported and skipped, not raised."""
 
+import json
 import os
-from collections.abc import Callable, Iterator
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from trimaran.core.regular_files import check_regular_file, open_regular_file
 from trimaran.data import drawn_shapes, lazy_import
-from trimaran.data.csv_rows import csv_rows
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.parse_chat import ImageFinder, without_arrow_nulls
+from trimaran.data.samples.parse_chat import ImageFinder, read_extras, read_row, without_arrow_nulls
 from trimaran.data.samples.raw_sample import ImageLocation, RawSample, SourceFiles, Turn
-from trimaran.data.samples.read_rows import FractionAt, files_with_progress, json_rows, parse_json, sample_of, text_of
-from trimaran.data.samples.webdataset import read_tar
-from trimaran.data.text.source_files import CSV_SUFFIXES, JSON_SUFFIXES, NOT_ROWS, data_suffix, is_saved_dataset
+from trimaran.data.text.source_files import (
+    CSV_SUFFIXES,
+    JSON_SUFFIXES,
+    NOT_ROWS,
+    TextFile,
+    csv_rows,
+    data_suffix,
+    is_saved_dataset,
+    open_text_file,
+)
 
+MAX_JSON_BYTES = 4 << 30  # a JSON file that is one list is read into memory
+MAX_TEXT_BYTES = 1 << 30
+
+FractionAt = Callable[[int], float]
+"""Returns the fraction of a source that lies before a position in the current file."""
+BATCH_ROWS = 128  # a row may hold an image of several megabytes
+IMAGE_KINDS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
+MAX_MEMBER_BYTES = 64 << 20  # of a text member; images are not read here
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 CAPTION_FILES = ("metadata.jsonl", "captions.jsonl")
-
 RowsOf = Callable[[Path, FractionAt], Iterator[tuple[int, Any, float]]]
 """Yields number, row and fraction read of each row of a file."""
+
+
+def files_with_progress(files: Sequence[Path]) -> Iterator[tuple[Path, FractionAt]]:
+    """Yield each file, and the function from a position in it to the fraction of all files before that position."""
+    sizes = [file.stat().st_size for file in files]
+    total, before = sum(sizes) or 1, 0
+    for file, size in zip(files, sizes, strict=True):
+        yield file, lambda position, before=before: min(1.0, (before + position) / total)
+        before += size
+
+
+def sample_of(
+    file: Path | str, number: int, row: Any, finder: ImageFinder, text_field: str, fraction_read: float = 0.0
+) -> RawSample:
+    """Return the sample of row `number`. A row that is a BadSampleError or cannot be parsed gives a bad sample."""
+    name = os.path.abspath(file)
+    try:
+        if isinstance(row, BadSampleError):
+            raise row
+        turns, images = read_row(row, finder, text_field)
+        tools, system = read_extras(row) if turns[0].role != "text" else ((), "")
+    except BadSampleError as error:
+        return RawSample(file=name, row=number, fraction_read=fraction_read, bad=str(error))
+    return RawSample(
+        file=name, row=number, fraction_read=fraction_read, turns=turns, images=images, tools=tools, system=system
+    )
+
+
+def json_rows(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any, float]]:
+    """Yield number, row and fraction read of each non-blank JSONL line, or of each entry of one JSON list."""
+    try:
+        with open_text_file(file) as opened:
+            if data_suffix(file) == ".json" and opened.stream.peek(4096).lstrip().startswith(b"["):
+                yield from _list_entries(opened, fraction_at)
+                return
+            for number, line in enumerate(opened.lines(), start=1):
+                if line.strip():
+                    yield number, parse_json(line), fraction_at(opened.position())
+    except OSError as error:
+        yield 0, BadSampleError(f"the file cannot be read: {error.strerror}"), fraction_at(0)
+
+
+def _list_entries(opened: TextFile, fraction_at: FractionAt) -> Iterator[tuple[int, Any, float]]:
+    data = opened.stream.read(MAX_JSON_BYTES + 1)
+    size = opened.position()
+    if len(data) > MAX_JSON_BYTES:
+        reason = "this JSON list is too large for memory: write one object per line"
+        yield 0, BadSampleError(reason), fraction_at(size)
+        return
+    rows = parse_json(data)
+    if isinstance(rows, BadSampleError):
+        yield 0, rows, fraction_at(size)
+        return
+    for number, row in enumerate(rows, start=1):
+        yield number, row, fraction_at(size * number // len(rows))
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Return the parsed JSON, or a BadSampleError that says why it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: also bytes that are not UTF-8
+        return BadSampleError(f"this is not JSON: {error}"[:200])
+
+
+def text_of(file: Path) -> str:
+    """Return the text of a file. Raises BadSampleError if it is not text."""
+    try:
+        with open_text_file(file) as opened:
+            data = opened.stream.read(MAX_TEXT_BYTES + 1)
+        if len(data) > MAX_TEXT_BYTES:
+            raise BadSampleError("this text is too large for one sample: split it into files below 1 GiB")
+        text = data.decode().replace("\r\n", "\n").replace("\r", "\n")
+    except OSError as error:
+        raise BadSampleError(f"the file cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        raise BadSampleError(f"this is not UTF-8 text: byte 0x{byte:02x} in line {line:,}") from None
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise BadSampleError(f"this is not text: there is a zero byte in line {line:,}")
+    return text
+
+
+def parquet_rows(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any, float]]:
+    """Yield number, row and fraction read of each row of a Parquet file. A damaged file ends with a bad row."""
+    lazy_import.require("pyarrow", where="data.source")
+    import pyarrow as pa  # noqa: PLC0415  optional
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    number, size = 0, file.stat().st_size
+    try:
+        check_regular_file(file, follow_links=True)
+        with pq.ParquetFile(file) as table:
+            total = table.metadata.num_rows
+            for batch in table.iter_batches(BATCH_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, without_arrow_nulls(row), fraction_at(size * number // total)
+    except (OSError, pa.ArrowException, ValueError) as error:  # ValueError: text that is not UTF-8
+        reason = f"the rest of the Parquet file cannot be read: {getattr(error, 'strerror', None) or error}"
+        yield number + 1, BadSampleError(reason[:200]), fraction_at(size)
+
+
+def read_tar(file: Path, text_field: str, fraction_at: FractionAt) -> Iterator[RawSample]:
+    """Yield the samples of a tar file. A truncated file ends with a bad sample."""
+    number, position = 0, 0
+    finder = ImageFinder("/dev/null")  # a row's images are members of the tar file; it may not name others
+    try:
+        with open_regular_file(file, follow_links=True) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+            members = ((key, kind, member) for member in _files(tar) for key, kind in [_split(member.name)])
+            for number, (key, group) in enumerate(groupby(members, key=lambda each: each[0]), start=1):
+                row: Any = None
+                try:
+                    parts = [(kind, member) for _, kind, member in group]
+                    position = parts[-1][1].offset_data
+                    row = _row(str(file.absolute()), stream.fileno(), parts)
+                except BadSampleError as error:
+                    row = BadSampleError(f"{error}: {key}")
+                yield sample_of(file, number, row, finder, text_field, fraction_at(position))
+    except (tarfile.TarError, OSError, EOFError) as error:
+        reason = f"the tar file is truncated or invalid: {getattr(error, 'strerror', None) or error}"[:200]
+        yield RawSample(file=os.path.abspath(file), row=number + 1, fraction_read=fraction_at(position), bad=reason)
+
+
+def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the regular files. Clears the list of members that `tarfile` keeps: there may be millions."""
+    for member in tar:
+        tar.members = []  # pyrefly: ignore[missing-attribute]
+        if member.isreg() and not member.issparse() and not os.path.basename(member.name).startswith("."):
+            yield member
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the key of a member (up to the first dot of its file name) and its kind (after the last dot)."""
+    folder, _, base = name.rpartition("/")
+    key, _, kinds = base.partition(".")
+    return f"{folder}/{key}", kinds.rpartition(".")[2].lower()
+
+
+def _row(file: str, handle: int, parts: list[tuple[str, tarfile.TarInfo]]) -> dict[str, Any]:
+    """Return the row of a sample: the fields of its JSON or text member, and its images."""
+    row: dict[str, Any] = {}
+    for kind, member in parts:
+        if kind == "json":
+            fields = parse_json(_read(handle, member))
+            if isinstance(fields, BadSampleError):
+                raise fields
+            if not isinstance(fields, dict):
+                raise BadSampleError("its JSON is not an object")
+            kept = {field: value for field, value in fields.items() if field not in ("image", "images", "file_name")}
+            row = kept | row
+        elif kind in ("txt", "caption", "cls"):
+            row.setdefault("caption", _text(_read(handle, member)).strip())
+    row["images"] = [
+        ImageLocation(file, member.offset_data, member.size) for kind, member in parts if kind in IMAGE_KINDS
+    ]
+    return row
+
+
+def _read(handle: int, member: tarfile.TarInfo) -> bytes:
+    if member.size > MAX_MEMBER_BYTES:
+        raise BadSampleError(f"its text has {member.size:,} bytes, more than {MAX_MEMBER_BYTES:,}")
+    data = os.pread(handle, member.size, member.offset_data)
+    if len(data) != member.size:
+        raise BadSampleError("the tar file is truncated")
+    return data
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise BadSampleError("its text is not UTF-8") from None
 
 
 def read_samples(source_files: SourceFiles) -> Iterator[RawSample]:
@@ -38,12 +229,6 @@ def file_rows(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any, f
     if suffix == ".parquet":
         return parquet_rows(file, fraction_at)
     return csv_rows(file, fraction_at) if suffix in CSV_SUFFIXES else json_rows(file, fraction_at)
-
-
-def parquet_rows(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any, float]]:
-    parquet = lazy_import.load("samples.parquet", "pyarrow", where="data.source")
-    for number, row, fraction_read in parquet.read_parquet(file, fraction_at):
-        yield number, without_arrow_nulls(row), fraction_read
 
 
 def saved_rows(folder: Path) -> Iterator[tuple[int, Any, float]]:
@@ -117,10 +302,6 @@ def _caption(file: Path, image: ImageLocation) -> Any:
     return {field: row[field] for field in row if field not in ("image", "images", "file_name")} | {"images": [image]}
 
 
-def _read_parquet(source_files: SourceFiles) -> Iterator[RawSample]:
-    return _read_files(source_files, parquet_rows)
-
-
 def _read_datasets(source_files: SourceFiles) -> Iterator[RawSample]:
     """Yield the rows of a folder: of Parquet and JSON files, or of CSV files if there are no others."""
     files = [file for file in source_files.files if file.name not in NOT_ROWS]
@@ -155,7 +336,7 @@ READERS: dict[str, Callable[[SourceFiles], Iterator[RawSample]]] = {
     "text": _read_texts,
     "python-stdlib": _read_texts,
     "webdataset": _read_webdataset,
-    "parquet": _read_parquet,
+    "parquet": lambda source_files: _read_files(source_files, parquet_rows),
     "datasets": _read_datasets,
     "image-folder": _read_image_folder,
     "shapes": _read_shapes,

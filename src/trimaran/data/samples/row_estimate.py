@@ -9,8 +9,7 @@ import numpy as np
 from trimaran.core import DataSection, ImageRules, RowSizes
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.row_packing import slots_per_row
-from trimaran.data.samples.image_header import ImageSizeReader
-from trimaran.data.samples.prepare_samples import find_source_files, sources_of, tokenize_batch
+from trimaran.data.samples.prepare_samples import ImageSizeReader, find_source_files, sources_of, tokenize_batch
 from trimaran.data.samples.raw_sample import SourceFiles
 from trimaran.data.samples.readers import read_samples
 from trimaran.data.samples.source_part import TokenizedSample

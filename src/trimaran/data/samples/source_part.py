@@ -1,38 +1,85 @@
-"""The samples of one source on disk: a folder of memory-mapped arrays. It is created atomically and never modified."""
+"""The samples of one source on disk: a folder of arrays, see `array_folder`, and the images that they refer to."""
 
 import hashlib
 import json
 import os
-import shutil
-import uuid
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, BinaryIO, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import UserError
 from trimaran.core.regular_files import open_regular_file, read_regular_text
-from trimaran.data.samples.image_files import ImageFiles
+from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.raw_sample import ImageLocation, RawSample, SizedImage, origin
-from trimaran.data.text.token_shards import DTYPES, rename_into_place
+from trimaran.data.text.array_folder import (
+    BAD,
+    DTYPES,
+    META,
+    ArrayFolderWriter,
+    map_array,
+    read_bad,
+    sha256_of,
+)
 from trimaran.data.text.tokenizer import Tokenizer, open_tokenizer
-from trimaran.data.vision.grid_positions import ALONE
+from trimaran.data.vision.image_grid import ALONE
 
+MAX_OPEN_FILES = 64
 FORMAT = "trimaran-samples-1"
-META, BAD = "meta.json", "bad.jsonl"
 BLOB_BYTES = 1 << 30
 TIMES = "times"  # of images: written only if there are videos of one block
 ROW_WIDTHS = {"origins": 2, "pictures": 3, "sizes": 2, "containers": 3}
 DTYPE_OF = {"targets": "|b1", "ends": "<i8", "picture_ends": "<i8", "origins": "<i8", "pictures": "<i8", "sizes": "<i4",
          "containers": "<i8", "paths": "|u1", TIMES: "<i4"}  # fmt: skip
-
 Count = Annotated[int, Field(ge=0)]
+
+
+class ImageFiles:
+    """Image files by number. `table` [count, 3] has the end of each path in `paths`, the file size and the mtime.
+
+    A relative path is inside `folder` and has no recorded size. Files with many images stay open. Reads use pread, so
+    forked processes may share the file descriptors.
+    """
+
+    def __init__(self, folder: Path, table: np.ndarray, paths: np.ndarray) -> None:
+        self._folder, self._table, self._paths = folder, table, paths
+        self._open: OrderedDict[int, BinaryIO] = OrderedDict()
+
+    def name(self, number: int) -> str:
+        start = int(self._table[number - 1, 0]) if number else 0
+        return self._paths[start : int(self._table[number, 0])].tobytes().decode(errors="surrogateescape")
+
+    def path(self, number: int) -> Path:
+        return self._folder / self.name(number)
+
+    def read(self, number: int, offset: int, length: int) -> bytes:
+        """Return the bytes of one image. Raises BadSampleError if the file has changed."""
+        size = int(self._table[number, 1])
+        if (offset, length) == (0, size):
+            with open_regular_file(self.path(number), follow_links=True) as stream:
+                data = stream.read(size + 1)
+            size_now = len(data)
+        else:
+            file = self._file(number)
+            data, size_now = os.pread(file.fileno(), length, offset), os.fstat(file.fileno()).st_size
+        if len(data) != length or size not in (-1, size_now):
+            raise BadSampleError(f"{self.path(number)} has changed since the samples were prepared")
+        return data
+
+    def _file(self, number: int) -> BinaryIO:
+        """Return the open file. Evicts the least recently used one if too many are open."""
+        if number not in self._open:
+            self._open[number] = open_regular_file(self.path(number), follow_links=True)
+            if len(self._open) > MAX_OPEN_FILES:
+                self._open.popitem(last=False)
+        self._open.move_to_end(number)
+        return self._open[number]
 
 
 class SourcePartMeta(BaseModel):
@@ -62,28 +109,20 @@ class TokenizedSample:
     times: tuple[int, ...] = ()
 
 
-class PartWriter:
-    """Writes a draft folder of samples next to `path` and renames it to `path` when the `with` block succeeds.
-
-    If the block fails, the draft is removed. If another process created `path` meanwhile, its folder stays and
-    FileExistsError is raised.
-    """
+class PartWriter(ArrayFolderWriter):
+    """Writes a folder of samples."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._path, self._tokenizer, self._vocab_size = path.absolute(), tokenizer, vocab_size
-        self._draft = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex[:12]}")
-        self._dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        super().__init__(path, tokenizer, vocab_size)
         self._columns = {name: array("q") for name in DTYPE_OF if name not in ("targets", "paths")}
         self._paths = bytearray()
         self._numbers: dict[str, int] = {}
         self._num_tokens = self._blob_bytes = self._blobs = 0
         self.num_samples = self.num_bad = 0
 
-    def __enter__(self) -> Self:
-        self._draft.mkdir(parents=True)
+    def _begin(self) -> None:
         self._tokens, self._targets = (self._stream(name) for name in ("tokens", "targets"))
         self._bad, self._blob = self._stream(BAD), None
-        return self
 
     def add(self, raw: RawSample, samples: Sequence[TokenizedSample]) -> None:
         """Add the samples of one raw sample: several if it was a long document."""
@@ -109,18 +148,10 @@ class PartWriter:
         self.num_bad += 1
         self._bad.write(json.dumps({"where": raw.origin, "reason": reason}).encode() + b"\n")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            for stream in (self._tokens, self._targets, self._bad, self._blob):
-                if stream is not None:
-                    stream.close()
-            if kind is None:
-                self._finish()
-                rename_into_place(self._draft, self._path)
-        finally:
-            shutil.rmtree(self._draft, ignore_errors=True)  # no longer exists if it was renamed
+    def _close(self) -> None:
+        for stream in (self._tokens, self._targets, self._bad, self._blob):
+            if stream is not None:
+                stream.close()
 
     def _stream(self, name: str) -> Any:
         return (self._draft / name).open("wb")
@@ -149,7 +180,8 @@ class PartWriter:
             self._columns["containers"].extend((len(self._paths), size, mtime))
         return number
 
-    def _finish(self) -> None:
+    def _finish(self) -> SourcePartMeta:
+        self._close()
         if set(self._columns[TIMES]) <= {ALONE}:
             del self._columns[TIMES]
         for name, column in self._columns.items():
@@ -158,15 +190,14 @@ class PartWriter:
         self._tokenizer.save(self._draft)
         rows = {name: len(column) // ROW_WIDTHS.get(name, 1) for name, column in self._columns.items()}
         files = [file for file in self._draft.rglob("*") if file.is_file()]
-        meta = SourcePartMeta(
+        return SourcePartMeta(
             dtype=self._dtype,
             vocab_size=self._vocab_size,
             tokenizer=self._tokenizer.describe(),
             num_bad=self.num_bad,
             rows=rows | {"tokens": self._num_tokens, "targets": self._num_tokens, "paths": len(self._paths)},
-            sha256={str(file.relative_to(self._draft)): _sha256_of(file) for file in sorted(files)},
+            sha256={str(file.relative_to(self._draft)): sha256_of(file) for file in sorted(files)},
         )
-        (self._draft / META).write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 class SamplePart:
@@ -212,7 +243,7 @@ class SamplePart:
     @cached_property
     def bad(self) -> list[dict[str, str]]:
         """The bad samples, as {where, reason}."""
-        return [json.loads(line) for line in read_regular_text(self.path / BAD, follow_links=True).splitlines()]
+        return read_bad(self.path)
 
     def span(self, index: int) -> slice:
         """Return the slice of a sample's tokens."""
@@ -229,26 +260,13 @@ class SamplePart:
     def verify(self) -> None:
         """Raise unless all checksums match. Reads all files of the folder."""
         for name, checksum in self.meta.sha256.items():
-            if _sha256_of(self.path / name) != checksum:
+            if sha256_of(self.path / name) != checksum:
                 raise _damaged(self.path / name, "its checksum differs")
 
     def _map(self, name: str, kind: str) -> np.ndarray:
-        """Return a memory-mapped file as a plain ndarray: slicing a memmap is several times slower."""
-        file, dtype, width = self.path / name, np.dtype(kind), ROW_WIDTHS.get(name, 1)
-        rows = self.meta.rows.get(name, 0)
-        try:
-            with open_regular_file(file, follow_links=True) as stream:
-                if (size := os.fstat(stream.fileno()).st_size) != rows * width * dtype.itemsize:
-                    raise _damaged(file, f"it has {size:,} bytes instead of {rows * width * dtype.itemsize:,}")
-                flat = np.asarray(np.memmap(stream, dtype=dtype, mode="r")) if size else np.empty(0, dtype)
-        except OSError as error:
-            raise _damaged(file, error.strerror or str(error)) from None
+        width = ROW_WIDTHS.get(name, 1)
+        flat = map_array(self.path / name, np.dtype(kind), self.meta.rows.get(name, 0) * width, _damaged)
         return flat.reshape(-1, width) if width > 1 else flat
-
-
-def _sha256_of(file: Path) -> str:
-    with open_regular_file(file, follow_links=True) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def not_samples(path: Path, file: str) -> UserError:

@@ -1,6 +1,7 @@
 """Tokenizes conversations and texts, and marks which tokens are targets."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
@@ -10,15 +11,13 @@ import numpy as np
 from trimaran.core import ImageRules, UserError
 from trimaran.data import lazy_import
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.chat_templates import SPECIAL, TEMPLATES, choose_template
 from trimaran.data.samples.raw_sample import ImageSource, RawSample, SizedImage, Turn, Video
 from trimaran.data.samples.source_part import TokenizedSample
 from trimaran.data.text.tokenizer import ByteTokenizer, Tokenizer
-from trimaran.data.vision.grid_positions import ALONE
+from trimaran.data.vision.image_grid import ALONE
 
-if TYPE_CHECKING:
-    from trimaran.data.samples.model_template import ModelTemplate
-
+# Special tokens in the texts below; `{end}` is the tokenizer's end-of-document token.
+SPECIAL = re.compile(r"(<\|[a-z_]+\|>|</?s>|\{end\})")
 IMAGE_TOKENS = ("<|image_pad|>", "<image>", "<IMG_CONTEXT>", "<|image|>")
 # The tokens before and after an image token.
 IMAGE_DELIMITERS = {"<|image_pad|>": ("<|vision_start|>", "<|vision_end|>"), "<IMG_CONTEXT>": ("<img>", "</img>")}
@@ -26,10 +25,74 @@ NO_IMAGES_REASON = "it has an image, and the model takes no images"
 SOME_ANSWER = "the"  # a prompt is what comes before it; a space before this word is a part of its token
 CACHED_MASK_TOKENS = 4096
 UNIFORM_MASKS = (np.zeros(CACHED_MASK_TOKENS, dtype=bool), np.ones(CACHED_MASK_TOKENS, dtype=bool))
-
-
 # Text in parts, each with its target flag; or fixed token ids with one target flag.
 Segment = list[tuple[str, bool]] | tuple[np.ndarray, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFormat:
+    """The text around a turn. `end` ends the turn, so it is a target in assistant turns; `after` is never a target."""
+
+    before: str
+    end: str
+    after: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTemplate:
+    """The text at the start of a conversation and around its turns. A matching tokenizer has `required_tokens`."""
+
+    turns: Mapping[str, TurnFormat]
+    begin: str = ""
+    default_system: str = ""  # the system turn of conversations without one
+    required_tokens: tuple[str, ...] = field(default=())
+
+
+TEMPLATES = {
+    "chatml": ChatTemplate(
+        turns={
+            role: TurnFormat(f"<|im_start|>{role}\n", "<|im_end|>", "\n") for role in ("system", "user", "assistant")
+        },
+        required_tokens=("<|im_start|>", "<|im_end|>"),
+    ),
+    "llama3": ChatTemplate(
+        begin="<|begin_of_text|>",
+        turns={
+            role: TurnFormat(f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>")
+            for role in ("system", "user", "assistant")
+        },
+        required_tokens=("<|start_header_id|>", "<|eot_id|>"),
+    ),
+    "vicuna": ChatTemplate(
+        begin="<s>",
+        turns={
+            "system": TurnFormat("", " "),
+            "user": TurnFormat("USER: ", " "),
+            "assistant": TurnFormat("ASSISTANT: ", "</s>"),
+        },
+        default_system="A chat between a curious user and an artificial intelligence assistant. "
+        "The assistant gives helpful, detailed, and polite answers to the user's questions.",
+        required_tokens=("<s>", "</s>"),
+    ),
+    "plain": ChatTemplate(
+        turns={"system": TurnFormat("", "\n"), "user": TurnFormat("", "\n"), "assistant": TurnFormat("", "{end}")},
+    ),
+}
+
+
+def choose_template(name: str, tokenizer: Tokenizer) -> str:
+    """Return `name`; for `auto`, the first template whose special tokens the tokenizer has. `plain` needs none."""
+    if name != "auto":
+        return name
+    return next(
+        each
+        for each, template in TEMPLATES.items()
+        if all(tokenizer.special(token) is not None for token in template.required_tokens)
+    )
+
+
+if TYPE_CHECKING:
+    from trimaran.data.samples.model_template import ModelTemplate
 
 
 @dataclass(slots=True)
@@ -65,7 +128,9 @@ class ChatTokenizer:
         self.template = self.own_template.name if self.own_template else choose_template(template, tokenizer)
         self._template = TEMPLATES["plain" if self.own_template else self.template]  # plain: for documents
         self._split_texts: dict[str, list[str | np.ndarray]] = {}
-        template_parts = [self._split_special(text) for text in self._template_texts()]
+        turns = self._template.turns.values()
+        texts = [self._template.begin, *(text for turn in turns for text in (turn.before, turn.end, turn.after))]
+        template_parts = [self._split_special(text) for text in texts]
         ids = [
             tokenizer.end_id,
             *(int(part[0]) for parts in template_parts for part in parts if not isinstance(part, str)),
@@ -210,7 +275,11 @@ class ChatTokenizer:
             if part is None:
                 segments.add_ids(self.image_ids, is_target=False)
             else:
-                segments.add_text(_valid_text(part), is_target)
+                try:
+                    part.encode()
+                except UnicodeEncodeError:
+                    raise BadSampleError("its text contains an unpaired surrogate") from None
+                segments.add_text(part, is_target)
         if turn_format is not None:
             self._add_template_text(segments, turn_format.end, is_target)
             self._add_template_text(segments, turn_format.after)
@@ -228,11 +297,6 @@ class ChatTokenizer:
                 parts.append(part if token is None else np.array([token]))
             self._split_texts[text] = parts
         return self._split_texts[text]
-
-    def _template_texts(self) -> Iterator[str]:
-        yield self._template.begin
-        for turn_format in self._template.turns.values():
-            yield from (turn_format.before, turn_format.end, turn_format.after)
 
     def _encode(self, segments: Sequence[Segment]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the ids of each segment and its target mask. A token is a target if any of its characters is one."""
@@ -305,15 +369,6 @@ def _own_template(
 def _uniform_mask(is_target: bool, length: int) -> np.ndarray:
     """Return a mask of `length` equal values."""
     return UNIFORM_MASKS[is_target][:length] if length <= CACHED_MASK_TOKENS else np.full(length, is_target)
-
-
-def _valid_text(text: str) -> str:
-    try:
-        if not text.isascii():
-            text.encode()
-    except UnicodeEncodeError:
-        raise BadSampleError("its text contains an unpaired surrogate") from None
-    return text
 
 
 def _image_ids(tokenizer: Tokenizer, rules: ImageRules) -> np.ndarray:

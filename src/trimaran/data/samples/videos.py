@@ -1,24 +1,29 @@
 """Videos as samples: frames with their times. Some frames are chosen, and each becomes an image after its time."""
 
+import io
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from trimaran.core.regular_files import open_regular_file
-from trimaran.data.lazy_import import load
+from trimaran.data.lazy_import import require
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.raw_sample import FrameChoice, ImageLocation, ImageSource, Video
-from trimaran.data.vision.joined_frames import join_frames
+from trimaran.data.vision.decode import join_frames
 
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg")
 MAX_FRAMES_IN_VIDEO = 1_000_000
 MAX_RATE = 1e6  # frames per second
 MAX_TIME_POSITION = 1 << 24  # up to which fp32 has every whole number
+MAX_FRAMES_IN_FILE = 1_000_000
+JPEG_QUALITY = 95
+FRAME_MARGIN = 1e-6  # seconds: two times closer than this are of the same frame
 
 
 def read_video(value: Any, find: Callable[[Any], ImageSource], choice: FrameChoice) -> Video:
@@ -58,10 +63,10 @@ def _decoded(value: str, find: Callable[[Any], ImageSource], choice: FrameChoice
     located = find(value)
     if not isinstance(located, ImageLocation):
         raise BadSampleError(f"a video is not a file: {value[:80]!r}")
-    files = load("samples.video_files", "av", where=value[:80], extra="video")
-    times = files.frame_times(located.file)
+    require("av", where=value[:80], extra="video")
+    times = frame_times(located.file)
     chosen = choose_frames(times, choice)
-    frames = files.decode_frames(located.file, [times[each] for each in chosen])
+    frames = decode_frames(located.file, [times[each] for each in chosen])
     return _joined(frames, [times[each] - times[0] for each in chosen], choice)
 
 
@@ -150,3 +155,48 @@ def _times(value: Mapping[str, Any], count: int) -> list[float]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def frame_times(path: str) -> list[float]:
+    """Return the time of every frame of the first video stream, in seconds, sorted. Nothing is decoded."""
+    with _opened(path) as container:
+        stream = container.streams.video[0]
+        base = stream.time_base or 0
+        times = sorted(float(packet.pts * base) for packet in container.demux(stream)
+                       if packet.pts is not None and packet.size and not packet.is_discard)  # fmt: skip
+    if not times:
+        raise BadSampleError(f"a video has no frames: {path}")
+    if len(times) > MAX_FRAMES_IN_FILE:
+        raise BadSampleError(f"a video has more than {MAX_FRAMES_IN_FILE:,} frames: {path}")
+    return times
+
+
+def decode_frames(path: str, times: Sequence[float]) -> list[bytes]:
+    """Return the frames at these times, which increase, as JPEG files. They are rotated as the video says."""
+    frames: list[bytes] = []
+    with _opened(path) as container:
+        for frame in container.decode(container.streams.video[0]):
+            while (
+                len(frames) < len(times) and frame.time is not None and frame.time >= times[len(frames)] - FRAME_MARGIN
+            ):
+                image, stream = frame.to_image(), io.BytesIO()
+                if frame.rotation:
+                    image = image.rotate(frame.rotation, expand=True)
+                image.save(stream, "JPEG", quality=JPEG_QUALITY, subsampling=0)
+                frames.append(stream.getvalue())
+            if len(frames) == len(times):
+                return frames
+    raise BadSampleError(f"a video ends after {len(frames)} of {len(times)} chosen frames: {path}")
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Any]:
+    import av  # noqa: PLC0415  optional
+
+    try:
+        with av.open(path) as container:
+            if not container.streams.video:
+                raise BadSampleError(f"the file has no video: {path}")
+            yield container
+    except (av.FFmpegError, OSError, ValueError) as error:
+        raise BadSampleError(f"a video cannot be decoded: {type(error).__name__}: {error}"[:200]) from None

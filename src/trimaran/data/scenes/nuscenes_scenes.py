@@ -11,20 +11,22 @@ import numpy as np
 from trimaran.core import UserError
 from trimaran.core.input_rules import BOX_NUMBERS, GROUND, OBJECTS, RIG_NUMBERS, UNKNOWN_GROUND, SceneRules, Sensor
 from trimaran.data.quarantine import BadSampleError
-from trimaran.data.scenes.nuscenes_files import open_map, read_lidar, read_radar
 from trimaran.data.scenes.nuscenes_tables import (
     TABLES,
     KeyFrame,
     NuscenesTables,
     SensorRecording,
+    open_map,
+    read_lidar,
+    read_radar,
     read_tables,
     wrong_table,
 )
-from trimaran.data.scenes.recorded_scenes import camera_scale
-from trimaran.data.scenes.sensor_files import (
+from trimaran.data.scenes.recorded_scenes import (
     MissingFileError,
     SceneOptions,
     black_image,
+    camera_scale,
     inside_grid,
     joined,
     moved_points,

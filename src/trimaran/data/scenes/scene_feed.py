@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from trimaran.core import DataSection
-from trimaran.core.input_rules import BOX_NUMBERS, RIG_NUMBERS, SceneRules, Sensor
+from trimaran.core.input_rules import BOX_NUMBERS, RIG_NUMBERS, ScenePoints, SceneRules, Sensor
 from trimaran.data.feed import DataShare, LoadedArrays, positions
-from trimaran.data.scenes.open_scenes import open_scenes
-from trimaran.data.scenes.recorded_scenes import SceneRecords
-from trimaran.data.scenes.sensor_files import SceneOptions
+from trimaran.data.scenes.nuscenes_scenes import open_nuscenes, table_folders
+from trimaran.data.scenes.recorded_scenes import INDEX, SceneOptions, SceneRecords, open_index
 from trimaran.data.scenes.simulated_scenes import SimulatedScene, make_scene
 
+MEASURED_SCENES = 16
 NUM_SCENES = 100_000  # per epoch; scenes are generated on the fly
 SCENES_SEED = 0  # of the scene content; train.seed only changes their order
 VERSION = 1  # of the simulation; increase it when the content of a scene changes
@@ -22,6 +23,22 @@ RAGGED: dict[str, tuple[str, str, Sensor | None]] = {
     "radar_points": ("radar_point_rows", "radar", "radar"),
     "boxes": ("box_rows", "boxes", None),
 }
+
+
+def open_scenes(path: str, rules: SceneRules, options: SceneOptions | None = None) -> SceneRecords:
+    """Return the scenes in the folder `path`. Raises UserError if they do not fit the model."""
+    folder, options = Path(path).expanduser().absolute(), options or SceneOptions()
+    if not (folder / INDEX).exists() and (options.version is not None or table_folders(folder)):
+        return open_nuscenes(folder, rules, options)
+    return open_index(folder, rules, options)
+
+
+def measure_points(records: SceneRecords) -> ScenePoints:
+    """Return how many points a scene has on average, found in a few scenes spread over all of them."""
+    count = min(MEASURED_SCENES, len(records))
+    found = [records.num_points(number * len(records) // count) for number in range(count)]
+    lidar, radar = (sum(each) / count for each in zip(*found, strict=True))
+    return ScenePoints(lidar=lidar, radar=radar, num_scenes=count, own_rigs=records.rig is None)
 
 
 @dataclass(frozen=True, slots=True)

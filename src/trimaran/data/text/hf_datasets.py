@@ -8,10 +8,9 @@ import datasets
 
 from trimaran.core import UserError
 from trimaran.core.regular_files import check_regular_file
-from trimaran.data.csv_rows import csv_rows
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.text.bad_lines import BadLines
-from trimaran.data.text.source_files import CSV_SUFFIXES, data_suffix, is_saved_dataset
+from trimaran.data.text.source_files import CSV_SUFFIXES, csv_rows, data_suffix, is_saved_dataset
 from trimaran.data.text.text_sources import counted_text, row_text
 
 BATCH_ROWS = 1000

@@ -84,7 +84,7 @@ def _fingerprint(section: DataSection, files: list[Path], tokenizer: Tokenizer) 
         "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
     }
     if section.source not in SOURCES:
-        from trimaran.data.text.plugin_source import plugin_fingerprint  # noqa: PLC0415  few runs read with a plug-in
+        from trimaran.data.text.text_sources import plugin_fingerprint  # noqa: PLC0415  few runs read with a plug-in
 
         parts["plugin"] = ", ".join(plugin_fingerprint(section))
     if "rejected" in section.text_field:

@@ -1,17 +1,24 @@
-"""Finds the files of a text source."""
+"""Finds the files of a text source, and opens those of text: plain or compressed, without a byte order mark."""
 
 import codecs
+import csv
+import errno
+import gzip
+import importlib
+import io
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from trimaran.core import DataSection, UserError, did_you_mean
 from trimaran.core.plugins import SOURCES
 from trimaran.core.regular_files import open_regular_file
+from trimaran.data.quarantine import BadSampleError
 
 CSV_SUFFIXES = (".csv", ".tsv")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
@@ -33,6 +40,13 @@ GENERATED_SOURCES = ("python-stdlib", "shapes")
 # Not part of the standard library's own source: other packages, caches, and tests with deliberately broken files.
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 HELD_OUT = re.compile(r"(?:^|[_-])(?:val|valid|validation|test)(?:[_-]|$)")
+GZIP_MAGIC, ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+ZSTD_CHUNK_BYTES = 1 << 14
+MAX_LINE_BYTES = 1 << 30
+DAMAGED = "the compressed file is truncated or damaged"
+DELIMITERS = ",;\t"
+MAX_FIELD_CHARACTERS = 1 << 30
+HEAD_BYTES = 1 << 16
 
 
 def find_files(section: DataSection) -> list[Path]:
@@ -117,8 +131,12 @@ def any_byte_order_mark(files: Iterable[Path]) -> bool:
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
     """Return the files under `root` sorted by path, without hidden files and the folders in `skip`."""
     files: list[Path] = []
+
+    def raise_error(error: OSError) -> NoReturn:
+        raise error
+
     with reading(root):
-        for folder, folders, names in os.walk(root, onerror=_raise):
+        for folder, folders, names in os.walk(root, onerror=raise_error):
             folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
             files += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(file for file in files if file.is_file())
@@ -142,5 +160,103 @@ def total_bytes(files: list[Path]) -> int:
     return sum(sizes)
 
 
-def _raise(error: OSError) -> NoReturn:
-    raise error
+class TextFile:
+    """A file opened for reading, after its byte order mark; `stream` yields its decompressed bytes."""
+
+    def __init__(self, stream: io.BufferedReader, file: BinaryIO) -> None:
+        self.stream, self._file = stream, file
+
+    def position(self) -> int:
+        """Return how many bytes of the file on disk have been read."""
+        return self._file.tell()
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines. Raises OSError for a line that is too large for memory."""
+        while line := self.stream.readline(MAX_LINE_BYTES):
+            if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                raise OSError(errno.EFBIG, f"a line has more than {MAX_LINE_BYTES:,} bytes")
+            yield line
+
+
+class ZstdReader(io.RawIOBase):
+    """Decompresses the frames of a Zstandard file; the library's own reader takes a truncated file for a whole one."""
+
+    def __init__(self, decompressor: Any, file: BinaryIO) -> None:
+        self._decompressor, self._file = decompressor, file
+        self._frame: Any = None
+        self._compressed = self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            if self._frame is not None and self._frame.eof:
+                self._compressed, self._frame = self._frame.unused_data, None
+            data, self._compressed = self._compressed or self._file.read(ZSTD_CHUNK_BYTES), b""
+            if not data:
+                if self._frame is not None:
+                    raise EOFError
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._ready = self._frame.decompress(data)
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+@contextmanager
+def open_text_file(path: Path) -> Iterator[TextFile]:
+    """Open a file; its first bytes, not its name, say whether it is compressed. Damage in it is an OSError."""
+    with open_regular_file(path, follow_links=True) as file:
+        head = file.read(len(ZSTD_MAGIC))
+        file.seek(0)
+        stream = io.BufferedReader(_decompressed(head, file, path))
+        zstd_errors = (importlib.import_module("zstandard").ZstdError,) if head == ZSTD_MAGIC else ()
+        damage: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile, *zstd_errors)
+        try:
+            if stream.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
+                stream.read(len(codecs.BOM_UTF8))
+            yield TextFile(stream, file)
+        except damage:
+            raise OSError(errno.EIO, DAMAGED, str(path)) from None
+
+
+def _decompressed(head: bytes, file: BinaryIO, path: Path) -> Any:
+    if head.startswith(GZIP_MAGIC):
+        return gzip.GzipFile(fileobj=file)
+    if head == ZSTD_MAGIC:
+        try:
+            zstandard = importlib.import_module("zstandard")
+        except ImportError:
+            raise UserError("T013", "a .zst file needs the package 'zstandard', which is not installed",
+                            where=str(path), fix="run: pip install zstandard") from None  # fmt: skip
+        return ZstdReader(zstandard.ZstdDecompressor(), file)
+    return file
+
+
+def csv_rows(file: Path, fraction_at: Callable[[int], float]) -> Iterator[tuple[int, Any, float]]:
+    """Yield line number, row and fraction read of each row. A file that cannot be parsed ends with a bad row."""
+    csv.field_size_limit(MAX_FIELD_CHARACTERS)
+    number = 1
+    try:
+        with open_text_file(file) as opened, io.TextIOWrapper(opened.stream, encoding="utf-8", newline="") as text:
+            head = opened.stream.peek(HEAD_BYTES).partition(b"\n")[0]
+            delimiter = max(DELIMITERS, key=lambda each: head.count(each.encode()))
+            reader = csv.reader(text, delimiter=delimiter, strict=True)
+            header = next(reader, [])
+            if len(set(header)) < len(header):
+                yield number, BadSampleError("two columns have the same name"), fraction_at(opened.position())
+                return
+            number = reader.line_num + 1
+            for values in reader:
+                row: Any = dict(zip(header, values, strict=False))
+                if len(values) != len(header):
+                    row = BadSampleError(f"it has {len(values)} values, and the first line has {len(header)} names")
+                if values:
+                    yield number, row, fraction_at(opened.position())
+                number = reader.line_num + 1
+    except OSError as error:
+        yield 0, BadSampleError(f"the file cannot be read: {error.strerror}"), fraction_at(0)
+    except (csv.Error, UnicodeDecodeError) as error:
+        yield number, BadSampleError(f"the rest of the file cannot be read: {error}"[:200]), fraction_at(0)

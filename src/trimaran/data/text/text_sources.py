@@ -4,21 +4,69 @@ import codecs
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 from trimaran.core import DataSection, UserError, did_you_mean
-from trimaran.core.plugins import SOURCES
+from trimaran.core.plugins import SOURCES, find_plugin, load_plugin, plugin_errors
 from trimaran.core.regular_files import read_regular_text
 from trimaran.data import lazy_import
 from trimaran.data.row_fields import answer_fields, field_of, learns_rejected, preference_error
 from trimaran.data.text.bad_lines import BadLines
-from trimaran.data.text.plugin_source import plugin_documents
-from trimaran.data.text.source_files import named_path, reading, total_bytes
-from trimaran.data.text.text_files import TextFile, open_text_file
+from trimaran.data.text.source_files import TextFile, named_path, open_text_file, reading, total_bytes
 
 HEAD_BYTES = 1 << 16
 HEAD_FILES = 64
 CHUNK_BYTES = 1 << 24
+
+
+class DataSource(Protocol):
+    """The contract of a data source, version 1. It reads what `data.path` names, however it likes."""
+
+    contract: int
+
+    def documents(self, data: DataSection) -> Iterator[str]:
+        """Yield the texts, in the same order every time."""
+        ...
+
+    def fingerprint(self, data: DataSection) -> str:
+        """Return a text that changes if the documents do. Packed tokens are kept in a cache under it."""
+        ...
+
+
+def plugin_documents(data: DataSection) -> Iterator[str]:
+    """Yield the non-empty documents of a plug-in's source; raise UserError if it fails, or yields something else."""
+    source: DataSource = load_plugin("data source", data.source)
+    documents: Any = iter(())
+    number = 0
+    while True:
+        with plugin_errors(partial(source_failed, data, f"document {number + 1}")):
+            documents = documents if number else iter(source.documents(data))
+            text = next(documents, None)
+        number += 1
+        if text is None:
+            return
+        if not isinstance(text, str):
+            raise UserError("T076", f"document {number} of the source {data.source} is a {type(text).__name__}, not a "
+                            "text", where=f"data.source: {data.source}", fix="let documents() yield str")  # fmt: skip
+        if text:
+            yield text
+
+
+def plugin_fingerprint(data: DataSection) -> list[str]:
+    """Return what the documents depend on: the plug-in's fingerprint, its distribution and version."""
+    plugin = find_plugin("data source", data.source)
+    with plugin_errors(partial(source_failed, data, "its fingerprint")):
+        own = str(load_plugin("data source", data.source).fingerprint(data))
+    return [own, plugin.distribution, plugin.version]
+
+
+def source_failed(data: DataSection, what: str, kind: str, message: str) -> UserError:
+    """Return the error about a source that raised one of this kind, with this message."""
+    where = f"data.path: {data.path}" if data.path else f"data.source: {data.source}"
+    return UserError("T075", f"the source {data.source} failed at {what}: {kind}: {message}", where=where,
+                     fix="check data.path, and what the plug-in says about it")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +100,16 @@ def check_file_starts(section: DataSection, files: list[Path]) -> None:
             whole_characters = codecs.utf_8_decode(head, "replace", False)[1]
             complete, lines = False, lines[:-1] or ([] if section.source == "jsonl" else [head[:whole_characters]])
         for number, line in enumerate(lines, start=1):
-            _check_line(line, section, f"{file}:{number}", bad)
+            where = f"{file}:{number}"
+            if section.source == "jsonl":
+                _line_text(line, section.text_field, where, bad)
+                continue
+            try:
+                _decode_line(line, where)
+                bad.add_good()
+            except UserError as error:
+                bad.add(error)
     bad.refuse_too_many(max_bad=None if complete else 0.5)
-
-
-def _check_line(line: bytes, section: DataSection, where: str, bad: BadLines) -> None:
-    if section.source == "jsonl":
-        _line_text(line, section.text_field, where, bad)
-        return
-    try:
-        _decode_line(line, where)
-        bad.add_good()
-    except UserError as error:
-        bad.add(error)
 
 
 def _read_texts(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
@@ -89,7 +134,10 @@ def _document_chunks(opened: TextFile, file: Path, max_bad: float, bad: BadLines
         text, errors = _decode_lines(chunk, file, line_number)
         num_lines = chunk.count(b"\n") + (not chunk.endswith(b"\n"))
         if line_number == 1 and len(errors) > max_bad * num_lines:
-            bad.add(errors[0], lines=num_lines + _count_lines(opened, following))
+            while following:
+                num_lines += following.count(b"\n") + (not following.endswith(b"\n"))
+                following = _next_chunk(opened)
+            bad.add(errors[0], lines=num_lines)
             return
         bad.add_good(num_lines - len(errors))
         for error in errors:
@@ -103,15 +151,6 @@ def _document_chunks(opened: TextFile, file: Path, max_bad: float, bad: BadLines
 def _next_chunk(opened: TextFile) -> bytes:
     chunk = opened.stream.read(CHUNK_BYTES)
     return chunk + next(opened.lines(), b"") if chunk else b""
-
-
-def _count_lines(opened: TextFile, chunk: bytes) -> int:
-    """Return the number of lines of a chunk and all that follow it."""
-    count = 0
-    while chunk:
-        count += chunk.count(b"\n") + (not chunk.endswith(b"\n"))
-        chunk = _next_chunk(opened)
-    return count
 
 
 def _decode_lines(chunk: bytes, file: Path, first_line: int) -> tuple[str, list[UserError]]:

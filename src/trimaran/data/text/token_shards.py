@@ -1,34 +1,29 @@
-"""Packed tokens on disk: a folder of memory-mapped shards. It is created atomically and never modified.
+"""Packed tokens on disk: a folder of shards, see `array_folder`.
 
 Samples are fixed-length sequences of their token stream, split into training and holdout.
 """
 
 import hashlib
 import json
-import os
-import shutil
-import uuid
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import DataSection, UserError
-from trimaran.core.regular_files import open_regular_file, read_regular_text
+from trimaran.core.regular_files import read_regular_text
+from trimaran.data.text.array_folder import BAD, DTYPES, META, ArrayFolderWriter, map_array, read_bad
 from trimaran.data.text.bad_lines import BadLines, ceil_share
 from trimaran.data.text.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
 
 FORMAT = "trimaran-shards-1"
-META, BAD = "meta.json", "bad.jsonl"
 SHARD_TOKENS = 1 << 27
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 ENDS_DTYPE = np.dtype("<i8")
 
 Positive = Annotated[int, Field(ge=1)]
@@ -63,28 +58,18 @@ class TokenShardsMeta(BaseModel):
     shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
 
 
-class ShardWriter:
-    """Writes a draft folder of shards next to `path` and renames it to `path` when the `with` block succeeds.
-
-    If the block fails, the draft is removed. If another process created `path` meanwhile, its shards stay and
-    FileExistsError is raised.
-    """
+class ShardWriter(ArrayFolderWriter):
+    """Writes a folder of shards."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, *, shard_tokens: int = SHARD_TOKENS) -> None:
-        self._path, self._tokenizer, self._shard_tokens = path.absolute(), tokenizer, shard_tokens
-        self._draft = self._path.with_name(f".{self._path.name}.{uuid.uuid4().hex[:12]}")
-        self._dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        super().__init__(path, tokenizer, tokenizer.vocab_size)
+        self._shard_tokens = shard_tokens
         self._shards: list[Shard] = []
         self._bad: BadLines | None = None
 
     @property
     def num_documents(self) -> int:
         return sum(shard.num_documents for shard in self._shards) + len(self._ends)
-
-    def __enter__(self) -> Self:
-        self._draft.mkdir(parents=True)
-        self._begin_shard()
-        return self
 
     def append(self, ids: np.ndarray) -> None:
         """Add tokens to the current document."""
@@ -99,29 +84,13 @@ class ShardWriter:
         self._ends.append(self._num_tokens)
         if self._num_tokens >= self._shard_tokens:
             self._finish_shard()
-            self._begin_shard()
+            self._begin()
 
     def record_bad(self, bad: BadLines) -> None:
         """Store how many lines were read, and which were left out."""
         self._bad = bad
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._finish_shard()
-                if self._bad is not None and self._bad.listed:
-                    lines = "".join(json.dumps(entry) + "\n" for entry in self._bad.listed)
-                    (self._draft / BAD).write_text(lines, encoding="utf-8")
-                self._tokenizer.save(self._draft)
-                (self._draft / META).write_text(self._meta().model_dump_json(indent=2) + "\n", encoding="utf-8")
-                rename_into_place(self._draft, self._path)
-        finally:
-            self._file.close()
-            shutil.rmtree(self._draft, ignore_errors=True)  # no longer exists if it was renamed
-
-    def _begin_shard(self) -> None:
+    def _begin(self) -> None:
         self._file = (self._draft / f"shard-{len(self._shards):05d}.tokens").open("wb")
         self._hash = hashlib.sha256()
         self._num_tokens = 0
@@ -147,7 +116,15 @@ class ShardWriter:
         )
         self._ends = []
 
-    def _meta(self) -> TokenShardsMeta:
+    def _close(self) -> None:
+        self._file.close()
+
+    def _finish(self) -> TokenShardsMeta:
+        self._finish_shard()
+        if self._bad is not None and self._bad.listed:
+            lines = "".join(json.dumps(entry) + "\n" for entry in self._bad.listed)
+            (self._draft / BAD).write_text(lines, encoding="utf-8")
+        self._tokenizer.save(self._draft)
         return TokenShardsMeta(
             dtype=self._dtype,
             vocab_size=self._tokenizer.vocab_size,
@@ -168,8 +145,12 @@ class TokenShards:
         self.path, self.meta = path, meta
         self._starts = [0, *accumulate(shard.num_tokens for shard in meta.shards)]
         self._first_documents = [0, *accumulate(shard.num_documents for shard in meta.shards)]
-        self._tokens = [_map(path / shard.file, DTYPES[meta.dtype], shard.num_tokens) for shard in meta.shards]
-        self._ends = [_map(_ends_file(path, shard), ENDS_DTYPE, shard.num_documents) for shard in meta.shards]
+        self._tokens = [
+            map_array(path / shard.file, DTYPES[meta.dtype], shard.num_tokens, _damaged) for shard in meta.shards
+        ]
+        self._ends = [
+            map_array(_ends_file(path, shard), ENDS_DTYPE, shard.num_documents, _damaged) for shard in meta.shards
+        ]
         for shard, ends in zip(meta.shards, self._ends, strict=True):
             if ends[-1] != shard.num_tokens:
                 raise _damaged(_ends_file(path, shard), "its last document does not end at the last token")
@@ -232,9 +213,7 @@ class TokenShards:
     @cached_property
     def bad(self) -> list[dict[str, str]]:
         """The first lines that were left out, as {where, code, reason}."""
-        if not self.meta.num_bad:
-            return []
-        return [json.loads(line) for line in read_regular_text(self.path / BAD, follow_links=True).splitlines()]
+        return read_bad(self.path) if self.meta.num_bad else []
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -274,17 +253,6 @@ class TokenShards:
             start, shard = end, shard + 1
 
 
-def _map(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    """Return the memory-mapped file as a plain ndarray: slicing a memmap is several times slower."""
-    try:
-        with open_regular_file(file, follow_links=True) as stream:
-            if (size := os.fstat(stream.fileno()).st_size) != count * dtype.itemsize:
-                raise _damaged(file, f"it has {size:,} bytes instead of {count * dtype.itemsize:,}")
-            return np.asarray(np.memmap(stream, dtype=dtype, mode="r"))
-    except OSError as error:
-        raise _damaged(file, error.strerror or str(error)) from None
-
-
 def _ends_file(path: Path, shard: Shard) -> Path:
     return (path / shard.file).with_suffix(".documents")
 
@@ -292,28 +260,6 @@ def _ends_file(path: Path, shard: Shard) -> Path:
 def _damaged(file: Path, what: str) -> UserError:
     return UserError("T015", f"a file of the packed shards is damaged: {what}", where=str(file),
                      fix=f"delete {file.parent} and pack the data again")  # fmt: skip
-
-
-def rename_into_place(draft: Path, path: Path) -> None:
-    """Rename a finished folder to `path`, durably (fsync). Raises FileExistsError if `path` exists."""
-    for file in draft.iterdir():
-        _sync(file)
-    _sync(draft)
-    try:
-        draft.rename(path)
-    except OSError as error:
-        if path.exists():  # the error is ENOTEMPTY on some systems, EEXIST on others
-            raise FileExistsError(error.errno, error.strerror, str(path)) from None
-        raise
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ FILES = (TOKENIZER_FILE, CONFIG, SPECIAL_TOKENS, "added_tokens.json", "merges.tx
 RECORD = "trimaran-tokenizer.json"  # what a run writes beside its weights: `describe` of its tokenizer
 MAX_FILE_BYTES = 512 << 20
 BYTES = "bytes"
-JSON_KIND = ("text.json_tokenizer", "JsonTokenizer")
+WORD_START = "\u2581"  # how SentencePiece writes a space
+BYTE_LENGTH = len("<0x00>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +199,13 @@ class ByteTokenizer:
         return self.encode_many(texts)
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [(self.encode(text), _byte_spans(text)) for text in texts]
+        found = []
+        for text in texts:
+            starts = np.arange(len(text))
+            if not text.isascii():
+                starts = np.repeat(starts, [len(character.encode()) for character in text])
+            found.append((self.encode(text), np.stack([starts, starts + 1], axis=1)))
+        return found
 
     def special(self, name: str) -> int | None:
         return None
@@ -225,24 +232,15 @@ class ByteTokenizer:
         """Do nothing: this tokenizer has no file."""
 
 
-def _byte_spans(text: str) -> np.ndarray:
-    """Return the character span (start, stop) that each byte belongs to."""
-    if text.isascii():
-        starts = np.arange(len(text))
-    else:
-        starts = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
-    return np.stack([starts, starts + 1], axis=1)
-
-
 def load_tokenizer(path: str | None, *, end_token: str | None = None) -> Tokenizer:
     """Return the tokenizer of a model folder or a `tokenizers` JSON file; without a path, the byte-level one.
 
     `end_token` names the token that ends a document. By default it is the folder's own, or the usual names are tried.
     """
     if path is not None and path != BYTES:
-        module, kind = ("text.model_tokenizer", "ModelTokenizer") if Path(path).is_dir() else JSON_KIND
-        loaded = lazy_import.load(module, "tokenizers", where="data.tokenizer")
-        return getattr(loaded, kind)(Path(path), end_token)
+        module = lazy_import.load("text.model_tokenizer", "tokenizers", where="data.tokenizer")
+        kind = module.ModelTokenizer if Path(path).is_dir() else module.JsonTokenizer
+        return kind(Path(path), end_token)
     if end_token is not None:
         raise UserError("T012", "the byte-level tokenizer has its own end-of-document token", where="end token",
                         fix="leave the end token out, or name a tokenizers JSON file in data.tokenizer")  # fmt: skip
@@ -278,3 +276,39 @@ def is_same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
     if one.describe().get("sha256") == other.describe().get("sha256"):
         return one.describe()["kind"] == other.describe()["kind"]
     return bool(one.vocabulary()) and one.vocabulary() == other.vocabulary()
+
+
+def byte_alphabet() -> dict[int, str]:
+    """Return the character that stands for each byte in a byte-level BPE, as GPT-2 defined it."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {byte: chr(byte) for byte in shown} | {byte: chr(256 + number) for number, byte in enumerate(hidden)}
+
+
+def token_byte_lengths(tokenizer: Tokenizer, vocabulary: int) -> np.ndarray | None:
+    """Return the bytes of each token id [vocabulary]; None if the tokens of this tokenizer do not say.
+
+    Special tokens and unused ids are 0 bytes. Bytes, byte-level BPE and SentencePiece with bytes for unknown characters
+    are known.
+    """
+    lengths = np.zeros(vocabulary, dtype=np.int64)
+    if isinstance(tokenizer, ByteTokenizer):
+        lengths[: min(256, vocabulary)] = 1
+        return lengths
+    texts = {number: tokenizer.ordinary_token(number) for number in range(min(vocabulary, tokenizer.vocab_size))}
+    ordinary = {number: text for number, text in texts.items() if text}
+    alphabet = set(byte_alphabet().values())
+    if all(alphabet.issuperset(text) for text in ordinary.values()):
+        sizes = {number: len(text) for number, text in ordinary.items()}
+    elif "<0x00>" in tokenizer.vocabulary():
+        sizes = {
+            number: 1
+            if len(text) == BYTE_LENGTH and text.startswith("<0x")
+            else len(text.replace(WORD_START, " ").encode())
+            for number, text in ordinary.items()
+        }
+    else:
+        return None
+    for number, size in sizes.items():
+        lengths[number] = size
+    return lengths

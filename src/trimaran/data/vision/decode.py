@@ -1,12 +1,11 @@
 """Decodes image files to pixels of a given size. See `docs/decisions/0015-image-decoding.md` for the choices."""
 
 import io
+import struct
 from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
-
-from trimaran.data.vision.joined_frames import split_frames
 
 MAX_PIXELS = 89_478_485  # about 270 MB as RGB; above this Pillow warns
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none of them starts another program
@@ -23,6 +22,9 @@ TRANSPOSES = {
     8: Image.Transpose.ROTATE_90,
 }
 FIRST_SWAPPED_ORIENTATION = 5  # from this orientation on, width and height are swapped
+MAGIC = b"trimaran-frames-1\n"
+COUNT, LENGTH = struct.Struct("<I"), struct.Struct("<Q")
+MAX_TOGETHER = 16
 
 
 class BadImageError(Exception):
@@ -53,7 +55,14 @@ def pixels_of(data: bytes, sizes: Sequence[tuple[int, int]]) -> list[np.ndarray]
             largest = max(width for width, _ in stored), max(height for _, height in stored)
             image.draft(None, (round(largest[0] * DRAFT_FACTOR), round(largest[1] * DRAFT_FACTOR)))
             rgb = _rgb(image)
-            return [np.asarray(_upright(_resized(rgb, size), orientation)) for size in stored]
+            found = []
+            for size in stored:
+                resized = rgb
+                if rgb.size != size:
+                    resized = rgb.resize(size, Image.Resampling.BICUBIC, reducing_gap=REDUCING_GAP)
+                turned = resized.transpose(TRANSPOSES[orientation]) if orientation in TRANSPOSES else resized
+                found.append(np.asarray(turned))
+            return found
     except BadImageError:
         raise
     except Exception as error:  # Pillow does not document what a broken file raises
@@ -81,7 +90,10 @@ def _rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode.startswith("I") or image.mode == "F":
-        return _rgb_from_16_bit(image)
+        values = np.asarray(image)
+        if image.mode == "F" or values.min() < 0 or values.max() > 0xFFFF:
+            raise BadImageError(f"its pixel mode {image.mode} cannot be converted to RGB")
+        return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")  # the upper 8 bits of 16-bit grey
     if image.has_transparency_data:
         layered = image.convert("RGBA")
         white = Image.new("RGBA", layered.size, "white")
@@ -89,21 +101,27 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _rgb_from_16_bit(image: Image.Image) -> Image.Image:
-    """Return the upper 8 bits of a 16-bit grey image. Raises if a value does not fit in 16 bits."""
-    values = np.asarray(image)
-    if image.mode == "F" or values.min() < 0 or values.max() > 0xFFFF:
-        raise BadImageError(f"its pixel mode {image.mode} cannot be converted to RGB")
-    return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
-
-
-def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC, reducing_gap=REDUCING_GAP)
-
-
-def _upright(image: Image.Image, orientation: int) -> Image.Image:
-    return image.transpose(TRANSPOSES[orientation]) if orientation in TRANSPOSES else image
-
-
 def _reason(error: Exception) -> str:
     return f"the image cannot be read: {type(error).__name__}: {error}"[:200]
+
+
+def join_frames(frames: Sequence[bytes]) -> bytes:
+    """Return the image files of several frames as one."""
+    assert 1 <= len(frames) <= MAX_TOGETHER
+    return MAGIC + COUNT.pack(len(frames)) + b"".join(LENGTH.pack(len(each)) for each in frames) + b"".join(frames)
+
+
+def split_frames(data: bytes) -> list[bytes]:
+    """Return the image files of joined frames; the data itself if it is one image. The last may be incomplete."""
+    if not data.startswith(MAGIC):
+        return [data]
+    at = len(MAGIC)
+    (count,) = COUNT.unpack_from(data, at)
+    assert 1 <= count <= MAX_TOGETHER, "only join_frames writes these bytes"
+    lengths = [LENGTH.unpack_from(data, at + COUNT.size + number * LENGTH.size)[0] for number in range(count)]
+    at += COUNT.size + count * LENGTH.size
+    frames = []
+    for length in lengths:
+        frames.append(data[at : at + length])
+        at += length
+    return frames

@@ -3,10 +3,8 @@
 import numpy as np
 
 from trimaran.core import ImageRules
-from trimaran.data.vision.anyres import anyres_tiles
-from trimaran.data.vision.decode import pixels_of
-from trimaran.data.vision.image_grid import canvas_of, tile_side
-from trimaran.data.vision.joined_frames import split_frames
+from trimaran.data.vision.decode import pixels_of, split_frames
+from trimaran.data.vision.image_grid import anyres_tiles, canvas_of, tile_side
 
 GREY = 128
 

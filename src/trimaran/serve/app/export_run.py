@@ -16,12 +16,19 @@ import yaml
 from torch import Tensor
 
 from trimaran.app.runs.run_state import RunState
-from trimaran.checkpoint.convert.convert import export_dcp, export_hf, not_written, read_full_tensor, refuse_occupied
-from trimaran.checkpoint.convert.convert_adapter import export_adapter, export_merged
+from trimaran.checkpoint.convert.convert import (
+    dcp_key,
+    export_adapter,
+    export_dcp,
+    export_hf,
+    export_merged,
+    not_written,
+    read_full_tensor,
+    refuse_occupied,
+)
 from trimaran.checkpoint.convert.dcp_read import DcpSource
-from trimaran.checkpoint.convert.dcp_write import dcp_key
 from trimaran.checkpoint.convert.export_hf import write_folder
-from trimaran.checkpoint.disk_source import DiskSource
+from trimaran.checkpoint.load_state import DiskSource
 from trimaran.checkpoint.manifest import Manifest
 from trimaran.checkpoint.step_dirs import step_of
 from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from trimaran.core import UserError
-from trimaran.data.text.json_tokenizer import JsonTokenizer
+from trimaran.data.text.model_tokenizer import JsonTokenizer
 from trimaran.data.text.tokenizer import ByteTokenizer, Tokenizer
 from trimaran.serve.engine.engine_request import EngineRequest, TokenConstraint
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trimaran.checkpoint.convert.convert import MODEL_PREFIX
-from trimaran.checkpoint.disk_source import DiskSource
-from trimaran.checkpoint.load_state import fill_shards
+from trimaran.checkpoint.load_state import DiskSource, fill_shards
 from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import AdapterSection, Mesh, ModelSection, Plan, UserError
 from trimaran.models import language_of, spec_of, vision_of, weight_files

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from trimaran.core import UserError
-from trimaran.data.text.token_bytes import byte_alphabet
-from trimaran.data.text.tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer
+from trimaran.data.text.tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, byte_alphabet
 from trimaran.models import ModelSpec, spec_to_hf
 from trimaran.models.from_hf import spec_from_hf, unsupported
 from trimaran.models.layer_variations import Rope

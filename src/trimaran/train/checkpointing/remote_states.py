@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.fetch_files import (
     gather_held,
     gather_needed,
@@ -13,14 +12,13 @@ from trimaran.checkpoint.fetch_files import (
     share_manifest,
     transfer_files,
 )
-from trimaran.checkpoint.load_state import match_shards
+from trimaran.checkpoint.load_state import DiskSource, match_shards
 from trimaran.checkpoint.manifest import INDEX, MANIFEST, FileRecord, Manifest
 from trimaran.checkpoint.rank_layout import RankLayout
 from trimaran.checkpoint.step_dirs import complete_steps, step_path
 from trimaran.checkpoint.step_files import missing_files_error, nodes_of
-from trimaran.checkpoint.store.store_client import START_RETRY_SECONDS, UPLOAD_NICENESS, StoreClient
-from trimaran.checkpoint.store.store_fetch import StoreFetcher, run_identity
-from trimaran.checkpoint.store.store_uploads import StoreUploads
+from trimaran.checkpoint.store.store_process import START_RETRY_SECONDS, UPLOAD_NICENESS, StoreClient
+from trimaran.checkpoint.store.store_uploads import StoreFetcher, StoreUploads, run_identity
 from trimaran.checkpoint.write_checkpoint import KeyValueStore
 from trimaran.core import CheckpointSection, UserError
 from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json

@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trimaran.checkpoint.copier import Copier
-from trimaran.checkpoint.fetch_copies import open_node_copy
-from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, MemorySource
-from trimaran.checkpoint.memory_slots import MemoryBudget, SlotPool, choose_budget
+from trimaran.checkpoint.memory_copies import (
+    CopyMetadata,
+    MemoryBudget,
+    MemorySlot,
+    MemorySource,
+    SlotPool,
+    choose_budget,
+)
+from trimaran.checkpoint.peer_copies import open_node_copy
 from trimaran.checkpoint.rank_layout import RankLayout, all_true, barrier, can_pair
 from trimaran.checkpoint.saver import Saver
 from trimaran.core import Seconds, show_bytes

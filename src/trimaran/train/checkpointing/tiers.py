@@ -9,13 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from trimaran.checkpoint.checkpoint_list import list_checkpoints
-from trimaran.checkpoint.disk_source import DiskSource
 from trimaran.checkpoint.durable import DurableDisk
-from trimaran.checkpoint.fetch_copies import CopyFetcher, CopyFinder
 from trimaran.checkpoint.file_parts import num_io_threads
-from trimaran.checkpoint.load_state import PartLoader, fill_matched, has_parts, match_shards, refuse_unused_tensors
+from trimaran.checkpoint.load_state import (
+    DiskSource,
+    PartLoader,
+    fill_matched,
+    has_parts,
+    match_shards,
+    refuse_unused_tensors,
+)
 from trimaran.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
 from trimaran.checkpoint.memory_copies import RankMemory
+from trimaran.checkpoint.peer_copies import CopyFetcher, CopyFinder
 from trimaran.checkpoint.rank_layout import RankLayout, barrier, exchange_rank_layout
 from trimaran.checkpoint.step_dirs import complete_steps, refuse, step_path
 from trimaran.checkpoint.verify_checkpoint import verify
@@ -32,7 +38,7 @@ from trimaran.train.process.rank_setup import RankInfo
 from trimaran.train.process.supervisor_link import SupervisorLink
 
 if TYPE_CHECKING:
-    from trimaran.checkpoint.store.store_fetch import StoreFetcher
+    from trimaran.checkpoint.store.store_uploads import StoreFetcher
 
 
 class Base:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.data.vision.grid_positions import grid_positions
+from trimaran.data.vision.image_grid import grid_positions
 from trimaran.nets import Network
 
 

@@ -24,7 +24,7 @@ from trimaran.train.loss.objective import Objective, choose_objective
 from trimaran.train.process.rank_setup import RankInfo
 
 if TYPE_CHECKING:
-    from trimaran.data.image_arrays import FeatureSource
+    from trimaran.data.row_arrays import FeatureSource
     from trimaran.data.samples.sample_index import SampleIndex
     from trimaran.data.text.pack_text import Progress
 

@@ -6,9 +6,10 @@ from .drill.drill_run import (
 )
 from .drill.find_processes import find_processes as find_processes
 from .drill.inject import (
-    INJECTIONS as INJECTIONS, KINDS as KINDS, MAX_FILL_BYTES as MAX_FILL_BYTES, DrillFault as DrillFault,
-    FaultName as FaultName, damage_checkpoint as damage_checkpoint, filled_disk as filled_disk, inject as inject,
-    parse_kill_in_change as parse_kill_in_change, parse_slow as parse_slow, refuse_shared_disk as refuse_shared_disk,
+    DrillFault as DrillFault, FaultName as FaultName, INJECTIONS as INJECTIONS, KINDS as KINDS,
+    MAX_FILL_BYTES as MAX_FILL_BYTES, damage_checkpoint as damage_checkpoint, filled_disk as filled_disk,
+    inject as inject, parse_kill_in_change as parse_kill_in_change, parse_slow as parse_slow,
+    refuse_shared_disk as refuse_shared_disk,
 )
 from .drill.measure import DrillResult as DrillResult, Observed as Observed, is_complete as is_complete, judge as judge
 from .machine.bench import (
@@ -25,12 +26,12 @@ from .machine.machine_check import interface_to as interface_to, refuse_unfit_ma
 from .main import COMMANDS as COMMANDS, build_app as build_app, main as main
 from .plan.history import runs_in as runs_in
 from .plan.new_recipe import choose_values as choose_values, learning_rate as learning_rate
-from .plan.other_tools import SlowerBy as SlowerBy, search_for_tool as search_for_tool, show_slower as show_slower
+from .plan.other_tools import SlowerBy as SlowerBy, search_for_tool as search_for_tool
 from .plan.plan_answer import (
     CostTerms as CostTerms, PlanReport as PlanReport, all_plans as all_plans, as_dict as as_dict,
     build_plan_report as build_plan_report, pareto_set as pareto_set, read_cost_terms as read_cost_terms,
-    run_cost_of as run_cost_of, trainer_plan as trainer_plan, with_files as with_files, with_goal as with_goal,
-    with_top as with_top,
+    run_cost_of as run_cost_of, show_slower as show_slower, trainer_plan as trainer_plan, with_files as with_files,
+    with_goal as with_goal, with_top as with_top,
 )
 from .plan.plan_view import show_plan as show_plan, show_report as show_report, show_terms as show_terms
 from .plan.rehearse_answer import chosen_ranks as chosen_ranks, read_rehearse_request as read_rehearse_request

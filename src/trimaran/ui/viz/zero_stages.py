@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from trimaran.core import Plan, show_bytes, show_count
 from trimaran.core.plan import SHARDINGS
-from trimaran.planner.memory_ladder import SHARDINGS
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import (
     Bars,

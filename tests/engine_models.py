@@ -29,10 +29,10 @@ from trimaran.serve import (
     StepLogits,
     TokenChooser,
     TokenOutput,
+    choose_on_device,
+    open_runner,
+    section_of_folder,
 )
-from trimaran.serve.engine.model_runner import open_runner
-from trimaran.serve.engine.token_choice import choose_on_device
-from trimaran.serve.trained_model import section_of_folder
 from trimaran.train import Sampling, load_trained
 
 CPU = torch.device("cpu")

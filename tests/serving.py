@@ -22,12 +22,9 @@ from trimaran.checkpoint.convert.export_peft import peft_tensors
 from trimaran.core import AdapterSection, Mesh, Plan, Recipe
 from trimaran.data import ByteTokenizer
 from trimaran.models import PRESETS, spec_of
-from trimaran.nets import LoraLinear, attach_adapter, initialise, initialise_adapter
-from trimaran.nets.network import network_of
+from trimaran.nets import LoraLinear, attach_adapter, initialise, initialise_adapter, network_of
 from trimaran.runs import RunDirectory, create_run
-from trimaran.serve import TrainedWeights, open_trained
-from trimaran.serve.conversation import continuation
-from trimaran.serve.trained_model import section_of_folder
+from trimaran.serve import TrainedWeights, continuation, open_trained, section_of_folder
 from trimaran.train import Sampling, TokenSampler, load_trained, save_tokenizer
 
 TOKEN = "a-token-for-tests"

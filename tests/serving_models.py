@@ -13,8 +13,7 @@ from tests.random_weights import perturb
 from tests.serving_ranks import PAGE_SIZE
 from trimaran.checkpoint import write_hf_folder
 from trimaran.models import PRESETS, spec_from_hf
-from trimaran.nets import Network, initialise
-from trimaran.nets.network import network_of
+from trimaran.nets import Network, initialise, network_of
 
 SHAPE: dict[str, Any] = {"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "vocab": 97,
                          "max_seq_len": 64}  # fmt: skip

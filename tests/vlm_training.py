@@ -15,8 +15,7 @@ from tests.ranks import run_ranks
 from trimaran.core import AdapterSection, Plan, TrainSection
 from trimaran.data import DataShare, StepBatch
 from trimaran.models import PRESETS, VLM_PRESETS, ExpertSpec, VlmSpec, stage_ranges, stages_of_rank
-from trimaran.nets import Network, attach_adapter, initialise, initialise_adapter
-from trimaran.nets.network import network_of
+from trimaran.nets import Network, attach_adapter, initialise, initialise_adapter, network_of
 from trimaran.parallel import RankMesh, apply_plan, build_mesh, freeze_towers
 from trimaran.train import StepClock, Stepper, build_stepper, join_process_group, read_rank_info
 

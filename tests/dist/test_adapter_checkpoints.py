@@ -21,8 +21,7 @@ from trimaran.app import main
 from trimaran.checkpoint import DiskSource, read_manifest, step_path, write_hf_folder
 from trimaran.core import AdapterSection, ModelSection, Plan, Recipe, UserError
 from trimaran.models import spec_of
-from trimaran.nets import initialise, local_part
-from trimaran.nets.network import network_of
+from trimaran.nets import initialise, local_part, network_of
 from trimaran.runs import RunDirectory, create_run, replace_plan, replace_recipe
 from trimaran.serve import fill_from_peft, load_adapted
 from trimaran.train import TrainingState, Updater, read_rank_info, run_worker

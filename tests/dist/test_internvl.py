@@ -12,8 +12,7 @@ from tests.unit.test_nets_internvl import add_tokenizer, chat_folder
 from trimaran.core import Plan, Recipe, parse_recipe
 from trimaran.machine import parse_cluster
 from trimaran.models import VlmSpec, outline_for, spec_of
-from trimaran.planner import Question, check_plan
-from trimaran.planner.search.goals import search
+from trimaran.planner import Question, check_plan, search
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL, LARGE = RECIPES / "vlm-internvl-tiny.yaml", RECIPES / "case-studies" / "vlm-26b-train-8xh100.yaml"

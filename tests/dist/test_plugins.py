@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 from trimaran.app import main, read_question
 from trimaran.autopilot import Controller, RunSettings, settings_of
 from trimaran.core import Mesh, Plan, Recipe, UserError, parse_recipe
-from trimaran.planner.search.goals import search
+from trimaran.planner import search
 from trimaran.runs import RunDirectory, RunTail, create_run, open_feeds
 from trimaran.train import read_rank_info, run_worker
 

@@ -41,10 +41,10 @@ from trimaran.serve import (
     join_ranks,
     load_peft_folder,
     open_part,
+    quantise_linear,
     restored_weight,
     traits_of,
 )
-from trimaran.serve.serving_layers import quantise_linear
 from trimaran.train import load_trained
 
 CPU = torch.device("cpu")

@@ -19,8 +19,7 @@ from tests.e2e.test_serve_faults import LONG, new_client, texts_of
 from tests.serving import RunningServer, greedy_text, running_server, save_tiny_model, wait_for
 from trimaran.checkpoint import newest_step, write_hf_folder
 from trimaran.data import ByteTokenizer
-from trimaran.nets import initialise
-from trimaran.nets.network import network_of
+from trimaran.nets import initialise, network_of
 from trimaran.serve import Conversation, TrainedWeights, open_trained
 from trimaran.train import Sampling, TokenSampler, save_tokenizer
 

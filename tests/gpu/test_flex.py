@@ -5,9 +5,17 @@ import torch
 from torch import Tensor
 
 from trimaran.models import AttentionSpec, Block, ModelSpec
-from trimaran.nets import AttentionOptions, Decoder, Segments, attend, causal_window, has_flex_kernel, masked_attention
+from trimaran.nets import (
+    AttentionOptions,
+    Decoder,
+    Segments,
+    attend,
+    causal_window,
+    has_flex_kernel,
+    masked_attention,
+    run_lengths,
+)
 from trimaran.nets.decoder import attention_context
-from trimaran.nets.varlen_attention import run_lengths
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (100, 300, 112)

@@ -33,9 +33,9 @@ from trimaran.serve import (
     RunnerTraits,
     compute_in_bf16,
     quantise,
+    quantise_linear,
     restored_weight,
 )
-from trimaran.serve.serving_layers import quantise_linear
 from trimaran.train import Sampling
 
 pytestmark = pytest.mark.gpu

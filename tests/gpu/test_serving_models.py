@@ -31,8 +31,8 @@ from trimaran.serve import (
     ModelRunner,
     StepLogits,
     compute_in_bf16,
+    open_runner,
 )
-from trimaran.serve.engine.model_runner import open_runner
 from trimaran.train import Sampling, load_trained
 
 pytestmark = pytest.mark.gpu

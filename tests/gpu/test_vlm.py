@@ -14,8 +14,7 @@ from torch._dynamo.utils import counters
 from trimaran.core import Mesh, Plan
 from trimaran.data import StepBatch
 from trimaran.models import VLM_PRESETS, VlmSpec
-from trimaran.nets import Network, Vlm, initialise, layout_patches
-from trimaran.nets.network import network_of
+from trimaran.nets import Network, Vlm, initialise, layout_patches, network_of
 from trimaran.parallel import RankMesh, apply_compile, freeze_towers
 from trimaran.train import LanguageObjective
 

@@ -21,8 +21,7 @@ from trimaran.checkpoint import Manifest, commit, draft_path, step_path, write_h
 from trimaran.core import Recipe, dump_recipe, parse_recipe
 from trimaran.data import ByteTokenizer
 from trimaran.models import spec_of
-from trimaran.nets import Network, initialise
-from trimaran.nets.network import network_of
+from trimaran.nets import Network, initialise, network_of
 from trimaran.runs import Journal, RunDirectory
 from trimaran.serve import show_generation
 from trimaran.train import CachedLogits, Generation, NextTokenModel, Sampling, TokenSampler, save_tokenizer

@@ -13,8 +13,7 @@ from trimaran.app import read_question
 from trimaran.core import GIB, Bytes, Mesh, Plan, Prediction
 from trimaran.cost import predict
 from trimaran.models import Outline
-from trimaran.planner import PlanAnswer, Question, with_frozen_tower
-from trimaran.planner.search.goals import search
+from trimaran.planner import PlanAnswer, Question, search, with_frozen_tower
 
 CASES = Path(__file__).parents[2] / "recipes" / "case-studies"
 

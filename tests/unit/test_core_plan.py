@@ -6,7 +6,7 @@ import pytest
 
 from trimaran.core import Plan
 from trimaran.core.traits import ENGINE_TRAITS
-from trimaran.train.steppers.engine import ENGINES
+from trimaran.train import ENGINES
 
 
 def test_every_engine_has_traits_and_a_module_that_runs_it() -> None:

@@ -8,8 +8,7 @@ from trimaran.core import GIB, Plan, Recipe, UserError
 from trimaran.cost import find_stack, peak_memory_of, predict
 from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.planner import Question, check_plan
-from trimaran.planner.search.goals import search
+from trimaran.planner import Question, check_plan, search
 
 MODEL, CLUSTER, SEQ_LEN = PRESETS["llama-3.1-70b"], parse_cluster("8xH100"), 8192
 

@@ -8,8 +8,16 @@ import pytest
 from trimaran.core import GIB
 from trimaran.machine import find_device, parse_cluster
 from trimaran.models import PRESETS, Outline, outline_of
-from trimaran.serve import Layout, StepWork, Traffic, load_table, loads_to_show, serving_memory, serving_step
-from trimaran.serve.planning.serving_plans import max_running
+from trimaran.serve import (
+    Layout,
+    StepWork,
+    Traffic,
+    load_table,
+    loads_to_show,
+    max_running,
+    serving_memory,
+    serving_step,
+)
 
 LLAMA_8B = outline_of(PRESETS["llama-3-8b"])
 PARAMETERS = 8_030_261_248

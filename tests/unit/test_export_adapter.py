@@ -27,8 +27,7 @@ from trimaran.checkpoint import (
 )
 from trimaran.core import ModelSection, Recipe, UserError
 from trimaran.nets import Network, adapter_parameters, open_base_weights
-from trimaran.serve import base_of_peft, fill_from_peft, load_adapted
-from trimaran.serve.trained_model import section_of_folder
+from trimaran.serve import base_of_peft, fill_from_peft, load_adapted, section_of_folder
 from trimaran.train import load_trained
 
 CPU = torch.device("cpu")

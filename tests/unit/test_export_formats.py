@@ -26,13 +26,13 @@ from trimaran.serve import (
     portable_module,
     quantise_linears,
     read_onnx,
+    read_program,
+    refuse_difference,
     sample_tokens,
     write_gguf,
     write_onnx,
     write_program,
 )
-from trimaran.serve.exports.compare_logits import refuse_difference
-from trimaran.serve.exports.graph_exports import read_program
 
 SHAPE = "layers: 2, hidden: 64, heads: 4, kv_heads: 2, ffn: 96, max_seq_len: 128"
 EXPERTS = "num_experts: 4, top_k: 2, ffn: 32"

@@ -22,9 +22,9 @@ from trimaran.nets import (
     initialise,
     initialise_adapter,
     merge_in_place,
+    network_of,
     output_head,
 )
-from trimaran.nets.network import network_of
 from trimaran.serve import (
     BatchingEngine,
     CacheSettings,
@@ -33,8 +33,8 @@ from trimaran.serve import (
     RunnerTraits,
     load_adapter,
     load_peft_folder,
+    open_runner,
 )
-from trimaran.serve.engine.model_runner import open_runner
 
 SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, tied=False,
                block=PRESETS["qwen2.5-7b"].block)  # fmt: skip

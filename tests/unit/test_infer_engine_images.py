@@ -10,8 +10,7 @@ import torch
 from tests.engine_models import CPU, GREEDY, answers_of, new_engine, tokens_of
 from trimaran.core import ModelSection
 from trimaran.models import spec_of
-from trimaran.nets import Network, initialise, load_hf_model, network_of_hf
-from trimaran.nets.network import network_of
+from trimaran.nets import Network, initialise, load_hf_model, network_of, network_of_hf
 from trimaran.serve import EngineRequest
 from trimaran.train import CachedLogits, Generation, NextTokenModel, PlacedImage, TokenSampler
 

@@ -18,10 +18,10 @@ from trimaran.serve import (
     EngineSocket,
     TokenOutput,
     TrainedWeights,
+    dump_message,
     output_from_json,
     request_to_json,
 )
-from trimaran.serve.engine.engine_request import dump_message
 
 PATIENCE = 60.0  # seconds for one message
 

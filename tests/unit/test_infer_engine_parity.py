@@ -23,8 +23,15 @@ from tests.engine_models import (
 )
 from trimaran.core import UserError
 from trimaran.nets import Decoder, Network
-from trimaran.serve import BatchingEngine, CacheSettings, EngineSettings, ModelRunner, SequenceRunner, compute_in_bf16
-from trimaran.serve.engine.model_runner import open_runner
+from trimaran.serve import (
+    BatchingEngine,
+    CacheSettings,
+    EngineSettings,
+    ModelRunner,
+    SequenceRunner,
+    compute_in_bf16,
+    open_runner,
+)
 from trimaran.train import CachedLogits, Generation, NextTokenModel, Sampling, TokenSampler
 
 NATIVE = {"llama", "qwen2", "qwen3", "qwen3-moe", "mistral", "gemma2", "gemma3", "phi3", "olmo2",

@@ -26,10 +26,8 @@ from trimaran.data import (
     token_positions,
 )
 from trimaran.models import PRESETS, Spec
-from trimaran.nets import Network, initialise
-from trimaran.nets.network import network_of
-from trimaran.serve import Conversation, PromptBuilder, TrainedModel, stored_dtype
-from trimaran.serve.conversation import continuation
+from trimaran.nets import Network, initialise, network_of
+from trimaran.serve import Conversation, PromptBuilder, TrainedModel, continuation, stored_dtype
 from trimaran.train import CachedLogits, Generation, NextTokenModel, Sampling, TokenSampler, whole_sequence_logits
 
 CPU = torch.device("cpu")

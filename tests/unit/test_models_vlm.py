@@ -24,7 +24,7 @@ from trimaran.models import (
     vlm_outline,
     vlm_to_disk,
 )
-from trimaran.nets.network import network_of
+from trimaran.nets import network_of
 
 TINY = VLM_PRESETS["tiny"]
 PUBLISHED = {  # parameters, from the published safetensors

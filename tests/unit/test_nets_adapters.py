@@ -23,9 +23,9 @@ from trimaran.nets import (
     initialise_adapter,
     is_adapter_parameter,
     merged_weight,
+    network_of,
     rotation_at,
 )
-from trimaran.nets.network import network_of
 from trimaran.parallel import matrix_rank, override_precision, selective_policy, store_frozen_weights
 
 SPEC = replace(PRESETS["tiny"], layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48)

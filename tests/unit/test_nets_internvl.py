@@ -22,8 +22,7 @@ from trimaran.checkpoint import write_hf_folder
 from trimaran.core import ImageRules, ModelSection, UserError
 from trimaran.data import fill_patches, grids_of
 from trimaran.models import VLM_PRESETS, VlmSpec, spec_of, vlm_from_disk, vlm_to_disk
-from trimaran.nets import open_base_weights
-from trimaran.nets.network import network_of
+from trimaran.nets import network_of, open_base_weights
 
 TOKENS = {"<IMG_CONTEXT>": 300, "<img>": 301, "</img>": 302}
 VISION_NAMES = {

@@ -20,9 +20,9 @@ from trimaran.nets import (
     hf_network,
     initialise,
     load_hf_model,
+    network_of,
     network_of_hf,
 )
-from trimaran.nets.network import network_of
 
 TOLERANCE = 1e-5
 DENSE = replace(PRESETS["tiny"], layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96)

@@ -14,9 +14,16 @@ from trimaran.core import ModelSection
 from trimaran.machine import find_device
 from trimaran.models import outline_for, outline_of, spec_from_hf
 from trimaran.nets import HostLengthsNeededError, LatentAttention, Network, PagedCache, PagedExtension
-from trimaran.serve import CacheSettings, Layout, Traffic, captures_steps, compute_in_bf16, serving_memory
-from trimaran.serve.engine.model_runner import open_runner
-from trimaran.serve.serving_layers import quantise_linear
+from trimaran.serve import (
+    CacheSettings,
+    Layout,
+    Traffic,
+    captures_steps,
+    compute_in_bf16,
+    open_runner,
+    quantise_linear,
+    serving_memory,
+)
 
 CPU = torch.device("cpu")
 DENSE = spec_from_hf(LATENT | {"kv_lora_rank": 128, "first_k_dense_replace": 3}, where="here")

@@ -14,8 +14,7 @@ from tests.prediction_models import IGNORED, PlainPrediction, save_predicting, w
 from trimaran.checkpoint import write_hf_folder
 from trimaran.core import ModelSection, Plan, Recipe, UserError
 from trimaran.models import ModelSpec, outline_for, spec_of, split_outline
-from trimaran.nets import Decoder, Network, labels_ahead, tokens_ahead
-from trimaran.nets.network import network_of
+from trimaran.nets import Decoder, Network, labels_ahead, network_of, tokens_ahead
 from trimaran.planner import check_axes
 from trimaran.train import LanguageObjective, build_loss_function
 

@@ -19,10 +19,11 @@ from trimaran.nets import (
     decoder_network,
     document_mask,
     initialise,
+    run_lengths,
     segment_attention,
     varlen_attention,
 )
-from trimaran.nets.varlen_attention import attention, run_lengths
+from trimaran.nets.varlen_attention import attention
 from trimaran.parallel import apply_recompute
 
 HERE = torch.device("cpu")

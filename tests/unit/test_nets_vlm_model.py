@@ -23,8 +23,7 @@ from tests.vlm_models import (
     some_inputs,
 )
 from trimaran.models import VlmSpec
-from trimaran.nets import Vlm, initialise
-from trimaran.nets.network import network_of
+from trimaran.nets import Vlm, initialise, network_of
 
 
 @pytest.fixture(params=SPECS)

@@ -32,8 +32,7 @@ from tests.vlm_models import (
 )
 from trimaran.core import UserError
 from trimaran.models import VlmSpec, vlm_from_disk
-from trimaran.nets import Vlm, initialise, load_vlm_weights, vlm_tensors
-from trimaran.nets.network import network_of
+from trimaran.nets import Vlm, initialise, load_vlm_weights, network_of, vlm_tensors
 
 SPREAD = ("tiled", "deepstack", "untied")  # over two ranks
 OLD_NAMES = {

@@ -11,10 +11,10 @@ from trimaran.nets import (
     add_adapter,
     loadable_weights,
     merged_weight,
+    pack_frozen_weights,
     packed_parameters,
     weight_to_fill,
 )
-from trimaran.nets.nf4_linear import pack_frozen_weights
 
 
 def frozen_linear(inputs: int = 128, outputs: int = 96, *, bias: bool = True) -> nn.Linear:

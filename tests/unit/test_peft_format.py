@@ -23,10 +23,11 @@ from trimaran.nets import (
     attach_adapter,
     initialise,
     initialise_adapter,
+    load_peft_adapter,
+    network_of,
     peft_tensors,
+    refuse_inexpressible,
 )
-from trimaran.nets.adapters.peft_format import load_peft_adapter, refuse_inexpressible
-from trimaran.nets.network import network_of
 
 TOKENS = torch.arange(24).view(2, 12)
 ROWS = [[None, 0, None, 1, None], [None, None, 2, None]]  # the number of an image, or text

@@ -22,9 +22,8 @@ from trimaran.app import (
     show_report,
 )
 from trimaran.core import GIB, Plan, UserError
-from trimaran.planner import PEFT_FILE, no_fit_error, predicted
+from trimaran.planner import PEFT_FILE, no_fit_error, predicted, search
 from trimaran.planner.emit import emit
-from trimaran.planner.search.goals import search
 
 
 def request(what: str, cluster: str, *settings: str, adapter: str = "", batch: int = 32) -> PlanRequest:

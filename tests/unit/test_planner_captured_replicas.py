@@ -14,8 +14,7 @@ from trimaran.launch import resized
 from trimaran.machine import Cluster, parse_cluster
 from trimaran.models import PRESETS, Block, ExpertSpec, ModelSpec, outline_of, spec_of
 from trimaran.parallel import BUCKET_BYTES
-from trimaran.planner import Question, all_changes, check_plan, plan_with
-from trimaran.planner.search.goals import search
+from trimaran.planner import Question, all_changes, check_plan, plan_with, search
 
 SMALL = {"layers": 8, "hidden": 384, "heads": 6, "kv_heads": 6, "head_dim": 64, "ffn": 1024, "vocab": 32_000}
 LARGE = {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64, "ffn": 8192, "vocab": 128_256}

@@ -9,8 +9,7 @@ from trimaran.core import Plan, Seconds, parse_recipe
 from trimaran.cost import GatheredUnit, exposed_gathers, exposed_reduction, ring_of
 from trimaran.machine import parse_cluster
 from trimaran.models import outline_if_known, spec_of
-from trimaran.planner import Question, choose, choose_comm
-from trimaran.planner.search.goals import search
+from trimaran.planner import Question, choose, choose_comm, search
 
 MEBIBYTE = 1 << 20
 

@@ -10,8 +10,7 @@ from trimaran.core import GIB, Bytes, Plan, Recipe, UserError
 from trimaran.cost import find_stack, predict
 from trimaran.machine import Cluster, parse_cluster
 from trimaran.models import PRESETS, ModelSpec, Outline, outline_from_hf
-from trimaran.planner import Question, choose, predict_line
-from trimaran.planner.search.goals import search
+from trimaran.planner import Question, choose, predict_line, search
 
 GEMMA_2_2B = {
     "model_type": "gemma2", "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8,

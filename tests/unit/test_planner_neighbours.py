@@ -7,8 +7,7 @@ import pytest
 from trimaran.core import Comm, Mesh, Plan, Recipe
 from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.planner import CHANGES, Question, check_plan, keeps_pins, neighbour_patches, neighbours
-from trimaran.planner.search.goals import search
+from trimaran.planner import CHANGES, Question, check_plan, keeps_pins, neighbour_patches, neighbours, search
 
 
 def question_for(preset: str, cluster: str, *, plan: Any = "auto", batch: int = 64, seq_len: int = 2048) -> Question:

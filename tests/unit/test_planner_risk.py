@@ -17,8 +17,8 @@ from trimaran.planner import (
     Space,
     best_plans,
     find_plans,
+    search,
 )
-from trimaran.planner.search.goals import search
 
 
 def request(preset: str, cluster: str, *settings: str, seq_len: int = 4096, batch: int = 64) -> PlanRequest:

@@ -38,9 +38,9 @@ from trimaran.planner import (
     find_plans,
     fits_on,
     resized_cluster,
+    search,
     smallest_cluster,
 )
-from trimaran.planner.search.goals import search
 
 
 def question_for(spec: ModelSpec, text: str, *, batch: int, seq_len: int, **more: object) -> Question:

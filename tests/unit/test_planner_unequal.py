@@ -10,9 +10,8 @@ from trimaran.core import Mesh, Plan, Recipe, UserError, parse_recipe, show_rows
 from trimaran.cost import predict
 from trimaran.machine import Cluster, DeviceGroup, parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.planner import Question, answer_line, check_micro_batches, choose, next_rung
+from trimaran.planner import Question, answer_line, check_micro_batches, choose, next_rung, search
 from trimaran.planner.emit import EMITTERS, emit
-from trimaran.planner.search.goals import search
 
 
 def question_for(preset: str, cluster: str, *, batch: int, seq_len: int, plan: Any = "auto") -> Question:

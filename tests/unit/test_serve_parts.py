@@ -20,10 +20,12 @@ from trimaran.serve import (
     AnswerText,
     ChatCall,
     CompletionCall,
+    CompletionFormat,
     EngineLimits,
     EngineRequest,
     ModelTexts,
     PreparedPrompt,
+    PromptReader,
     RequestQueue,
     ServingMetrics,
     TokenOutput,
@@ -31,18 +33,18 @@ from trimaran.serve import (
     VllmRequest,
     check_folder,
     config_text,
+    dump_message,
     may_have_many_values,
     output_from_json,
     output_to_json,
     parse_call,
+    refuse_many_values,
+    request_from_json,
     request_to_json,
     stopping,
     vllm_options,
 )
-from trimaran.serve.engine.engine_request import dump_message, request_from_json
 from trimaran.serve.server import answer_response
-from trimaran.serve.server.answers import CompletionFormat
-from trimaran.serve.server.calls import PromptReader, refuse_many_values
 from trimaran.train import PlacedImage, Sampling
 
 GREEDY = Sampling(temperature=0)

@@ -13,8 +13,7 @@ from trimaran.app import complete_plan, main
 from trimaran.core import Plan, parse_recipe
 from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, outline_of
-from trimaran.planner import Question, reliability_of
-from trimaran.planner.search.goals import search
+from trimaran.planner import Question, reliability_of, search
 
 SMALL = ["--days", "3", "--runs", "2", "--seq-len", "4096", "--global-batch", "64"]
 

@@ -31,8 +31,7 @@ from trimaran.data import (
     upright_size,
 )
 from trimaran.models import recipe_image_rules, vlm_from_disk
-from trimaran.nets import normalise_patches
-from trimaran.nets.network import network_of
+from trimaran.nets import network_of, normalise_patches
 
 VIDEO = 303
 QUESTION = [{"role": "user", "content": "what happens?"}, {"role": "assistant", "content": "nothing"}]

@@ -10,11 +10,9 @@ from tests.vlm_training import SPEC
 from trimaran.core import DataSection, ModelSection, Plan, Recipe, TrainSection, UserError
 from trimaran.machine import parse_cluster
 from trimaran.models import PRESETS, VLM_PRESETS, outline_for, spec_of, split_by_cost
-from trimaran.nets import tower_of
-from trimaran.nets.network import network_of
+from trimaran.nets import network_of, tower_of
 from trimaran.parallel import LR_FACTOR, apply_recompute, assign_images, build_optimizer, freeze_towers, tower_of_blocks
-from trimaran.planner import Question, check_plan, check_tensor, check_towers, choose
-from trimaran.planner.search.goals import search
+from trimaran.planner import Question, check_plan, check_tensor, check_towers, choose, search
 
 TOWERS = {"vision": "vision.", "projector": "projector.", "language": "language."}
 EIGHT = parse_cluster("8xH100")

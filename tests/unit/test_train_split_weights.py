@@ -13,8 +13,7 @@ from tests.resume import bits
 from trimaran.checkpoint import Copier, CopyMetadata, MemorySource, RankMemory, encode_items, fill_shards
 from trimaran.core import Mesh, Plan
 from trimaran.models import PRESETS, VLM_PRESETS, ModelSpec
-from trimaran.nets import DecoderLayer, FeedForward, Network, initialise
-from trimaran.nets.network import network_of
+from trimaran.nets import DecoderLayer, FeedForward, Network, initialise, network_of
 from trimaran.parallel import (
     SplitWeight,
     TensorShard,

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.hf_models import SMALL
 from trimaran.data import StepBatch
 from trimaran.models import PRESETS
-from trimaran.nets.network import network_of
+from trimaran.nets import network_of
 from trimaran.train import has_known_code, host_random_states, signature_of
 
 TOKENS = torch.zeros(2, 4, 8, dtype=torch.int64)

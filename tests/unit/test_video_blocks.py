@@ -29,8 +29,7 @@ from trimaran.data import (
     sample_feeds,
 )
 from trimaran.models import VLM_PRESETS, recipe_image_rules, vlm_from_disk, vlm_to_disk
-from trimaran.nets import network_of_hf, normalise_patches
-from trimaran.nets.network import network_of
+from trimaran.nets import network_of, network_of_hf, normalise_patches
 
 VIDEO, START, END = 303, 301, 302
 # The number of frames, the frames of a second, and the size (rows, columns of tokens) of each video; an image has none.

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cases import slow
 from trimaran.app import read_plan_request
-from trimaran.planner.search.goals import search
+from trimaran.planner import search
 from trimaran.ui import (
     SHORT_NAMES,
     TEMPLATES,

@@ -89,7 +89,9 @@ from .supervise.slow_rank_check import (
 from .targets.k8s_manifest import (
     CONTAINER as CONTAINER, INSTANCE as INSTANCE, KubernetesSite as KubernetesSite, grace_seconds as grace_seconds,
 )
-from .targets.k8s_target import KINDS as KINDS, KubernetesTarget as KubernetesTarget, describe as describe
+from .targets.k8s_target import (
+    KINDS as KINDS, KubernetesTarget as KubernetesTarget, describe as describe, name_of as name_of,
+)
 from .targets.ray_target import RaySection as RaySection, RayTarget as RayTarget
 from .targets.script_text import SHARED_FUNCTIONS as SHARED_FUNCTIONS
 from .targets.site_file import read_site_file as read_site_file, site_path as site_path, site_section as site_section

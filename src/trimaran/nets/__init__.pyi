@@ -7,8 +7,9 @@ from .adapters.lora_linear import (
     is_adapter_parameter as is_adapter_parameter, merge_in_place as merge_in_place, merged_weight as merged_weight,
 )
 from .adapters.peft_format import (
-    PEFT_CONFIG as PEFT_CONFIG, PEFT_WEIGHTS as PEFT_WEIGHTS, hf_modules as hf_modules, peft_config as peft_config,
-    peft_tensors as peft_tensors,
+    PEFT_CONFIG as PEFT_CONFIG, PEFT_WEIGHTS as PEFT_WEIGHTS, hf_modules as hf_modules,
+    load_peft_adapter as load_peft_adapter, peft_config as peft_config, peft_tensors as peft_tensors,
+    refuse_inexpressible as refuse_inexpressible,
 )
 from .base_weights import open_base_weights as open_base_weights
 from .decoder.attention import Attention as Attention, RMSNorm as RMSNorm, rotation_at as rotation_at
@@ -42,11 +43,12 @@ from .kernels.paged_attention import attend_one_query as attend_one_query, store
 from .local_shards import full_tensor as full_tensor, local_part as local_part, local_slices as local_slices
 from .network import (
     Network as Network, WeightsNeededError as WeightsNeededError, decoder_network as decoder_network,
-    open_network as open_network, output_head as output_head, tower_of as tower_of,
+    network_of as network_of, open_network as open_network, output_head as output_head, tower_of as tower_of,
 )
 from .nf4_linear import (
     Nf4Linear as Nf4Linear, Nf4LoraLinear as Nf4LoraLinear, loadable_weights as loadable_weights,
-    packed_parameters as packed_parameters, weight_to_fill as weight_to_fill,
+    pack_frozen_weights as pack_frozen_weights, packed_parameters as packed_parameters,
+    weight_to_fill as weight_to_fill,
 )
 from .paged_cache import (
     HostLengthsNeededError as HostLengthsNeededError, PagedCache as PagedCache, PagedExtension as PagedExtension,
@@ -59,7 +61,7 @@ from .varlen_attention import (
     AttentionOptions as AttentionOptions, BLOCK as BLOCK, Segments as Segments, block_mask as block_mask,
     causal_window as causal_window, document_mask as document_mask, flexible_attention as flexible_attention,
     has_flash as has_flash, has_flex_kernel as has_flex_kernel, masked_attention as masked_attention,
-    segment_attention as segment_attention,
+    run_lengths as run_lengths, segment_attention as segment_attention,
 )
 from .vlm.patch_layout import layout_patches as layout_patches
 from .vlm.vision import VisionTower as VisionTower, normalise_patches as normalise_patches

@@ -11,7 +11,7 @@ from .app.vllm import (
 )
 from .conversation import (
     Conversation as Conversation, PromptBuilder as PromptBuilder, PromptImage as PromptImage,
-    place_images as place_images,
+    continuation as continuation, place_images as place_images,
 )
 from .engine.batching_engine import BatchingEngine as BatchingEngine, EngineStats as EngineStats
 from .engine.decode_graphs import GraphRunner as GraphRunner
@@ -21,11 +21,13 @@ from .engine.engine_batch import (
 from .engine.engine_loop import EngineLoop as EngineLoop, EngineSocket as EngineSocket
 from .engine.engine_request import (
     EngineLimits as EngineLimits, EngineRequest as EngineRequest, TokenOutput as TokenOutput,
-    output_from_json as output_from_json, output_to_json as output_to_json, request_to_json as request_to_json,
+    dump_message as dump_message, output_from_json as output_from_json, output_to_json as output_to_json,
+    request_from_json as request_from_json, request_to_json as request_to_json,
 )
 from .engine.model_runner import (
     CacheSettings as CacheSettings, ModelRunner as ModelRunner, Runner as Runner, RunnerTraits as RunnerTraits,
-    SequenceRunner as SequenceRunner, StepLogits as StepLogits, bytes_of_page as bytes_of_page, traits_of as traits_of,
+    SequenceRunner as SequenceRunner, StepLogits as StepLogits, bytes_of_page as bytes_of_page,
+    open_runner as open_runner, traits_of as traits_of,
 )
 from .engine.open_engine import load_adapter as load_adapter, load_peft_folder as load_peft_folder
 from .engine.peer_watch import (
@@ -40,16 +42,16 @@ from .engine.serving_rank import (
 from .engine.sharded_weights import PartSettings as PartSettings, open_part as open_part
 from .engine.token_choice import (
     NOT_A_TOKEN as NOT_A_TOKEN, PendingTokens as PendingTokens, TokenChooser as TokenChooser,
-    choose_tokens as choose_tokens, logprobs_of as logprobs_of,
+    choose_on_device as choose_on_device, choose_tokens as choose_tokens, logprobs_of as logprobs_of,
 )
 from .exports.compare_logits import (
     BOUNDS as BOUNDS, compare_logits as compare_logits, network_logits as network_logits,
-    sample_tokens as sample_tokens,
+    refuse_difference as refuse_difference, sample_tokens as sample_tokens,
 )
 from .exports.gguf import gguf_tokenizer as gguf_tokenizer, write_gguf as write_gguf
 from .exports.graph_exports import (
-    graph_module as graph_module, portable_module as portable_module, read_onnx as read_onnx, write_onnx as write_onnx,
-    write_program as write_program,
+    graph_module as graph_module, portable_module as portable_module, read_onnx as read_onnx,
+    read_program as read_program, write_onnx as write_onnx, write_program as write_program,
 )
 from .exports.torchao_weights import quantise_linears as quantise_linears
 from .harness_model import HarnessModel as HarnessModel
@@ -59,15 +61,19 @@ from .planning.serving import (
 )
 from .planning.serving_plans import (
     ServingQuestion as ServingQuestion, load_table as load_table, loads_to_show as loads_to_show,
-    plan_serving as plan_serving, tensor_degrees as tensor_degrees,
+    max_running as max_running, plan_serving as plan_serving, tensor_degrees as tensor_degrees,
 )
 from .planning.serving_time import StepWork as StepWork, serving_step as serving_step
 from .server.access import AccessMiddleware as AccessMiddleware
-from .server.answers import AnswerChoice as AnswerChoice, AnswerHead as AnswerHead, AnswerText as AnswerText
+from .server.answers import (
+    AnswerChoice as AnswerChoice, AnswerHead as AnswerHead, AnswerText as AnswerText,
+    CompletionFormat as CompletionFormat,
+)
 from .server.api_error import error_response as error_response, stopping as stopping
 from .server.calls import (
     ChatCall as ChatCall, CompletionCall as CompletionCall, PreparedPrompt as PreparedPrompt,
-    may_have_many_values as may_have_many_values, parse_call as parse_call,
+    PromptReader as PromptReader, may_have_many_values as may_have_many_values, parse_call as parse_call,
+    refuse_many_values as refuse_many_values,
 )
 from .server.connection_guard import (
     ConnectionGuard as ConnectionGuard, ConnectionLimits as ConnectionLimits, guarded_http as guarded_http,
@@ -80,11 +86,11 @@ from .server.serving_metrics import (
 from .serving_layers import (
     GROUP as GROUP, Quantisation as Quantisation, QuantisedLinear as QuantisedLinear, is_supported as is_supported,
     join_projections as join_projections, joined_linear as joined_linear, quantise as quantise,
-    quantised_weight as quantised_weight, restored_weight as restored_weight,
+    quantise_linear as quantise_linear, quantised_weight as quantised_weight, restored_weight as restored_weight,
 )
 from .settings import TrainedWeights as TrainedWeights
 from .text_stream import MAX_WAITING as MAX_WAITING, TextStream as TextStream, UNDECODABLE as UNDECODABLE
 from .trained_model import (
     ModelTexts as ModelTexts, TrainedModel as TrainedModel, compute_in_bf16 as compute_in_bf16,
-    stored_dtype as stored_dtype,
+    section_of_folder as section_of_folder, stored_dtype as stored_dtype,
 )

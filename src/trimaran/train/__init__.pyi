@@ -90,8 +90,8 @@ from .rehearsal.rehearsal_group import (
     BACKEND as BACKEND, MESSAGE_BLOCK as MESSAGE_BLOCK, register_backend as register_backend,
 )
 from .rehearsal.rehearsed_rank import (
-    measure_rank as measure_rank, measured_tensors as measured_tensors, rehearse_rank as rehearse_rank,
-    stage_facts_of as stage_facts_of,
+    WARMUP_STEPS as WARMUP_STEPS, measure_rank as measure_rank, measured_tensors as measured_tensors,
+    rehearse_rank as rehearse_rank, stage_facts_of as stage_facts_of,
 )
 from .steppers.engine import ENGINES as ENGINES, build_stepper as build_stepper
 from .steppers.feature import Feature as Feature, UpdatePart as UpdatePart

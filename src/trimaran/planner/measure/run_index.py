@@ -3,27 +3,24 @@
 A record is read again when a file of its run has changed. The index is a cache: it may be deleted at any time.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.plan import show_rows
+from trimaran.core.regular_files import read_regular_bytes, write_atomically
+from trimaran.core.version import VERSION
 from trimaran.models import Outline, outline_if_known
+from trimaran.runs.run_directory import MARKER
 
 if TYPE_CHECKING:  # who reads records needs no reader of runs
     from trimaran.planner.measure.measured_run import MeasuredRun, PlanSteps
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import field
-from pathlib import Path
-
-from trimaran.core.regular_files import read_regular_bytes, write_atomically
-from trimaran.core.version import VERSION
-from trimaran.runs.run_directory import MARKER
 
 SEARCHED_COMM = ("overlap", "regather")  # what a search chooses of `plan.comm`
 

@@ -1,7 +1,7 @@
 """Investigates an attempt in trouble: files an incident at once, then collects evidence before the ranks are killed.
 
 Also an incident as a few lines of text, and what a coordinator writes of nodes to the bad-node memory
-(`runs/bad_nodes.py`).
+(`runs/node_records.py`).
 """
 
 import logging

@@ -40,7 +40,7 @@ def read_rank_info(environment: Mapping[str, str], *, on_cpu: bool = False) -> R
     """Return the rank that a launcher wrote into `environment`; without a launcher, rank 0 of 1.
 
     The device is this rank's GPU if the machine has any, unless `on_cpu`. With TRIMARAN_SHARE_GPUS=1 several ranks
-    may use one GPU, see `launch/supervise/shared_gpu.py`.
+    may use one GPU, see `launch/supervise/fork_server_process.py`.
     """
     local_rank = int(environment.get("LOCAL_RANK", 0))
     use_gpu = torch.cuda.is_available() and not on_cpu

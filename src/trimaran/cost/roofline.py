@@ -264,23 +264,6 @@ KERNEL_GAP_SECONDS = 1e-6
 MAX_GAP_FRACTION = 0.05  # of a step's compute; a larger micro-batch can gain no more than that
 
 
-class HostSeconds(NamedTuple):
-    """Host time to launch forward and backward of a micro-batch."""
-
-    forward: float
-    backward: float
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
-
-    def plus(self, other: "HostSeconds") -> "HostSeconds":
-        return HostSeconds(self.forward + other.forward, self.backward + other.backward)
-
-
-NO_HOST_SECONDS = HostSeconds(0.0, 0.0)
-
-
 def host_wait(device_seconds: float, host_seconds: float) -> float:
     """Return how long the device waits for the host while it has `device_seconds` of work."""
     if not device_seconds:

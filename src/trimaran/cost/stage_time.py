@@ -11,7 +11,6 @@ from trimaran.core.plan import RECOMPUTED_BY_OPERATOR, TowerPlan
 from trimaran.cost.block_time import (
     BlockKind,
     BlockSplit,
-    Passes,
     context_copy_seconds,
     fused_passes,
     head_passes,
@@ -20,7 +19,6 @@ from trimaran.cost.block_time import (
     opaque_passes,
 )
 from trimaran.cost.collective import (
-    Ring,
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
@@ -31,9 +29,7 @@ from trimaran.cost.job import Job, captures_steps, joins_projections, loss_of, r
 from trimaran.cost.rank_part import LayerGroup, RankPart, packed_linears, parts_of
 from trimaran.cost.roofline import (
     FORWARD_HOST_FRACTION,
-    NO_HOST_SECONDS,
     DeviceRates,
-    HostSeconds,
     host_wait,
     kernel_gaps,
     matmul_seconds,
@@ -64,25 +60,13 @@ class StageInputs(NamedTuple):
     micro_batch: int
     recompute: str | int
     towers: tuple[tuple[str, TowerPlan], ...]
-    kind: "StageKind"
     context: str
-    regathers: bool = False
-
-
-class StageKind(NamedTuple):
-    """How blocks and loss run.
-
-    fp8: the recipe of fp8's scales; empty without fp8.
-    splits: each matrix is stored as upper and lower 16 bits, so needs no cast.
-    joins: projections of the same input are one matmul.
-    is_captured: forward and backward are replayed as CUDA graphs.
-    """
-
+    regathers: bool
     is_compiled: bool
-    fp8: str
-    splits: bool
-    joins: bool
-    is_captured: bool
+    fp8: str  # the recipe of its scales; empty without fp8
+    splits: bool  # each matrix is stored as upper and lower 16 bits, so needs no cast
+    joins: bool  # projections of the same input are one matmul
+    is_captured: bool  # forward and backward are replayed as CUDA graphs
     loss: str
 
 
@@ -108,7 +92,7 @@ class TimeUnit(NamedTuple):
 class StageTime(NamedTuple):
     """One rank's micro-batch: compute seconds, exposed communication by what is sent and where, and its blocks.
 
-    host: what the host needs to launch it.
+    host_forward, host_backward: seconds that the host needs to launch it.
     has_waited: the seconds already contain the wait for the host.
     """
 
@@ -118,7 +102,8 @@ class StageTime(NamedTuple):
     waits: dict[str, float]
     units: tuple[TimeUnit, ...]
     seconds: float
-    host: HostSeconds
+    host_forward: float
+    host_backward: float
     has_waited: bool
 
 
@@ -131,16 +116,7 @@ class StageTimes(NamedTuple):
 
 
 def stage_inputs_of(job: Job, rates: DeviceRates, levels: tuple[Link, ...], plan: Plan) -> StageInputs:
-    """Return what the time of a micro-batch depends on."""
     mesh, pipeline = plan.mesh, plan.pipeline
-    kind = StageKind(
-        is_compiled=plan.compile,
-        fp8=plan.fp8.recipe if plan.precision == "fp8" else "",
-        splits=splits_weights(job, plan),
-        joins=joins_projections(job, plan),
-        is_captured=captures_steps(job, plan),
-        loss=loss_of(job, plan),
-    )
     return StageInputs(
         job=job,
         rates=rates,
@@ -150,14 +126,18 @@ def stage_inputs_of(job: Job, rates: DeviceRates, levels: tuple[Link, ...], plan
         micro_batch=plan.micro_batch,
         recompute=plan.recompute,
         towers=tuple(plan.towers.items()),
-        kind=kind,
         context=plan.comm.context,
         regathers=regathers(job, plan),
+        is_compiled=plan.compile,
+        fp8=plan.fp8.recipe if plan.precision == "fp8" else "",
+        splits=splits_weights(job, plan),
+        joins=joins_projections(job, plan),
+        is_captured=captures_steps(job, plan),
+        loss=loss_of(job, plan),
     )
 
 
 def stage_inputs_on(job: Job, cluster: Cluster, plan: Plan) -> StageInputs:
-    """Return what the time of a micro-batch on a cluster depends on."""
     return stage_inputs_of(job, rates_for(job, cluster, plan), levels_of(cluster), plan)
 
 
@@ -202,36 +182,50 @@ def _stage_time(inputs: StageInputs, plan: Plan, part: RankPart) -> StageTime:
     the wait for the host is counted here. So it is for a stack whose host does not run ahead, and for a CPU, which is
     its own host. Elsewhere it is counted once for the whole step (`step_time`).
     """
-    units, waits, host = [], defaultdict[str, float](float), NO_HOST_SECONDS
+    job, rates = inputs.job, inputs.rates
+    units, waits = [], defaultdict[str, float](float)
+    host_forward = host_backward = 0.0
     for group in part.layer_groups:
         unit, repeats = _unit(inputs, plan, group)
         units.append(unit)
         rounds = 1 + (unit.backward > 0) + repeats
         for key, seconds in _layer_waits(inputs, plan, group):
             waits[key] += group.count * rounds * seconds
-        if unit.backward and repeats < 1 and _gathers_again(inputs, plan, group):
+        if unit.backward and repeats < 1:
             for key, seconds in _regather_waits(inputs, plan, group):
                 waits[key] += group.count * (1 - repeats) * seconds
-        host = host.plus(_host_seconds(inputs, group, has_backward=unit.backward > 0, repeats=repeats))
-    host = _micro_batch_host(inputs, host, num_stages=plan.num_stages // plan.mesh.pp)
+        launching = group.count * _block_host_seconds(inputs, group.block)
+        in_forward = FORWARD_HOST_FRACTION * launching
+        host_forward += in_forward
+        host_backward += launching - in_forward + in_forward * repeats if unit.backward > 0 else 0.0
+    host, num_stages = job.stack.time.host, plan.num_stages // plan.mesh.pp
+    if rates.cpu is not None:
+        host_forward += CPU_EDGE_BLOCKS * rates.cpu.layer_us * 1e-6
+    elif rates.generation != "cpu" and inputs.is_captured:  # a few calls
+        host_forward = host_backward = rates.host_factor * host.replay / 2
+    elif rates.generation != "cpu":
+        outside = rates.host_factor * (num_stages * host.micro_batch)
+        host_forward, host_backward = host_forward + outside / 2, host_backward + outside / 2
     forward = sum(unit.count * unit.forward for unit in units)
     backward = sum(unit.count * unit.backward for unit in units)
-    if inputs.rates.element_bytes == 2:
-        backward += inputs.job.stack.time.parameter_bytes.cast * _num_cast(inputs, part) / inputs.rates.bandwidth
+    if rates.element_bytes == 2:
+        backward += job.stack.time.parameter_bytes.cast * _num_cast(inputs, part) / rates.bandwidth
     near = inputs.levels[0].name
     busy = forward + backward + sum(seconds for key, seconds in waits.items() if key.endswith(near))
     root, ends = _root_unit(inputs, part)
     for key, seconds in _edge_waits(inputs, plan, part):
         waits[key] += seconds
-    runs_ahead = inputs.job.stack.time.host.runs_ahead and inputs.degrees[1] == 1 and inputs.rates.generation != "cpu"
+    runs_ahead = host.runs_ahead and inputs.degrees[1] == 1 and rates.generation != "cpu"
     if busy and not runs_ahead:
         # A CPU whose rates are measured computes while no operator is being started: both times add up.
-        wait = host.seconds if inputs.rates.cpu else host_wait(busy, host.seconds)
+        wait = host_forward + host_backward
+        wait = wait if rates.cpu else host_wait(busy, wait)
         idle = wait / (forward + backward)
         forward, backward = forward * (1 + idle), backward * (1 + idle)
     forward, backward = forward + ends[0], backward + ends[1]
     seconds = forward + backward + sum(waits.values())
-    return StageTime(part, forward, backward, waits, (*units, root), seconds, host, has_waited=not runs_ahead)
+    hosts = host_forward, host_backward
+    return StageTime(part, forward, backward, waits, (*units, root), seconds, *hosts, has_waited=not runs_ahead)
 
 
 def _num_cast(inputs: StageInputs, part: RankPart) -> int:
@@ -240,7 +234,7 @@ def _num_cast(inputs: StageInputs, part: RankPart) -> int:
     Of split weights, only the frozen ones, the tied ones and magnitudes are in fp32.
     """
     stored = [holding for holding in part.holdings if not holding.is_compact]
-    if not inputs.kind.splits:
+    if not inputs.splits:
         return sum(holding.parameters for holding in stored)
     frozen = sum(holding.parameters for holding in stored if not holding.is_trained)
     tied = sum(holding.root for holding in stored if holding.tower.tied and holding.is_trained)
@@ -249,21 +243,49 @@ def _num_cast(inputs: StageInputs, part: RankPart) -> int:
 
 def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit, float]:
     """Return one block of a group, and the fraction of its forward that recompute repeats with its communication."""
-    job, tower = inputs.job, group.tower
-    passes = _passes(inputs, plan, group)
-    recomputing, repeated = _recompute_seconds(job.recompute_of(tower, plan), passes, group.count)
-    gaps = kernel_gaps(_num_launches(inputs, group.block), inputs.rates)
-    backward = passes.input_grad * job.outline.has_backward(tower) + passes.weight_grad * (not tower.frozen)
+    job, rates, tower, block = inputs.job, inputs.rates, group.tower, group.block
+    tp, is_trained, launches = job.tp_of(tower, plan), not tower.frozen, job.stack.time.host.launches
+    if isinstance(block, Opaque):
+        passes = opaque_passes(block, inputs.micro_batch, rates)
+        num_launches = block.num_kernels / FORWARD_HOST_FRACTION if launches.eager else 0.0
+        dense, experts, trained_experts = float(block.parameters), 0.0, 0.0
+        trained_dense = dense * is_trained
+    else:
+        split, kind = _block_split(inputs, plan, group), BlockKind(inputs.is_compiled, inputs.fp8, inputs.joins)
+        passes = layer_passes(block, split, rates, job.stack.time, kind=kind)
+        if job.stack.name == "trimaran":  # with the copies around attention over several ranks
+            forward, backward = context_copy_seconds(
+                block, split.positions, rates, cp=plan.mesh.cp, tp=split.tp, context=inputs.context
+            )
+            passes = passes._replace(
+                forward=passes.forward + forward, full=passes.full + forward, input_grad=passes.input_grad + backward
+            )
+        num_launches = ADAPTER_KERNELS * len(block.adapted_linears) if launches.eager else 0.0
+        own = _more_launches(inputs, block)
+        num_launches += own * (launches.compiled if inputs.is_compiled else launches.eager)
+        dense = block.dense_weights / tp + block.router_weights + block.joining_weights + block.extras
+        experts = block.expert_weights / (tp * plan.mesh.ep)
+        trained_dense, trained_experts = dense * is_trained, experts * is_trained
+        if block.adapter:
+            trained_dense, trained_experts = float(block.adapter_parameters(tp)), 0.0
+            dense = dense - sum(math.prod(linear.on_rank(tp)) for linear in packed_linears(block)) + trained_dense
+    recompute, recomputing, repeated = job.recompute_of(tower, plan), 0.0, 0.0
+    if recompute in RECOMPUTED_BY_OPERATOR:
+        recomputing = passes.selective if recompute == "selective" else passes.elementwise
+    elif recompute != "none":
+        repeated = 1.0 if recompute == "full" else -(-group.count // int(recompute)) / group.count
+        recomputing = repeated * passes.full
+    gaps = kernel_gaps(num_launches, rates)
+    backward = passes.input_grad * job.outline.has_backward(tower) + passes.weight_grad * is_trained
     backward += passes.adapter_grad
     if backward:
         backward += recomputing + (1 - FORWARD_HOST_FRACTION + FORWARD_HOST_FRACTION * repeated) * gaps
-    weights = _weights(inputs, plan, group)
     unit = TimeUnit(
         count=group.count,
-        dense=weights.dense,
-        experts=weights.experts,
-        trained_dense=weights.trained_dense,
-        trained_experts=weights.trained_experts,
+        dense=dense,
+        experts=experts,
+        trained_dense=trained_dense,
+        trained_experts=trained_experts,
         sharding=job.sharding_of(tower, plan) if plan.towers else None,
         forward=passes.forward + FORWARD_HOST_FRACTION * gaps,
         backward=backward,
@@ -272,97 +294,29 @@ def _unit(inputs: StageInputs, plan: Plan, group: LayerGroup) -> tuple[TimeUnit,
     return unit, repeated if backward else 0.0
 
 
-def _passes(inputs: StageInputs, plan: Plan, group: LayerGroup) -> Passes:
-    """Return the seconds of one block's passes, with the copies around attention over several ranks."""
-    block, profile = group.block, inputs.job.stack.time
-    if isinstance(block, Opaque):
-        return opaque_passes(block, inputs.micro_batch, inputs.rates)
-    split = _block_split(inputs, plan, group)
-    kind = BlockKind(inputs.kind.is_compiled, inputs.kind.fp8, inputs.kind.joins)
-    passes = layer_passes(block, split, inputs.rates, profile, kind=kind)
-    if inputs.job.stack.name != "trimaran":
-        return passes
-    forward, backward = context_copy_seconds(
-        block, split.positions, inputs.rates, cp=plan.mesh.cp, tp=split.tp, context=inputs.context
-    )
-    return passes._replace(
-        forward=passes.forward + forward, full=passes.full + forward, input_grad=passes.input_grad + backward
-    )
-
-
-class BlockWeights(NamedTuple):
-    """Parameters of one block on a rank: those that are sharded and gathered, and those that have gradients."""
-
-    dense: float
-    experts: float
-    trained_dense: float
-    trained_experts: float
-
-
-def _weights(inputs: StageInputs, plan: Plan, group: LayerGroup) -> BlockWeights:
-    block, tp, is_trained = group.block, inputs.job.tp_of(group.tower, plan), not group.tower.frozen
-    if isinstance(block, Opaque):
-        dense, experts = float(block.parameters), 0.0
-        return BlockWeights(dense, experts, dense * is_trained, experts)
-    dense = block.dense_weights / tp + block.router_weights + block.joining_weights + block.extras
-    experts = block.expert_weights / (tp * plan.mesh.ep)
-    if block.adapter:
-        adapter = float(block.adapter_parameters(tp))
-        packed = sum(math.prod(linear.on_rank(tp)) for linear in packed_linears(block))
-        return BlockWeights(dense - packed + adapter, experts, adapter, 0.0)
-    return BlockWeights(dense, experts, dense * is_trained, experts * is_trained)
-
-
 def _block_split(inputs: StageInputs, plan: Plan, group: LayerGroup) -> BlockSplit:
-    job, mesh = inputs.job, plan.mesh
-    is_ours = mesh.cp > 1 and job.stack.name == "trimaran"
+    job, mesh, block = inputs.job, plan.mesh, group.block
+    is_ours = job.stack.name == "trimaran"
+    operators = block.operators if isinstance(block, OutlineLayer) else None
+    has_segments = group.tower.segment > 0 and not (operators and operators.biased)
+    gathers, splits_sequence = inputs.context == "gather", is_ours and mesh.cp > 1
     return BlockSplit(
         positions=job.positions(group.tower, plan),
         length=group.tower.sample_positions(job.seq_len)[1],
         tp=job.tp_of(group.tower, plan),
         ep=mesh.ep,
-        ampere_attention=_takes_flash(inputs, plan, group),
-        ring=mesh.cp if is_ours and inputs.context == "ring" else 1,
-        is_masked=is_ours and inputs.context == "gather" and job.isolates_documents,
+        ampere_attention=is_ours and (has_segments or (mesh.cp > 1 and gathers)),
+        ring=mesh.cp if splits_sequence and inputs.context == "ring" else 1,
+        is_masked=splits_sequence and gathers and job.isolates_documents,
     )
-
-
-def _takes_flash(inputs: StageInputs, plan: Plan, group: LayerGroup) -> bool:
-    """Return whether torch takes FlashAttention 2 where it would take cuDNN's kernel: see `BlockSplit`."""
-    job, block = inputs.job, group.block
-    if job.stack.name != "trimaran":
-        return False
-    operators = block.operators if isinstance(block, OutlineLayer) else None
-    has_segments = group.tower.segment > 0 and not (operators and operators.biased)
-    return has_segments or (plan.mesh.cp > 1 and inputs.context == "gather")
-
-
-def _num_launches(inputs: StageInputs, block: OutlineLayer | Opaque) -> float:
-    """Return how many kernels a block's forward and backward launch."""
-    launches = inputs.job.stack.time.host.launches
-    if isinstance(block, Opaque):
-        return block.num_kernels / FORWARD_HOST_FRACTION if launches.eager else 0.0
-    adapters = ADAPTER_KERNELS * len(block.adapted_linears) if launches.eager else 0.0
-    own = _more_launches(inputs, block)
-    return adapters + own * (launches.compiled if inputs.kind.is_compiled else launches.eager)
 
 
 def _more_launches(inputs: StageInputs, block: OutlineLayer) -> float:
     """Return how many times the kernels of our decoder layer a layer has. Compiled ones are assumed to have as many."""
     launches = inputs.job.stack.time.host.launches
-    if block.operators is None or inputs.kind.is_compiled or not launches.eager:
+    if block.operators is None or inputs.is_compiled or not launches.eager:
         return 1.0
     return block.operators.launches / launches.eager
-
-
-def _recompute_seconds(recompute: str | int, passes: Passes, count: int) -> tuple[float, float]:
-    """Return the mean recompute time per block, and the fraction of blocks that are fully recomputed."""
-    if recompute == "none":
-        return 0.0, 0.0
-    if recompute in RECOMPUTED_BY_OPERATOR:
-        return (passes.selective if recompute == "selective" else passes.elementwise), 0.0
-    fraction = 1.0 if recompute == "full" else -(-count // int(recompute)) / count
-    return fraction * passes.full, fraction
 
 
 def _layer_waits(inputs: StageInputs, plan: Plan, group: LayerGroup) -> Iterator[tuple[str, float]]:
@@ -399,7 +353,9 @@ def _layer_waits(inputs: StageInputs, plan: Plan, group: LayerGroup) -> Iterator
         ring = ring_of(inputs.levels, ep, tp)
         profile = inputs.job.stack.time
         sent = profile.comm.expert_imbalance * element_bytes * positions * layer.experts.top_k * layer.hidden / tp
-        crossing = _crossing(ring, layer.experts.top_k) if profile.comm.sends_once_per_node else 1.0
+        crossing, nodes = 1.0, ring.num_ranks / ring.inside
+        if profile.comm.sends_once_per_node:  # the fraction of a token's copies for other nodes that is sent
+            crossing = (1 - (1 - 1 / nodes) ** layer.experts.top_k) * nodes / layer.experts.top_k
         yield f"experts on {ring.link}", 2 * all_to_all_seconds(sent, ring, crossing=crossing)
 
 
@@ -420,25 +376,17 @@ def _ring_wait(inputs: StageInputs, plan: Plan, group: LayerGroup, block_bytes: 
     return sum(exposed) / 2
 
 
-def _gathers_again(inputs: StageInputs, plan: Plan, group: LayerGroup) -> bool:
-    """Return whether backward gathers the inputs of a block's sublayers again. Our recompute by operator does so, too.
-
-    Other stacks' times include what they gather in backward.
-    """
-    by_operator = inputs.job.recompute_of(group.tower, plan) in RECOMPUTED_BY_OPERATOR
-    if inputs.job.tp_of(group.tower, plan) == 1:
-        return False
-    return inputs.regathers or (by_operator and inputs.job.stack.name == "trimaran")
-
-
 def _regather_waits(inputs: StageInputs, plan: Plan, group: LayerGroup) -> Iterator[tuple[str, float]]:
-    """Yield the exposed time to gather a block's inputs again in its backward, with the link.
+    """Yield the exposed time to gather a block's inputs again in its backward, if it does, with the link.
 
-    Each gather runs beside the backward of the sublayer's last matmul, except in a compiled block, which starts it when
-    it needs the result. A split backward gathers twice: for the input's gradient, and for those of the weights.
+    Our recompute by operator gathers again, too; other stacks' times include what they gather in backward. Each gather
+    runs beside the backward of the sublayer's last matmul, except in a compiled block, which starts it when it needs
+    the result. A split backward gathers twice: for the input's gradient, and for those of the weights.
     """
-    layer, tp = group.block, inputs.degrees[0]
-    if not isinstance(layer, OutlineLayer):
+    layer, job, tp = group.block, inputs.job, inputs.degrees[0]
+    by_operator = job.stack.name == "trimaran" and job.recompute_of(group.tower, plan) in RECOMPUTED_BY_OPERATOR
+    gathers = job.tp_of(group.tower, plan) > 1 and (inputs.regathers or by_operator)
+    if not gathers or not isinstance(layer, OutlineLayer):
         return
     ring, positions = ring_of(inputs.levels, tp, 1), inputs.job.positions(group.tower, plan)
     gather = all_gather_seconds(inputs.rates.element_bytes * positions * layer.hidden, ring)
@@ -446,15 +394,9 @@ def _regather_waits(inputs: StageInputs, plan: Plan, group: LayerGroup) -> Itera
     for width in ([layer.heads * layer.value_dim] if layer.heads else []) + [layer.active_ffn]:
         beside = 2 * matmul_seconds(positions, layer.hidden, max(1, width // tp), inputs.rates)
         least = EXPOSED_GATHER_FRACTION * gather
-        exposed += gather if inputs.kind.is_compiled else max(least, gather - beside)
+        exposed += gather if inputs.is_compiled else max(least, gather - beside)
         exposed += gather if inputs.pipeline[0] == "zero-bubble" else 0.0
     yield f"tensor slices on {ring.link}", exposed
-
-
-def _crossing(ring: Ring, top_k: int) -> float:
-    """Return the fraction of a token's copies for other nodes that is sent if each node receives only one."""
-    nodes = ring.num_ranks / ring.inside
-    return (1 - (1 - 1 / nodes) ** top_k) * nodes / top_k
 
 
 def _edge_waits(inputs: StageInputs, plan: Plan, part: RankPart) -> Iterator[tuple[str, float]]:
@@ -468,30 +410,16 @@ def _edge_waits(inputs: StageInputs, plan: Plan, part: RankPart) -> Iterator[tup
         ring = ring_of(inputs.levels, tp, 1)
         ends = (part.embedding > 0) + (part.head_tower is not None)
         seconds = 2 * ends * all_gather_seconds(activations, ring)
-        yield f"tensor slices on {ring.link}", seconds + _image_gather_seconds(inputs, plan, part, ring)
+        towers = [tower for tower in inputs.job.outline.towers if inputs.job.splits_images(tower, plan)]
+        if towers and any(holding.tower is towers[-1] for holding in part.holdings):  # images were encoded separately
+            rows = plan.micro_batch * towers[-1].positions
+            seconds += all_gather_seconds(inputs.rates.element_bytes * rows * towers[-1].hidden, ring)
+        yield f"tensor slices on {ring.link}", seconds
     if pp > 1 and not (inputs.job.stack.time.comm.overlaps_chunks and plan.num_stages > pp):
         ring = ring_of(inputs.levels, pp, max(1, inputs.levels[-1].devices // pp))
         if part.layer_groups and isinstance(last := part.layer_groups[-1].block, Opaque):
             activations = last.output_bytes * inputs.micro_batch * tp
         yield f"between stages on {ring.link}", 2 * plan.num_stages / pp * send_seconds(activations / tp, ring)
-
-
-def _image_gather_seconds(inputs: StageInputs, plan: Plan, part: RankPart, ring: Ring) -> float:
-    """Return the time to gather the embeddings of images that tensor-parallel ranks encoded separately."""
-    job = inputs.job
-    towers = [tower for tower in job.outline.towers if job.splits_images(tower, plan)]
-    if not towers or all(holding.tower is not towers[-1] for holding in part.holdings):
-        return 0.0
-    rows = plan.micro_batch * towers[-1].positions
-    return all_gather_seconds(inputs.rates.element_bytes * rows * towers[-1].hidden, ring)
-
-
-def _host_seconds(inputs: StageInputs, group: LayerGroup, *, has_backward: bool, repeats: float) -> HostSeconds:
-    """Return the host time to launch the blocks of a group; `repeats` is how often recompute repeats their forward."""
-    seconds = group.count * _block_host_seconds(inputs, group.block)
-    forward = FORWARD_HOST_FRACTION * seconds
-    backward = seconds - forward + forward * repeats if has_backward else 0.0
-    return HostSeconds(forward, backward)
 
 
 def _block_host_seconds(inputs: StageInputs, block: OutlineLayer | Opaque) -> float:
@@ -507,20 +435,8 @@ def _block_host_seconds(inputs: StageInputs, block: OutlineLayer | Opaque) -> fl
     if tp > 1:
         tp_seconds = host.tp + (tp * host.tp_across_nodes if pp > 1 and len(inputs.levels) > 1 else 0.0)
     adapters = ADAPTER_KERNELS * KERNEL_LAUNCH_SECONDS * len(block.adapted_linears)
-    own = _more_launches(inputs, block) * (host.compiled if inputs.kind.is_compiled else host.eager)
+    own = _more_launches(inputs, block) * (host.compiled if inputs.is_compiled else host.eager)
     return rates.host_factor * (own + tp_seconds + adapters)
-
-
-def _micro_batch_host(inputs: StageInputs, blocks: HostSeconds, *, num_stages: int) -> HostSeconds:
-    """Return the host time of a micro-batch, from that of its blocks. A captured one is a few calls."""
-    rates, host = inputs.rates, inputs.job.stack.time.host
-    if rates.cpu is not None:
-        return blocks.plus(HostSeconds(CPU_EDGE_BLOCKS * rates.cpu.layer_us * 1e-6, 0.0))
-    if rates.generation == "cpu":
-        return blocks
-    seconds = rates.host_factor * (host.replay if inputs.kind.is_captured else num_stages * host.micro_batch)
-    both = HostSeconds(seconds / 2, seconds / 2)
-    return both if inputs.kind.is_captured else blocks.plus(both)
 
 
 def _root_unit(inputs: StageInputs, part: RankPart) -> tuple[TimeUnit, tuple[float, float]]:
@@ -535,7 +451,7 @@ def _root_unit(inputs: StageInputs, part: RankPart) -> tuple[TimeUnit, tuple[flo
         return TimeUnit(1, weights, 0.0, trained, 0.0, None, 0.0, 0.0), (0.0, 0.0)
     positions = inputs.micro_batch * tower.sample_positions(inputs.job.seq_len)[0] // inputs.degrees[2]
     positions *= 1 + tower.prediction_layers  # each uses the head once more
-    split, loss = BlockSplit(positions, 0, inputs.degrees[0], 1), inputs.kind.loss
+    split, loss = BlockSplit(positions, 0, inputs.degrees[0], 1), inputs.loss
     passes = head_passes(tower, split, inputs.rates, inputs.job.stack.time)
     ends = passes.forward, passes.input_grad + passes.weight_grad * tower.is_head_trained
     unit = TimeUnit(1, weights, 0.0, trained, 0.0, None, *ends)

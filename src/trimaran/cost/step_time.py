@@ -213,8 +213,8 @@ def _host_seconds(profile: TimeProfile, plan: Plan, stage: StageTime, rates: Dev
     if plan.sharding != "none" and plan.mesh.data > 1:
         unit = rates.host_factor * profile.host.unit * sum(each.count for each in stage.units)
     return {
-        "forward": count * (stage.host.forward + FORWARD_HOST_FRACTION * unit),
-        "backward": count * (stage.host.backward + (1 - FORWARD_HOST_FRACTION) * unit),
+        "forward": count * (stage.host_forward + FORWARD_HOST_FRACTION * unit),
+        "backward": count * (stage.host_backward + (1 - FORWARD_HOST_FRACTION) * unit),
         "optimizer": rates.host_factor * profile.host.step,
     }
 

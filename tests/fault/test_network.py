@@ -469,7 +469,7 @@ def test_a_coordinator_without_its_lease_starts_nothing(run: RunDirectory, chann
     group = node_group(run, channel, min_nodes=1)
     newer = claim_term(run, 3)
     assert newer is not None
-    until(lambda: not group.holds())
+    until(lambda: not group.lease.holds())
     with pytest.raises(FencedError):
         group.wait_for_nodes()
     newer.release()

@@ -133,7 +133,7 @@ def test_repeated_pauses_of_the_supervisor_do_not_excuse_silence_forever() -> No
 
 def test_new_ranks_keep_the_durations_learnt_from_earlier_ones() -> None:
     deadlines = after_steps(4.0)
-    deadlines.start()
+    deadlines.forget()
     deadlines.overdue({0: heartbeat("start", 0, 900.0)}, 900.0)
     assert deadlines.of("step") == 20.0
 

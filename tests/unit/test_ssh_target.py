@@ -24,13 +24,13 @@ from trimaran.launch import (
     SHARED_FUNCTIONS,
     LaunchRequest,
     SshHost,
-    SshScript,
     SshSite,
     SshTarget,
     choose_code,
     connection_error,
     detached_command,
     site_section,
+    ssh_script,
 )
 from trimaran.runs import add_observation, observe
 
@@ -58,10 +58,10 @@ class Script:
         (folder / "ssh").chmod(0o755)
         self.fake = folder
         hosts = (SshHost(host="gpu-1"), SshHost(host="gpu-2", user="admin", port=2222))
-        self.text = SshScript(name=HOSTILE, ranks_per_node=2, hosts=hosts, min_hosts=2, ssh=["ssh", "-T"],
-                              detached=detached_command(sys.executable, folder=str(folder),
-                                                        environment={"GIVEN": HOSTILE}),
-                              command=command, folder=self.nodes, logs=self.nodes, secrets=secrets).text()  # fmt: skip
+        detached = detached_command(sys.executable, folder=str(folder), environment={"GIVEN": HOSTILE})
+        self.text = ssh_script(name=HOSTILE, ranks_per_node=2, hosts=hosts, min_hosts=2, ssh=["ssh", "-T"],
+                               detached=detached, command=command, folder=self.nodes, logs=self.nodes,
+                               secrets=secrets)  # fmt: skip
         self.path = self.folder / "launch.sh"
         self.path.write_text(self.text)
 

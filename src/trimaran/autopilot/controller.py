@@ -91,7 +91,16 @@ class Controller:
         self._settings_version: tuple[tuple[int, int], ...] = ()
         self._known_settings: dict[str, Any] = {}
         self._read(first=True)
-        self._resume()
+        # Go on with the trial of an earlier controller of this run.
+        trial, request = self.loop.trial, read_change_request(self.run)
+        if trial is None:
+            return
+        is_ours = request is not None and request.by == "autopilot" and request.id == trial.request
+        pending = None
+        if request is not None and is_ours:
+            pending = PendingRequest(id=request.id, patch=dict(request.patch), reason=request.reason)
+            self._requested_at = self._clock()
+        self.loop.resume_trial(pending)
 
     def poll(self) -> None:
         """Read what is new, and write decisions and a request if there are any."""
@@ -102,7 +111,18 @@ class Controller:
             self._write(loop.take_output())
             return
         if loop.pending is not None:
-            self._check_pending(loop.pending)
+            # Give up a request that was replaced, lost, or not answered for long.
+            found = read_change_request(self.run)
+            if _is_about_nodes(loop.pending):
+                if self._clock() - self._requested_at > ANSWER_SECONDS:
+                    self.loop.abandon_request(f"the ranks were not started on other nodes for {ANSWER_SECONDS:.0f} s")
+            elif found is None or found.id != loop.pending.id:
+                self._lost_polls += 1
+                if self._lost_polls >= LOST_POLLS:
+                    self.loop.abandon_request("the ranks did not answer the request")
+            elif self._clock() - self._requested_at > ANSWER_SECONDS:
+                self.run.change_request.unlink(missing_ok=True)
+                self.loop.abandon_request(f"the ranks did not answer for {ANSWER_SECONDS:.0f} s")
         pending = read_change_request(self.run) if self.run.change_request.exists() else None
         if self._has_open_incident() or (pending is not None and pending.by == "user"):
             self._write(loop.take_output())
@@ -247,32 +267,6 @@ class Controller:
         if self.loop.pending is not None:
             self.loop.pending = replace(self.loop.pending, id=request.id)
 
-    def _check_pending(self, pending: PendingRequest) -> None:
-        """Give up a request that was replaced, lost, or not answered for long."""
-        found = read_change_request(self.run)
-        if _is_about_nodes(pending):
-            if self._clock() - self._requested_at > ANSWER_SECONDS:
-                self.loop.abandon_request(f"the ranks were not started on other nodes for {ANSWER_SECONDS:.0f} s")
-        elif found is None or found.id != pending.id:
-            self._lost_polls += 1
-            if self._lost_polls >= LOST_POLLS:
-                self.loop.abandon_request("the ranks did not answer the request")
-        elif self._clock() - self._requested_at > ANSWER_SECONDS:
-            self.run.change_request.unlink(missing_ok=True)
-            self.loop.abandon_request(f"the ranks did not answer for {ANSWER_SECONDS:.0f} s")
-
-    def _resume(self) -> None:
-        """Go on with the trial of an earlier controller of this run."""
-        trial, request = self.loop.trial, read_change_request(self.run)
-        if trial is None:
-            return
-        is_ours = request is not None and request.by == "autopilot" and request.id == trial.request
-        pending = None
-        if request is not None and is_ours:
-            pending = PendingRequest(id=request.id, patch=dict(request.patch), reason=request.reason)
-            self._requested_at = self._clock()
-        self.loop.resume_trial(pending)
-
 
 def _is_about_nodes(pending: PendingRequest | None) -> bool:
     """Return whether the supervisor answers a request, by a start of the ranks, and not the ranks themselves."""
@@ -338,17 +332,15 @@ def control(run: RunDirectory, stop: threading.Event, *, calibrations: Path | No
         while not stop.is_set():
             with only_controller(run) as is_only:
                 if is_only:
-                    _control(run, stop, calibrations)
+                    controller = Controller(run, calibrations=calibrations)
+                    while not stop.wait(POLL_SECONDS):
+                        with contextlib.suppress(
+                            UserError, FileNotFoundError
+                        ):  # the recipe or the plan is being replaced
+                            controller.poll()
             stop.wait(10 * POLL_SECONDS)  # another controller may end before the run does
     except Exception:
         log.exception("the autopilot has ended; the run continues without it")
-
-
-def _control(run: RunDirectory, stop: threading.Event, calibrations: Path | None) -> None:
-    controller = Controller(run, calibrations=calibrations)
-    while not stop.wait(POLL_SECONDS):
-        with contextlib.suppress(UserError, FileNotFoundError):  # the recipe or the plan is being replaced
-            controller.poll()
 
 
 class ControllerThread:

@@ -151,7 +151,18 @@ class DecisionLoop:
             if answer.status == "applied":
                 self._applied(trial, answer, pending)
             else:
-                self._not_applied(trial, answer)
+                # End a trial whose request was refused or failed. The ranks are back on the plan that they had.
+                if not self._changes:
+                    if answer.status == "failed":
+                        self._pauses[answer.in_place].append(answer.pause_seconds)
+                    why = f"{trial.reason}; {answer.status}: {answer.error}" if answer.error else trial.reason
+                    measured = {"pause_seconds": answer.pause_seconds} if answer.pause_seconds else None
+                    outcome: DecisionOutcome = "refused" if answer.status == "refused" else "failed"
+                    self._write(replace(trial, outcome=outcome, reason=why, measured=measured))
+                    self._forget_trial(answer.step)
+                else:
+                    # If the old plan cannot be restored, what was tried goes on, and is measured no further.
+                    self._end(trial, "kept" if self._changes[-1].is_after else "rolled-back")
 
     def _applied(self, trial: Decision, answer: ChangeAnswer, pending: PendingRequest | None) -> None:
         is_after = answer.patch == trial.patch
@@ -162,20 +173,6 @@ class DecisionLoop:
         self._changes.append(change)
         if not is_after and (outcome := pending.outcome if pending else "rolled-back" if trial.measured else None):
             self._end(trial, outcome)
-
-    def _not_applied(self, trial: Decision, answer: ChangeAnswer) -> None:
-        """End a trial whose request was refused or failed. The ranks are back on the plan that they had."""
-        if not self._changes:
-            if answer.status == "failed":
-                self._pauses[answer.in_place].append(answer.pause_seconds)
-            why = f"{trial.reason}; {answer.status}: {answer.error}" if answer.error else trial.reason
-            measured = {"pause_seconds": answer.pause_seconds} if answer.pause_seconds else None
-            outcome: DecisionOutcome = "refused" if answer.status == "refused" else "failed"
-            self._write(replace(trial, outcome=outcome, reason=why, measured=measured))
-            self._forget_trial(answer.step)
-        else:
-            # If the old plan cannot be restored, what was tried goes on, and is measured no further.
-            self._end(trial, "kept" if self._changes[-1].is_after else "rolled-back")
 
     def _user_changed(self, answer: ChangeAnswer) -> None:
         """A person's change wins: it ends the trial as it stands, and its fields stay as the person set them."""
@@ -222,7 +219,20 @@ class DecisionLoop:
         """Return what is to be written now. `propose` is called only if a decision is due, because it is expensive."""
         if self.trial is not None:
             if self.pending is None:
-                self._continue(self.trial, facts, now)
+                trial = self.trial
+                record = self._record(trial, facts)
+                move = next_move(record) if record.before or not self._changes else "roll back"
+                if move == "apply" and not self._changes and facts.total_steps - self.step < 2 * WARM_UP_STEPS:
+                    self._write(replace(trial, outcome="rolled-back", reason=f"{trial.reason}; the run ends too soon"))
+                    self._forget_trial(self.step)
+                elif move == "apply":
+                    self._request(trial, trial.patch, None, f"measure again: {trial.reason}")
+                elif move == "undo":
+                    self._request(trial, trial.undo, None, f"measure the steps before again: {trial.reason}")
+                elif move == "keep":
+                    self._end(trial, "kept")
+                elif move == "roll back":
+                    self._request(trial, trial.undo, "rolled-back", f"take back: {_why_rolled_back(record)}")
         elif self.section.mode != "off" and self.is_due():
             self._decide(facts, now, propose)
         return self.take_output()
@@ -328,21 +338,6 @@ class DecisionLoop:
             baseline=baseline,
             outcome="trying" if self.section.mode == "act" else "advised",
         )
-
-    def _continue(self, trial: Decision, facts: RunSettings, now: float) -> None:
-        record = self._record(trial, facts)
-        move = next_move(record) if record.before or not self._changes else "roll back"
-        if move == "apply" and not self._changes and facts.total_steps - self.step < 2 * WARM_UP_STEPS:
-            self._write(replace(trial, outcome="rolled-back", reason=f"{trial.reason}; the run ends too soon"))
-            self._forget_trial(self.step)
-        elif move == "apply":
-            self._request(trial, trial.patch, None, f"measure again: {trial.reason}")
-        elif move == "undo":
-            self._request(trial, trial.undo, None, f"measure the steps before again: {trial.reason}")
-        elif move == "keep":
-            self._end(trial, "kept")
-        elif move == "roll back":
-            self._request(trial, trial.undo, "rolled-back", f"take back: {_why_rolled_back(record)}")
 
     def _record(self, trial: Decision, facts: RunSettings | None = None) -> TrialRecord:
         steps = facts.total_steps if facts else self.step

@@ -210,11 +210,7 @@ def why_not(proposal: Proposal, situation: Situation) -> str | None:
         return "it would change the results of training"
     if situation.memory is not None and not fits(proposal, situation.memory.peak, situation.memory.limit):
         return "it would not fit"
-    return _why_not_again(proposal, situation)
-
-
-def _why_not_again(proposal: Proposal, situation: Situation) -> str | None:
-    """Return why the decisions so far forbid the proposal; None if they do not."""
+    # Why the decisions so far forbid the proposal; None if they do not.
     tries = [
         each
         for each in situation.decisions
@@ -244,7 +240,15 @@ def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, i
         further |= same and old.measured.get("gain", 0.0) < -MIN_CLEAR_LOSS
         return "it did not help before" if further or (same and is_same_plan) else None
     if old.outcome == "kept" and not proposal.saves_memory and _returns(proposal, old):
-        num_returns = _num_returns(proposal, situation.decisions)
+        kept = [each for each in situation.decisions if each.outcome == "kept"]
+        num_returns = sum(
+            any(
+                name in proposal.patch and earlier.undo.get(name, _MISSING) == value
+                for name, value in later.patch.items()
+            )
+            for index, later in enumerate(kept)
+            for earlier in kept[:index]
+        )
         may_return = num_returns < MAX_MEASURED_RETURNS if proposal.is_measured else not num_returns
         may_return &= proposal.is_measured or _has_drifted(old, situation)
         return None if may_return else "it would take back a change that was kept"
@@ -261,16 +265,6 @@ def _returns(proposal: Proposal, old: Decision) -> bool:
     """Return whether the proposal sets a field back to the value that an earlier decision took it from."""
     return any(old.undo.get(each, _MISSING) == value and old.patch.get(each) != value
                for each, value in proposal.patch.items())  # fmt: skip
-
-
-def _num_returns(proposal: Proposal, decisions: Sequence[Decision]) -> int:
-    """Return how often a kept decision already set one of the fields back to an earlier value."""
-    kept = [each for each in decisions if each.outcome == "kept"]
-    return sum(
-        any(name in proposal.patch and earlier.undo.get(name, _MISSING) == value for name, value in later.patch.items())
-        for index, later in enumerate(kept)
-        for earlier in kept[:index]
-    )
 
 
 def _was_better(old: Decision, situation: Situation) -> bool:

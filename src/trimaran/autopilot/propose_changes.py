@@ -94,7 +94,15 @@ def with_recovered_node(
     if measured is None:
         return []
     for host in left_out:
-        cause = _why_left_out(host, decisions)
+        # The last decision that left a node out; None if a person did.
+        added = (
+            each
+            for each in reversed(decisions)
+            if each.outcome == "kept"
+            and host in each.patch.get(LEFT_OUT_FIELD, ())
+            and host not in each.undo[LEFT_OUT_FIELD]
+        )
+        cause = next(added, None)
         if cause is None or not has_recovered(speeds.get(host, ())):
             continue
         size = now + int(cause.baseline.get(SLOW_RANKS, 0))
@@ -121,18 +129,6 @@ def with_recovered_node(
     return found
 
 
-def _why_left_out(host: str, decisions: Sequence[Decision]) -> Decision | None:
-    """Return the last decision that left a node out; None if a person did."""
-    added = (
-        each
-        for each in reversed(decisions)
-        if each.outcome == "kept"
-        and host in each.patch.get(LEFT_OUT_FIELD, ())
-        and host not in each.undo[LEFT_OUT_FIELD]
-    )
-    return next(added, None)
-
-
 def hosts_of_ranks(evidence: Evidence) -> dict[int, str]:
     """Return the host of each rank of the newest attempt."""
     starts = evidence.events_of_kind("start")
@@ -157,7 +153,11 @@ def rows_by_speed(evidence: Evidence, settings: Mapping[str, Any]) -> list[Propo
     if measured is None or plan.mesh.dp == 1 or plan.mesh.pp > 1 or FIELD not in settings:
         return []
     if plan.rows_by_rank and _are_alike(evidence):
-        return _equal_rows(plan, measured, settings)
+        rows, undo = plan.rows_by_rank, {FIELD: settings[FIELD]}
+        gain = (1 - sum(rows) / len(rows) / max(rows)) * (measured.compute + measured.straggler) / measured.step
+        reason = f"all ranks take equally long for a row; {describe({FIELD: []}, undo)}"
+        known: dict[str, Any] = {"gain": gain, "uncertainty": max(MIN_UNCERTAINTY, gain / 3), "reason": reason}
+        return [Proposal(patch={FIELD: []}, undo=undo, is_measured=True, is_in_place=True, **known)] if gain > 0 else []
     if slow is None:
         return []
     number = slow.rank // (plan.mesh.tp * plan.mesh.cp)
@@ -193,14 +193,6 @@ def _are_alike(evidence: Evidence) -> bool:
         return False
     expected = min(evidence.plan.rows_by_rank) / max(evidence.plan.rows_by_rank)
     return expected / MAX_DIFFERENCE < median(ratios) < expected * MAX_DIFFERENCE
-
-
-def _equal_rows(plan: Plan, measured: StepBreakdown, settings: Mapping[str, Any]) -> list[Proposal]:
-    rows, undo = plan.rows_by_rank, {FIELD: settings[FIELD]}
-    gain = (1 - sum(rows) / len(rows) / max(rows)) * (measured.compute + measured.straggler) / measured.step
-    reason = f"all ranks take equally long for a row; {describe({FIELD: []}, undo)}"
-    known: dict[str, Any] = {"gain": gain, "uncertainty": max(MIN_UNCERTAINTY, gain / 3), "reason": reason}
-    return [Proposal(patch={FIELD: []}, undo=undo, is_measured=True, is_in_place=True, **known)] if gain > 0 else []
 
 
 def deal_by_speed(total: int, num_ranks: int, slow: int, slowdown: float) -> list[int]:
@@ -362,7 +354,15 @@ def best_layout(evidence: Evidence) -> Patch:
     question, plan = evidence.planner_inputs(), evidence.plan
     if question is None:
         return {}
-    pins = Plan.model_validate(_tree(plan, RESULT_FIELDS))
+    # These fields of the plan, such as `comm.compression`, as a tree.
+    values = plan.model_dump()
+    tree: dict[str, Any] = {}
+    for section, _, name in (each.partition(".") for each in RESULT_FIELDS):
+        if name:
+            tree.setdefault(section, {})[name] = values[section][name]
+        else:
+            tree[section] = values[section]
+    pins = Plan.model_validate(tree)
     try:
         answer = search(replace(question, recipe=question.recipe.model_copy(update={"plan": pins}), max_plans=1))
     except (UserError, ValidationError):
@@ -402,18 +402,6 @@ def _host_has_room(evidence: Evidence, patch: Patch) -> bool:
         if (used := get_number(each, "ram_used")) and (total := get_number(each, "ram"))
     ]
     return max(fractions[-MAX_HOST_SAMPLES:], default=0.0) < MAX_HOST_MEMORY_FRACTION
-
-
-def _tree(plan: Plan, fields: Sequence[str]) -> dict[str, Any]:
-    """Return these fields of the plan, such as `comm.compression`, as a tree."""
-    values = plan.model_dump()
-    tree: dict[str, Any] = {}
-    for section, _, name in (each.partition(".") for each in fields):
-        if name:
-            tree.setdefault(section, {})[name] = values[section][name]
-        else:
-            tree[section] = values[section]
-    return tree
 
 
 def _is_in_place(plan: Plan, patch: Patch) -> bool:

@@ -147,7 +147,11 @@ def next_move(trial: TrialRecord) -> Move:
     if not trial.changes:
         return "apply"
     if trial.saves_memory:
-        return _judge_memory(trial)
+        # Whether a change that should save memory did: its peak is below that of the steps before.
+        peaks = [each.peak_bytes for each in trial.after_change(len(trial.changes) - 1, settled=False)]
+        if len(peaks) < MIN_WINDOW_STEPS:
+            return "wait"
+        return "keep" if fmean(peaks) < fmean(each.peak_bytes for each in trial.before) else "roll back"
     is_after = trial.changes[-1].is_after
     if is_after and _harms(trial):
         return "roll back"
@@ -220,14 +224,6 @@ def _harms(trial: TrialRecord) -> bool:
     count = max((each for each in HARM_LOOKS if each <= len(last.seconds)), default=0)
     comparison = compare([*before, last.first(count)])
     return comparison is not None and comparison.confidence < 1 - HARM_CONFIDENCE
-
-
-def _judge_memory(trial: TrialRecord) -> Move:
-    """Return whether a change that should save memory did: its peak is below that of the steps before."""
-    peaks = [each.peak_bytes for each in trial.after_change(len(trial.changes) - 1, settled=False)]
-    if len(peaks) < MIN_WINDOW_STEPS:
-        return "wait"
-    return "keep" if fmean(peaks) < fmean(each.peak_bytes for each in trial.before) else "roll back"
 
 
 RECENT_STEPS = 8  # that must all belong to the new speed, in both halves

@@ -111,7 +111,9 @@ def _compare(windows: tuple[StepWindow, ...]) -> Comparison | None:
     times = [[float(step) for step in window.steps] for window in windows]
     sign = [[-1.0 if window.is_after else 0.0 for _ in window.seconds] for window in windows]  # a gain is positive
     shorter, error, degrees = _regress(logs, sign, times)
-    confidence = _student_cdf(shorter / error, degrees)
+    t = shorter / error
+    scaled = (8 * degrees + 1) / (8 * degrees + 3) * math.sqrt(degrees * math.log1p(t * t / degrees))
+    confidence = NORMAL.cdf(math.copysign(scaled, t))
     return Comparison(
         gain=1 - math.exp(-shorter),
         error=error * math.exp(-shorter),
@@ -211,9 +213,3 @@ def _dot(values: Sequence[float], others: Sequence[float]) -> float:
 def _centred(values: Sequence[float]) -> list[float]:
     middle = sum(values) / max(1, len(values))
     return [each - middle for each in values]
-
-
-def _student_cdf(t: float, degrees: float) -> float:
-    """Return the distribution function of Student's t, by Wallace's approximation (error below 0.001 from 2 on)."""
-    scaled = (8 * degrees + 1) / (8 * degrees + 3) * math.sqrt(degrees * math.log1p(t * t / degrees))
-    return NORMAL.cdf(math.copysign(scaled, t))

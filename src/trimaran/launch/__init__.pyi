@@ -109,8 +109,8 @@ from .targets.ssh_session import (
     read_hostfile as read_hostfile,
 )
 from .targets.ssh_target import (
-    SshScript as SshScript, SshSite as SshSite, SshTarget as SshTarget, choose_code as choose_code,
-    detached_command as detached_command,
+    SshSite as SshSite, SshTarget as SshTarget, choose_code as choose_code, detached_command as detached_command,
+    ssh_script as ssh_script,
 )
 from .targets.target import (
     JobRecord as JobRecord, JobState as JobState, LaunchRequest as LaunchRequest, State as State,

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,11 @@ def main(signals: Signals, fork_server: ForkServerProcess | None = None) -> int:
         options: dict[str, Any] = {"check": not flags.no_check, "fork_server": fork_server}
         restore_missing_files(held.run.read_recipe())
         with report_lost_directory(held):
-            if node_options is None and flags.error_descriptor is not None:
-                return run_on_this_machine(held, signals, **options)  # its autopilot is in the process that shows it
-            if node_options is None:
-                with autopilot_process(held.run, os.environ):
-                    return run_on_this_machine(held, signals, **options)
-            return run_on_several_nodes(held, with_own_address(node_options, held.run), signals, **options)
+            if node_options is not None:
+                return run_on_several_nodes(held, with_own_address(node_options, held.run), signals, **options)
+            is_shown = flags.error_descriptor is not None  # then its autopilot is in the process that shows it
+            with nullcontext() if is_shown else autopilot_process(held.run, os.environ):
+                return run_on_this_machine(held, signals, **options)
     except UserError as error:
         print(error, file=sys.stderr)  # noqa: T201
         if flags.error_descriptor is not None:
@@ -147,7 +147,7 @@ def run_on_this_machine(
             faults=recipe.faults,
             fork_server=fork_server,
         )
-        with LocalNodeGroup(run, lease, node, environment) as nodes:
+        with closing(LocalNodeGroup(run, lease, node, environment)) as nodes:
             if preflight and (unfit := preflight.wait_for_error()):
                 AttemptLog(run).over(EXIT_USER, f"{unfit.code}: {unfit.what}")
                 raise unfit

@@ -18,7 +18,7 @@ from trimaran.app.drill.inject import DrillFault, find_peers, inject, oldest_loa
 from trimaran.app.drill.measure import DrillResult, Observed, detected_at, is_complete, judge
 from trimaran.app.recipe.request import Request
 from trimaran.app.train.session import create_checked_run
-from trimaran.core import Incident, UserError
+from trimaran.core import UserError
 from trimaran.launch.supervise.local import LocalRun, start_local
 from trimaran.runs import RunDirectory, RunReader, append_line, read_json_lines
 from trimaran.runs.run_records import read_attempts
@@ -80,17 +80,13 @@ class RunObserver:
     def poll(self) -> None:
         now, seen = self.seconds, self.seen
         seen.steps += [(now, each["step"]) for each in self._reader.metrics() if isinstance(each.get("step"), int)]
-        seen.incidents += [(now, each) for each in self._changed_incidents()]
-        seen.starts += [(now, each.get("step", 0)) for each in self._reader.events() if each.get("kind") == "ready"]
-        lines = (line for path in self._logs for line in self._reader.lines(path))
-        seen.log_lines += [(now, line.decode(errors="replace")) for line in lines]
-
-    def _changed_incidents(self) -> list[Incident]:
-        """Return the incidents since the fault that were written or changed since the last call."""
         found = {each.id: each for each in self._reader.incidents()}
         changed = [each for each in found.values() if each.id not in self._earlier and self._known.get(each.id) != each]
         self._known = found
-        return changed
+        seen.incidents += [(now, each) for each in changed]
+        seen.starts += [(now, each.get("step", 0)) for each in self._reader.events() if each.get("kind") == "ready"]
+        lines = (line for path in self._logs for line in self._reader.lines(path))
+        seen.log_lines += [(now, line.decode(errors="replace")) for line in lines]
 
 
 class OwnRun:
@@ -153,27 +149,24 @@ class Drill:
         """Wait until the run trains, inject `fault`, observe the run until it has recovered, and return the result."""
         for _ in range(MAX_TRIES):
             try:
-                return self._inject(fault)
+                steps = STEADY_STEPS_BEFORE_SLOW if fault.kind.name == "slow" else STEADY_STEPS
+                processes = self.wait_for_steady_run(steps)
+                observer = RunObserver(self.run)
+                within = self._within or self._default_limit(observer)
+                everything = [processes.supervisor, *processes.supervisor.children(recursive=True)]
+                began = time.time()
+                with ExitStack() as stack:
+                    observer.restart_clock()
+                    stack.enter_context(inject(processes, fault))
+                    self._observe(observer, fault, stack, within, everything)
+                can_resume = self._own is not None
+                result = judge(fault, observer.seen, time=began, can_resume=can_resume, within=within)
+                append_line(drills_file(self.run), result.as_dict())
+                return result
             except psutil.NoSuchProcess:
                 continue  # the ranks were started again right before the fault
         raise UserError("S030", "the run cannot be drilled: its processes end all the time", where=str(self.run.path),
                         fix=f"see `trimaran incidents {self.run.path}`")  # fmt: skip
-
-    def _inject(self, fault: DrillFault) -> DrillResult:
-        steps = STEADY_STEPS_BEFORE_SLOW if fault.kind.name == "slow" else STEADY_STEPS
-        processes = self.wait_for_steady_run(steps)
-        observer = RunObserver(self.run)
-        within = self._within or self._default_limit(observer)
-        everything = [processes.supervisor, *processes.supervisor.children(recursive=True)]
-        began = time.time()
-        with ExitStack() as stack:
-            observer.restart_clock()
-            stack.enter_context(inject(processes, fault))
-            self._observe(observer, fault, stack, within, everything)
-        can_resume = self._own is not None
-        result = judge(fault, observer.seen, time=began, can_resume=can_resume, within=within)
-        append_line(drills_file(self.run), result.as_dict())
-        return result
 
     def _observe(
         self,

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
@@ -66,19 +66,26 @@ class AttemptWatch:
                         self.ended[event.rank] = event
                     case RankSilent():
                         self.silent[event.rank] = event
-                    case NodeLost(back=False):
+                    case NodeLost():
                         self.lost.append(event)
         heartbeats = {rank: heartbeat for node in self.nodes for rank, heartbeat in node.heartbeats().items()}
         self.highest_step = max(self.highest_step, self._finished_step(heartbeats))
         has_news = len(self.ended) + len(self.silent) + len(self.lost) > num_known
-        self._read_events(self._ranks if has_news or self._lacks_last_event else self._next_ranks())
+        ranks = {*self._ranks}
+        if not has_news and all(map(self._has_last_event, self.ended.values())):
+            ranks = {0, *islice(self._turns, min(self._files_per_poll, self.spec.world_size))}  # the others soon
+        for rank in ranks:
+            for event in self._reader.events(rank):
+                if event.get("attempt", 0) == self.spec.attempt:
+                    self.events.append(event)
+                    self._by_kind[event["kind"]].append(event)
+                    self._written.add((event["rank"], event["kind"]))
         told = any(event["rank"] in self.lead_ranks for event in self.of_kind("trained"))
         marked = any(rank in heartbeats and heartbeats[rank].saved for rank in self.lead_ranks)
         self.is_saved = self.is_saved or told or marked
         return self._outcome(heartbeats)
 
     def _finished_step(self, heartbeats: Mapping[int, Heartbeat]) -> int:
-        """Return how many steps all ranks have finished."""
         return min((heartbeat.step for heartbeat in heartbeats.values()), default=0)
 
     def _outcome(self, heartbeats: Mapping[int, Heartbeat]) -> AttemptOutcome | None:
@@ -127,10 +134,6 @@ class AttemptWatch:
         return (ended.rank, LAST_EVENTS.get(ended.code, "")) in self._written
 
     @property
-    def _lacks_last_event(self) -> bool:
-        return not all(map(self._has_last_event, self.ended.values()))
-
-    @property
     def oom_killed(self) -> bool:
         """Whether the kernel's OOM killer has killed a process here since the ranks were started."""
         return count_oom_kills() > self._oom_kills
@@ -149,15 +152,3 @@ class AttemptWatch:
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [*self._by_kind[kind]]
-
-    def _next_ranks(self) -> Iterable[int]:
-        """Return the ranks whose events are read now; after a few polls, all have been."""
-        return {0, *islice(self._turns, min(self._files_per_poll, self.spec.world_size))}
-
-    def _read_events(self, ranks: Iterable[int]) -> None:
-        for rank in [*ranks]:
-            for event in self._reader.events(rank):
-                if event.get("attempt", 0) == self.spec.attempt:
-                    self.events.append(event)
-                    self._by_kind[event["kind"]].append(event)
-                    self._written.add((event["rank"], event["kind"]))

@@ -10,7 +10,7 @@ other, is at fault.
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, Cause
@@ -57,7 +57,18 @@ def read_exit(code: int, error: Mapping[str, Any] | None, log_tail: str, *, oom_
     if error is not None:
         return _read_error(error)
     if code < 0:
-        return _read_signal(-code, log_tail, oom_killed=oom_killed)
+        number = -code
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        if number == signal.SIGKILL and oom_killed:
+            return RankFault(cause="oom", what=f"was killed by the kernel's OOM killer: {HOST_RAN_OUT}")
+        if number in CRASH_SIGNALS and (cause := _cause_in_text(log_tail)) is not None:
+            return RankFault(cause=cause, what=f"crashed with {name}: {_line_with(CAUSE_PATTERNS[cause], log_tail)}")
+        if number == signal.SIGABRT and NCCL_PEER_LOST.search(log_tail):
+            what = (
+                f"was aborted by torch's watchdog after other ranks were lost: {_line_with(NCCL_PEER_LOST, log_tail)}"
+            )
+            return RankFault(cause="network", what=what, primary=False)
+        return RankFault(cause="crash", what=f"{'crashed with' if number in CRASH_SIGNALS else 'was killed by'} {name}")
     if code == EXIT_DONE:
         return RankFault(cause="exit", what="exited with code 0 before training was done")
     if code == EXIT_AGAIN:
@@ -87,18 +98,6 @@ def _read_error(error: Mapping[str, Any]) -> RankFault:
         what = f"lost the connection to other ranks: {GLOO_NOISE.sub('', _first_line(message))}"
         return RankFault(cause="network", what=what, primary=False)
     return RankFault(cause="crash", what=what)
-
-
-def _read_signal(number: int, log_tail: str, *, oom_killed: bool) -> RankFault:
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    if number == signal.SIGKILL and oom_killed:
-        return RankFault(cause="oom", what=f"was killed by the kernel's OOM killer: {HOST_RAN_OUT}")
-    if number in CRASH_SIGNALS and (cause := _cause_in_text(log_tail)) is not None:
-        return RankFault(cause=cause, what=f"crashed with {name}: {_line_with(CAUSE_PATTERNS[cause], log_tail)}")
-    if number == signal.SIGABRT and NCCL_PEER_LOST.search(log_tail):
-        what = f"was aborted by torch's watchdog after other ranks were lost: {_line_with(NCCL_PEER_LOST, log_tail)}"
-        return RankFault(cause="network", what=what, primary=False)
-    return RankFault(cause="crash", what=f"{'crashed with' if number in CRASH_SIGNALS else 'was killed by'} {name}")
 
 
 def _cause_in_text(text: str) -> Cause | None:
@@ -162,14 +161,10 @@ def find_mismatch(reports: Mapping[int, RankReport]) -> dict[int, Operation] | N
             calls.setdefault((operation.group, operation.number), {})[rank] = operation
     stuck = [each for _, each in sorted(calls.items(), key=lambda item: min(op.time for op in item[1].values()))]
     for each in stuck:
-        if len({_kind(operation) for operation in each.values()}) > 1 and not all(op.done for op in each.values()):
+        kinds = {(op.op, op.sizes, op.dtypes) if op.op in SAME_SIZE_OPERATIONS else (op.op,) for op in each.values()}
+        if len(kinds) > 1 and not all(op.done for op in each.values()):
             return each
     return None
-
-
-def _kind(operation: Operation) -> tuple[object, ...]:
-    has_sizes = operation.op in SAME_SIZE_OPERATIONS
-    return (operation.op, operation.sizes, operation.dtypes) if has_sizes else (operation.op,)
 
 
 def _reachable(rank: int, edges: Edges) -> set[int]:
@@ -211,15 +206,33 @@ def attribute_fault(
     `reports` are of all ranks, also of dead ones, for the end of their log. `events` are this attempt's lines of
     `events/rank-N.jsonl`. `oom_killed`: the kernel's OOM killer has killed a process since the attempt began.
     """
-    faults = {each.rank: _fault(each, reports, events, oom_killed=oom_killed) for each in deaths}
+    faults: dict[int, RankFault] = {}
+    for each in deaths:
+        errors = [event["data"] for event in events if event["kind"] == "error" and event["rank"] == each.rank]
+        log_tail = reports[each.rank].log_tail if each.rank in reports else ""
+        faults[each.rank] = read_exit(each.code, errors[-1] if errors else None, log_tail, oom_killed=oom_killed)
     alive = {rank: each for rank, each in reports.items() if rank not in faults}
     if any(fault.primary for fault in faults.values()):
         return _attribute_deaths(faults, deaths, reports)
     if any(each.answered or each.state for each in alive.values()):
         attribution = attribute_hang(alive)
-        if attribution.suspects or not faults:
-            return _with_victims(attribution, faults)
-    return _attribute_lost_connections(faults)
+        if not faults:
+            return attribution
+        if attribution.suspects:
+            facts = [f"rank {rank} {fault.what}" for rank, fault in faults.items()]
+            evidence = attribution.evidence | {"facts": [*attribution.evidence.get("facts", ()), *facts]}
+            return replace(attribution, victims=tuple(sorted({*attribution.victims, *faults})), evidence=evidence)
+    # Every rank that ended had lost the connection to others, and no rank failed by itself: blame the network.
+    ranks = tuple(sorted(faults))
+    facts = [f"rank {rank} {faults[rank].what}" for rank in ranks]
+    if faults and all(fault.cause == "preempted" for fault in faults.values()):
+        return Attribution(
+            cause="preempted", what=f"{name_ranks(ranks)} {is_or_are(ranks)} asked to stop", evidence={"facts": facts}
+        )
+    if not faults:
+        return Attribution(cause="unknown", what="no rank reported anything")
+    what = f"{name_ranks(ranks)} lost the connection to other ranks, and no rank had failed before"
+    return Attribution(cause="network", what=what, victims=ranks, evidence={"facts": facts})
 
 
 def attribute_hang(reports: Mapping[int, RankReport]) -> Attribution:
@@ -233,7 +246,21 @@ def attribute_hang(reports: Mapping[int, RankReport]) -> Attribution:
         return _hang(f"{name_ranks(silent)} {is_or_are(silent)} stuck in code that holds the GIL", silent, ranks,
                      [_describe_silence(reports[rank]) for rank in silent], reports)  # fmt: skip
     if mismatch := find_mismatch(reports):
-        return _attribute_mismatch(mismatch, reports)
+        # Blame the minority of ranks that called another operation than the rest at the same position of a group.
+        kinds: dict[str, list[int]] = {}
+        for rank, operation in sorted(mismatch.items()):
+            kind = f"{operation} ({', '.join(operation.dtypes)})" if operation.dtypes else str(operation)
+            kinds.setdefault(kind, []).append(rank)
+        fewest = min(map(len, kinds.values()))
+        minorities = [ranks for ranks in kinds.values() if len(ranks) == fewest]
+        suspects = minorities[0] if len(minorities) == 1 else sorted(mismatch)
+        operation = next(iter(mismatch.values()))
+        calls = ", but ".join(f"{name_ranks(ranks)} called {kind}" for kind, ranks in kinds.items())
+        facts = [f"it was operation {operation.number} of group {operation.group}"]
+        facts += [f"rank {rank} {text}" for rank, text in _sites(mismatch, reports).items()]
+        evidence = _evidence(facts, suspects, reports) | {"sites": _sites(mismatch, reports)}
+        victims = tuple(rank for rank in sorted(reports) if rank not in suspects)
+        return Attribution(cause="mismatch", what=calls, suspects=tuple(suspects), victims=victims, evidence=evidence)
     edges = find_waits(reports)
     if not edges:
         return _attribute_without_waits(reports)
@@ -279,39 +306,6 @@ def _attribute_deaths(
     evidence |= {"sites": sites} if cause == "mismatch" and (sites := _sites(reports, reports)) else {}
     victims = sorted({*reports, *faults} - set(suspects))
     return Attribution(cause=cause, what=what, suspects=tuple(suspects), victims=tuple(victims), evidence=evidence)
-
-
-def _attribute_lost_connections(faults: Mapping[int, RankFault]) -> Attribution:
-    """Blame the network if every rank that ended had lost the connection to others, and no rank failed by itself."""
-    ranks = tuple(sorted(faults))
-    facts = [f"rank {rank} {faults[rank].what}" for rank in ranks]
-    if faults and all(fault.cause == "preempted" for fault in faults.values()):
-        return Attribution(
-            cause="preempted", what=f"{name_ranks(ranks)} {is_or_are(ranks)} asked to stop", evidence={"facts": facts}
-        )
-    if not faults:
-        return Attribution(cause="unknown", what="no rank reported anything")
-    what = f"{name_ranks(ranks)} lost the connection to other ranks, and no rank had failed before"
-    return Attribution(cause="network", what=what, victims=ranks, evidence={"facts": facts})
-
-
-def _attribute_mismatch(mismatch: Mapping[int, Operation], reports: Mapping[int, RankReport]) -> Attribution:
-    """Blame the minority of ranks that called another operation than the rest at the same position of a group."""
-    kinds: dict[str, list[int]] = {}
-    for rank, operation in sorted(mismatch.items()):
-        kinds.setdefault(
-            f"{operation} ({', '.join(operation.dtypes)})" if operation.dtypes else str(operation), []
-        ).append(rank)
-    fewest = min(map(len, kinds.values()))
-    minorities = [ranks for ranks in kinds.values() if len(ranks) == fewest]
-    suspects = minorities[0] if len(minorities) == 1 else sorted(mismatch)
-    operation = next(iter(mismatch.values()))
-    calls = ", but ".join(f"{name_ranks(ranks)} called {kind}" for kind, ranks in kinds.items())
-    facts = [f"it was operation {operation.number} of group {operation.group}"]
-    facts += [f"rank {rank} {text}" for rank, text in _sites(mismatch, reports).items()]
-    evidence = _evidence(facts, suspects, reports) | {"sites": _sites(mismatch, reports)}
-    victims = tuple(rank for rank in sorted(reports) if rank not in suspects)
-    return Attribution(cause="mismatch", what=calls, suspects=tuple(suspects), victims=victims, evidence=evidence)
 
 
 def _attribute_without_waits(reports: Mapping[int, RankReport]) -> Attribution:
@@ -372,22 +366,6 @@ def _describe_silence(report: RankReport) -> str:
 def _describe_wait(rank: int, reasons: Mapping[int, str]) -> str:
     why = next(iter(reasons.values()))
     return f"rank {rank} waits for {name_ranks(sorted(reasons))} in {why}"
-
-
-def _with_victims(attribution: Attribution, faults: Mapping[int, RankFault]) -> Attribution:
-    if not faults:
-        return attribution
-    victims = tuple(sorted({*attribution.victims, *faults}))
-    facts = [*attribution.evidence.get("facts", ()), *(f"rank {rank} {fault.what}" for rank, fault in faults.items())]
-    evidence = attribution.evidence | {"facts": facts}
-    return Attribution(cause=attribution.cause, what=attribution.what, suspects=attribution.suspects, victims=victims,
-                     evidence=evidence)  # fmt: skip
-
-
-def _fault(end: RankEnded, reports: Mapping[int, RankReport], events: Events, *, oom_killed: bool) -> RankFault:
-    errors = [event for event in events if event["kind"] == "error" and event["rank"] == end.rank]
-    log_tail = reports[end.rank].log_tail if end.rank in reports else ""
-    return read_exit(end.code, errors[-1]["data"] if errors else None, log_tail, oom_killed=oom_killed)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

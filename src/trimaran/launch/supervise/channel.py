@@ -7,50 +7,13 @@ requests to that node's channel.
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from trimaran.launch.supervise.connection_server import AUTHENTICATION_SECONDS, Connection, ConnectionServer
 from trimaran.launch.supervise.key_store import RELAY, AttemptStores, RelayAnswers, StoreRelay
 from trimaran.runs.wire import ChannelClient, Record, WireError
-
-
-class CoordinatorRelay:
-    """Answers the ranks of `attempt` by passing what they ask to the coordinator, to which `client` is connected.
-
-    If that connection breaks, those of the ranks are closed too: what they have set may not have arrived. Make and use
-    it in the thread of `server`.
-    """
-
-    def __init__(self, server: ConnectionServer, client: ChannelClient, *, attempt: int) -> None:
-        self._upstream = server.adopt(client, lambda _, message: self._relay.receive(message))
-        self._relay = StoreRelay(attempt, self._upstream.reply)
-        self._ranks: set[Connection] = set()
-
-    def answer(self, connection: Connection, request: Record) -> None:
-        """Reply to a rank now, or when the coordinator has answered."""
-        if not self._upstream.is_open:
-            connection.close()
-            return
-        self._ranks.add(connection)
-        self._relay.answer(request, connection.reply)
-
-    def flush(self) -> None:
-        """Send the requests that wait, unless an earlier message is still on its way."""
-        self._relay.flush()
-
-    def forget(self, connection: Connection) -> None:
-        """Forget a rank whose connection is closed; close those of all ranks if it is the one to the coordinator."""
-        self._ranks.discard(connection)
-        if connection is self._upstream:
-            for rank in [*self._ranks]:
-                rank.close()
-
-    def close(self) -> None:
-        self._upstream.close()
-
 
 WAIT_SECONDS, WAIT_SECONDS_WITH_NODES = 1.0, 0.02  # for input; so much later than necessary is a silent node noticed
 SILENT_SECONDS = 5.0  # a node that has sent nothing for longer is lost
@@ -87,7 +50,7 @@ class Mailbox:
         return not self.broken and self.silent_seconds < SILENT_SECONDS
 
 
-class Channel:
+class Channel(ConnectionServer):
     """The channel, bound to `host` only. It serves until `close`. No other node may use the name `own_node`.
 
     `operations` are further requests of nodes, which are answered at once; `streams` are requests that take over the
@@ -112,27 +75,15 @@ class Channel:
         self._mailbox_of: dict[Connection, Mailbox] = {}
         self._answers_to: dict[Connection, RelayAnswers] = {}  # to the relays of other nodes
         self._unsent: set[RelayAnswers] = set()
-        self._relay: CoordinatorRelay | None = None  # while another node coordinates
-        self._server = ConnectionServer(host, port, token, self, authentication_seconds=authentication_seconds)
-
-    @property
-    def address(self) -> str:
-        """The address of this channel, `host:port`."""
-        return self._server.address
-
-    @property
-    def num_unauthenticated(self) -> int:
-        return self._server.num_unauthenticated
+        self._relay: StoreRelay | None = None  # while another node coordinates
+        self._upstream: Connection | None = None  # to that node
+        self._relayed: set[Connection] = set()  # of ranks
+        super().__init__(host, port, token, authentication_seconds=authentication_seconds)
 
     @property
     def is_idle(self) -> bool:
         """Whether no request of a rank waits for a key."""
         return self._stores.is_idle
-
-    @property
-    def refused(self) -> Counter[str]:
-        """The number of closed connections by reason."""
-        return self._server.refused
 
     @property
     def num_refused(self) -> int:
@@ -141,7 +92,7 @@ class Channel:
 
     def end_attempt(self, attempt: int) -> None:
         """Drop the values of `attempt` and of all before it. Their pending and later requests fail as over."""
-        self._server.call(lambda: self._stores.end(attempt))
+        self.call(lambda: self._stores.end(attempt))
 
     def exchange_keys(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]:
         """Write to the store of an attempt, in order, and return the values whose keys begin with `prefix`.
@@ -149,7 +100,7 @@ class Channel:
         None deletes a key.
         """
         found: dict[str, bytes] = {}
-        self._server.call(lambda: found.update(self._stores.exchange(attempt, prefix, written)))
+        self.call(lambda: found.update(self._stores.exchange(attempt, prefix, written)))
         return found
 
     def relay_to(self, client: ChannelClient, *, attempt: int) -> None:
@@ -160,25 +111,21 @@ class Channel:
 
         def begin() -> None:
             self._end_relay()
-            self._relay = CoordinatorRelay(self._server, client, attempt=attempt)
+            self._upstream = self.adopt(client, lambda _, message: relay.receive(message))
+            relay = self._relay = StoreRelay(attempt, self._upstream.reply)
 
-        self._server.call(begin)
+        self.call(begin)
 
     def end_relay(self) -> None:
         """Answer the requests of ranks here, as the coordinator does."""
-        self._server.call(self._end_relay)
-
-    def close(self) -> None:
-        """Close all connections, and return when the port is free."""
-        self._server.stop()
+        self.call(self._end_relay)
 
     def _end_relay(self) -> None:
-        if self._relay is not None:
-            self._relay.close()
-            self._relay = None
+        if self._upstream is not None:
+            self._upstream.close()
+        self._relay = self._upstream = None
 
     def answer(self, connection: Connection, request: Record) -> None:
-        """See `ConnectionHandler`."""
         name = str(request.get("op"))
         if name == "exchange":
             self._exchange(connection, request)
@@ -194,17 +141,19 @@ class Channel:
                 connection.reply({"error": str(error)})
         elif (stream := self.streams.get(name)) is not None:
             threading.Thread(target=stream, args=(connection.detach(),), name="channel-stream", daemon=True).start()
-        elif self._relay is not None:
-            self._relay.answer(connection, request)
+        elif self._relay is not None and self._upstream is not None:
+            if self._upstream.is_open:
+                self._relayed.add(connection)
+                self._relay.answer(request, connection.reply)
+            else:
+                connection.close()
         else:
             self._stores.answer(request, connection.reply, client=connection, now=time.monotonic())
 
     def note_urgent_served(self, until: float) -> None:
-        """See `ConnectionHandler`. Nodes are urgent: if not answered in time, they take the coordinator for lost."""
-        self._read_until = until
+        self._read_until = until  # nodes are urgent: if not answered in time, they take the coordinator for lost
 
     def end_turn(self, now: float) -> None:
-        """See `ConnectionHandler`."""
         self._stores.expire(now)
         if self._relay is not None:
             self._relay.flush()
@@ -212,20 +161,20 @@ class Channel:
             self._unsent.pop().flush()
 
     def longest_wait(self) -> float:
-        """See `ConnectionHandler`. It is not long if nodes take part."""
         longest = WAIT_SECONDS_WITH_NODES if self.mailboxes else WAIT_SECONDS
         next_timeout = self._stores.next_timeout()
         return longest if next_timeout is None else min(longest, max(0.0, next_timeout - time.monotonic()))
 
     def forget(self, connection: Connection) -> None:
-        """See `ConnectionHandler`."""
         self._stores.drop_client(connection)
         self._answers_to.pop(connection, None)
         if (mailbox := self._mailbox_of.pop(connection, None)) is not None:
             mailbox.broken = True
             mailbox.changed.set()
-        if self._relay is not None:
-            self._relay.forget(connection)
+        self._relayed.discard(connection)
+        if connection is self._upstream:
+            for rank in [*self._relayed]:
+                rank.close()
 
     def _exchange(self, connection: Connection, request: Record) -> None:
         """Take a node's messages and reply with those for it. A new session of a node gets a new mailbox."""
@@ -247,8 +196,6 @@ class Channel:
         mailbox.inbox.extend(messages)
         if messages:
             mailbox.changed.set()
-        outgoing: list[Any] = []
-        while mailbox.outbox:
-            outgoing.append(mailbox.outbox.popleft())
+        outgoing = [mailbox.outbox.popleft() for _ in range(len(mailbox.outbox))]
         seconds = SECONDS_PER_NODE * len(self.mailboxes)
         connection.reply({"messages": outgoing} | ({"seconds": seconds} if seconds > EXCHANGE_SECONDS else {}))

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Protocol
 
 from trimaran.core import UserError
 from trimaran.runs.wire import (
@@ -51,6 +50,8 @@ class Connection:
     receive: Callable[["Connection", Record], None]
     reader: FrameReader = field(default_factory=FrameReader)
     authenticator: FrameAuthenticator | None = None
+    nonce: str = field(default_factory=new_nonce)
+    since: float = field(default_factory=time.monotonic)
     is_urgent: bool = False
     unsent: bytearray = field(default_factory=bytearray)
     events: int = selectors.EVENT_READ
@@ -72,52 +73,36 @@ class Connection:
         return self.server.detach_connection(self)
 
 
-class ConnectionHandler(Protocol):
-    """Answers requests of connections. All calls come from the server's thread."""
-
-    def answer(self, connection: Connection, request: Record) -> None:
-        """Reply to a client that has proved the token, now or later. Raises `WireError` if it breaks the protocol."""
-        ...
-
-    def note_urgent_served(self, until: float) -> None:
-        """Take note that all that had arrived on urgent connections `until` then is answered."""
-        ...
-
-    def end_turn(self, now: float) -> None:
-        """Reply to requests whose time is up, and whatever else is still to be replied to those of this turn."""
-        ...
-
-    def longest_wait(self) -> float:
-        """Return for how many seconds the server may wait for input."""
-        ...
-
-    def forget(self, connection: Connection) -> None:
-        """Drop the state of a closed connection."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Handshake:
-    """The handshake of a connection that has not proved the token yet."""
-
-    nonce: str
-    since: float
-
-
 class ConnectionServer:
-    """The server, bound to `host` only. It serves until `stop`. `refused` counts closed connections by reason."""
+    """The server, bound to `host` only. It serves until `close`. `refused` counts closed connections by reason.
 
-    def __init__(
-        self, host: str, port: int, token: str, handler: ConnectionHandler, *, authentication_seconds: float
-    ) -> None:
+    A subclass answers the requests. All calls of the methods that it overrides come from the server's thread.
+    """
+
+    def __init__(self, host: str, port: int, token: str, *, authentication_seconds: float) -> None:
         self.refused: Counter[str] = Counter()
         self.outgoing: set[Connection] = set()  # those with something to send
-        self._token, self._run, self._handler = token, fingerprint(token), handler
+        self._token, self._run = token, fingerprint(token)
         self._authentication_seconds = authentication_seconds
         self._connections: dict[int, Connection] = {}
-        self._handshakes: dict[Connection, Handshake] = {}  # the oldest first
+        self._unproved: dict[Connection, None] = {}  # that have not proved the token yet, the oldest first
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._listener = _listen(host, port)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            why = error.strerror or str(error)
+            fix = "name an address of this machine: --address IP"
+            if error.errno == errno.EADDRINUSE:
+                fix = "end the process that listens there, or name another port on all nodes: --head HOST:PORT"
+            raise UserError("S022", f"the run's channel cannot listen there: {why}", where=f"{host}:{port}",
+                            fix=fix) from None  # fmt: skip
+        listener.setblocking(False)
+        self._listener = listener
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # every rank has a connection or two
         self._wake, self._woken = socket.socketpair()
@@ -134,7 +119,24 @@ class ConnectionServer:
 
     @property
     def num_unauthenticated(self) -> int:
-        return len(self._handshakes)
+        return len(self._unproved)
+
+    def answer(self, connection: Connection, request: Record) -> None:
+        """Reply to a client that has proved the token, now or later. Raises `WireError` if it breaks the protocol."""
+        raise NotImplementedError
+
+    def note_urgent_served(self, until: float) -> None:
+        """Take note that all that had arrived on urgent connections `until` then is answered."""
+
+    def end_turn(self, now: float) -> None:
+        """Reply to requests whose time is up, and send what else is due."""
+
+    def longest_wait(self) -> float:
+        """Return for how many seconds the server may wait for input."""
+        raise NotImplementedError
+
+    def forget(self, connection: Connection) -> None:
+        """Drop the state of a closed connection."""
 
     def call(self, function: Callable[[], None]) -> None:
         """Run `function` in the server's thread; return when it is done and its replies are sent."""
@@ -142,14 +144,15 @@ class ConnectionServer:
 
         def run() -> None:
             function()
-            self._end_turn()
+            self.end_turn(time.monotonic())
+            self._flush()
             done.set()
 
         self._calls.put(run)
         self._wake.send(b"!")
         done.wait(timeout=10.0)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Close all connections, and return when the port is free."""
         if self._thread.is_alive():
             self._calls.put(None)
@@ -167,7 +170,7 @@ class ConnectionServer:
     def close_connection(self, connection: Connection) -> None:
         if self._remove(connection):
             connection.socket.close()
-            self._handler.forget(connection)
+            self.forget(connection)
 
     def detach_connection(self, connection: Connection) -> socket.socket:
         self._remove(connection)
@@ -177,7 +180,10 @@ class ConnectionServer:
     def _serve(self) -> None:
         with self._selector, self._listener, self._wake, self._woken:
             while True:
-                ready = self._selector.select(self._seconds_to_next_timeout())
+                wait = self.longest_wait()
+                if oldest := next(iter(self._unproved), None):
+                    wait = min(wait, max(0.0, oldest.since + self._authentication_seconds - time.monotonic()))
+                ready = self._selector.select(wait)
                 now = time.monotonic()
                 requests = []
                 for key, events in ready:
@@ -192,30 +198,16 @@ class ConnectionServer:
                             connection.close()
                         return
                 self._flush()  # urgent ones first: a node that is not answered in time takes the coordinator for lost
-                self._handler.note_urgent_served(now)
+                self.note_urgent_served(now)
                 for connection, events in requests:
                     self._serve_connection(connection, events)
                     if time.monotonic() > now + TURN_SECONDS:
                         break  # the others are served in the next turn
-                self._end_turn()
-                self._refuse_late()
-
-    def _seconds_to_next_timeout(self) -> float:
-        """Return how long the server may wait for input: until the next timeout."""
-        longest = self._handler.longest_wait()
-        oldest = self._oldest_handshake()
-        if oldest is None:
-            return longest
-        return min(longest, max(0.0, oldest[1].since + self._authentication_seconds - time.monotonic()))
-
-    def _oldest_handshake(self) -> tuple[Connection, Handshake] | None:
-        return next(iter(self._handshakes.items()), None)
-
-    def _refuse_late(self) -> None:
-        """Close connections that have not proved the token in time."""
-        latest = time.monotonic() - self._authentication_seconds
-        while (oldest := self._oldest_handshake()) and oldest[1].since <= latest:
-            self._refuse(oldest[0], "timeout")
+                self.end_turn(time.monotonic())
+                self._flush()
+                latest = time.monotonic() - self._authentication_seconds
+                while (oldest := next(iter(self._unproved), None)) and oldest.since <= latest:
+                    self._refuse(oldest, "timeout")
 
     def _run_calls(self) -> bool:
         """Run what other threads have queued; return False when this thread is to end."""
@@ -241,16 +233,16 @@ class ConnectionServer:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self.num_unauthenticated >= MAX_UNAUTHENTICATED:
                 self._refuse_oldest()
-            connection, handshake = Connection(self, sock, self._authenticate), Handshake(new_nonce(), time.monotonic())
-            self._handshakes[connection] = handshake
+            connection = Connection(self, sock, self._authenticate)
+            self._unproved[connection] = None
             self._add(connection)
-            connection.reply({"trimaran": 1, "run": self._run, "nonce": handshake.nonce})
+            connection.reply({"trimaran": 1, "run": self._run, "nonce": connection.nonce})
             self._send(connection)
 
     def _refuse_oldest(self) -> bool:
-        oldest = self._oldest_handshake()
+        oldest = next(iter(self._unproved), None)
         if oldest is not None:
-            self._refuse(oldest[0], "overload")
+            self._refuse(oldest, "overload")
         return oldest is not None
 
     def _serve_connection(self, connection: Connection, events: int) -> None:
@@ -281,18 +273,14 @@ class ConnectionServer:
             self._refuse(connection, "token")
 
     def _authenticate(self, connection: Connection, record: Record) -> None:
-        ours, theirs = self._handshakes[connection].nonce, str(record.get("nonce", ""))
+        ours, theirs = connection.nonce, str(record.get("nonce", ""))
         if not matches(record.get("proof"), proof(self._token, "client", ours, theirs)):
             raise PermissionError
         connection.reply({"proof": proof(self._token, "server", ours, theirs)})
-        del self._handshakes[connection]
+        del self._unproved[connection]
         connection.authenticator = FrameAuthenticator(self._token, "server", ours, theirs)
         connection.reader.authenticate_with(FrameAuthenticator(self._token, "client", ours, theirs))
-        connection.receive = self._handler.answer
-
-    def _end_turn(self) -> None:
-        self._handler.end_turn(time.monotonic())
-        self._flush()
+        connection.receive = self.answer
 
     def _flush(self) -> None:
         """Send what replies have added since the last call. A socket that is full is then watched by the selector."""
@@ -332,24 +320,5 @@ class ConnectionServer:
             return False
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
-        self._handshakes.pop(connection, None)
+        self._unproved.pop(connection, None)
         return True
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        why = error.strerror or str(error)
-        fix = "name an address of this machine: --address IP"
-        if error.errno == errno.EADDRINUSE:
-            fix = "end the process that listens there, or name another port on all nodes: --head HOST:PORT"
-        raise UserError("S022", f"the run's channel cannot listen there: {why}", where=f"{host}:{port}",
-                        fix=fix) from None  # fmt: skip
-    listener.setblocking(False)
-    return listener

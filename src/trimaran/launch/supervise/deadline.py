@@ -39,19 +39,12 @@ class Deadlines:
         self._is_changed = False  # the plan may have changed since the last steps
         self._pauses: deque[float] = deque(maxlen=MAX_PAUSES)  # when the supervisor resumed polling after a pause
 
-    def start(self) -> None:
-        """Forget the ranks of the last attempt, but keep the durations learnt so far."""
-        self._before.clear()
-        self._step_began.clear()
-        self._step_learnt.clear()
-        self._queued.clear()
-        self._core_wait_at.clear()
-
-    def forget(self, ranks: Iterable[int]) -> None:
-        """Forget these ranks, which are started again."""
-        for rank in ranks:
-            for known in (self._before, self._step_began, self._step_learnt, self._queued, self._core_wait_at):
-                known.pop(rank, None)
+    def forget(self, ranks: Iterable[int] | None = None) -> None:
+        """Forget these ranks, which are started again, or all of them. The durations learnt so far are kept."""
+        gone = {*(self._before.keys() | self._queued.keys() if ranks is None else ranks)}
+        for known in (self._before, self._step_began, self._step_learnt, self._queued, self._core_wait_at):
+            for rank in gone & known.keys():
+                del known[rank]
 
     def of(self, section: Section) -> float:
         """Return the seconds that one unit of `section` may take."""
@@ -106,13 +99,8 @@ class Deadlines:
         if before is not None and before.section in LEARNT_SECTIONS:
             seconds = after.entered - before.entered
             self._longest[before.section] = max(seconds, self._longest.get(before.section, 0.0))
-        self._learn_step(rank, after)
-
-    def _learn_step(self, rank: int, after: Heartbeat) -> None:
-        """Learn the duration of a step when the next one begins, or the wait for its data.
-
-        What happens inside a step, such as a copy of the state or an evaluation, is part of its duration.
-        """
+        # Learn the duration of a step when the next one begins, or the wait for its data.
+        # What happens inside a step, such as a copy of the state or an evaluation, is part of its duration.
         began = self._step_began.get(rank)
         if began is not None and after.section in ("step", "data") and after.step > began.step:
             # Several steps may have passed since the last poll.

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,7 +51,22 @@ class DetachedProcess:
                 return known | {"new": False}
             for path in (self._record, self._exit):
                 path.unlink(missing_ok=True)
-            self._start_parent(command, secrets or {})
+            parent = [sys.executable, "-m", MODULE, "run", self.name, f"--folder={self.folder}"]
+            with open(self.log, "ab") as log:
+                process = subprocess.Popen(
+                    [*parent, f"--logs={self.log.parent}", "--", *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=os.environ | dict(secrets or {}),
+                    start_new_session=True,
+                )
+            until = time.monotonic() + START_SECONDS
+            while not self._record.exists() and not self._exit.exists() and process.poll() is None:
+                if time.monotonic() > until:
+                    break
+                time.sleep(POLL_SECONDS / 10)
+            process.returncode = 0  # it is not ours to wait for
             return self.state() | {"new": True}
 
     def state(self) -> dict[str, Any]:
@@ -112,24 +127,6 @@ class DetachedProcess:
         code = process.wait()
         write_atomically(self._exit, json.dumps({"code": code if code >= 0 else 128 - code}))
 
-    def _start_parent(self, command: Sequence[str], secrets: Mapping[str, str]) -> None:
-        parent = [sys.executable, "-m", MODULE, "run", self.name, f"--folder={self.folder}"]
-        with open(self.log, "ab") as log:
-            process = subprocess.Popen(
-                [*parent, f"--logs={self.log.parent}", "--", *command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=os.environ | dict(secrets),
-                start_new_session=True,
-            )
-        until = time.monotonic() + START_SECONDS
-        while not self._record.exists() and not self._exit.exists() and process.poll() is None:
-            if time.monotonic() > until:
-                break
-            time.sleep(POLL_SECONDS / 10)
-        process.returncode = 0  # it is not ours to wait for
-
 
 def read_secrets(names: Sequence[str], stream: BinaryIO) -> dict[str, str]:
     """Return the variables `NAME=VALUE` in `stream`, which end with a zero byte each, if they are among `names`."""
@@ -152,35 +149,29 @@ def main(words: Sequence[str]) -> int:
     command = list(words[len(before) + 1 :])
     flags = parser.parse_args(before)
     process = DetachedProcess(flags.folder, flags.name, logs=flags.logs)
-    names = flags.secrets.split(",") if flags.secrets else []
-    actions: dict[str, Callable[[], dict[str, Any]]] = {
-        "start": lambda: process.start(command, secrets=read_secrets(names, sys.stdin.buffer) if names else {}),
-        "state": process.state,
-        "stop": lambda: process.send(signal.Signals[f"SIG{flags.signal}"]),
-    }
     if flags.action == "run":
         process.run(command)
         return 0
     if flags.action == "follow":
-        return _follow(process, flags.offset)
-    answer = actions[flags.action]()
+        try:
+            code = process.follow(flags.offset, sys.stdout.buffer)
+        except FileNotFoundError:
+            sys.stderr.write(f"nothing was started here: there is no {process.log}\n")
+            return EXIT_LOST
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to flush
+            return EXIT_LOST
+        state = process.state()
+        if state["state"] == "lost":
+            sys.stderr.write(f"process {state['pid']} is gone without an exit code; see {process.log}\n")
+        return code
+    if flags.action == "start":
+        names = flags.secrets.split(",") if flags.secrets else []
+        answer = process.start(command, secrets=read_secrets(names, sys.stdin.buffer) if names else {})
+    else:
+        answer = process.state() if flags.action == "state" else process.send(signal.Signals[f"SIG{flags.signal}"])
     sys.stdout.write(json.dumps(answer) + "\n")
     return EXIT_LOST if flags.action == "start" and "error" in answer else 0
-
-
-def _follow(process: DetachedProcess, offset: int) -> int:
-    try:
-        code = process.follow(offset, sys.stdout.buffer)
-    except FileNotFoundError:
-        sys.stderr.write(f"nothing was started here: there is no {process.log}\n")
-        return EXIT_LOST
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to flush
-        return EXIT_LOST
-    state = process.state()
-    if state["state"] == "lost":
-        sys.stderr.write(f"process {state['pid']} is gone without an exit code; see {process.log}\n")
-    return code
 
 
 def _read(path: Path) -> dict[str, Any] | None:

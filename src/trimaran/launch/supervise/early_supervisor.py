@@ -141,17 +141,12 @@ def early_processes() -> list[int]:
 def resume_early() -> None:
     """Continue the early supervisor and its children if they are stopped."""
     for pid in early_processes():
-        for each in (pid, *_children(pid)):
+        found = [pid]
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            found += map(int, file.read().split())
+        for each in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, signal.SIGCONT)
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
-            return [int(word) for word in file.read().split()]
-    except OSError:
-        return []
 
 
 def stop_with_parent() -> None:

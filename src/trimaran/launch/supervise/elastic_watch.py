@@ -9,13 +9,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, Cause, Incident
 from trimaran.launch.supervise.attempt_watch import LAST_EVENT_SECONDS, SHORT_SECTIONS, AttemptWatch
 from trimaran.launch.supervise.attribution import read_exit
 from trimaran.launch.supervise.investigate import headline
-from trimaran.launch.supervise.node import AttemptSpec, Node
+from trimaran.launch.supervise.node import AttemptSpec, Node, NodeGroup
 from trimaran.runs import Heartbeat, IncidentLog, RunDirectory
 from trimaran.runs.replica_records import (
     LAST_ROUND,
@@ -94,22 +94,20 @@ class ReplicaRounds:
         return written
 
     def _decide(self, statements: Mapping[int, Statement]) -> Written:
-        if self.members is None:
-            return self._form(statements)
+        if self.members is None:  # the first round, in which nothing is exchanged: all continue from the newest state
+            said = {each: self._said(each, statements, "join") for each in range(self.num_replicas)}
+            if not all(said.values()):
+                return {}
+            newest = max(each[0].step for each in said.values())
+            source = min(each for each, ranks in said.items() if ranks[0].step == newest)
+            behind = tuple(each for each, ranks in said.items() if ranks[0].step < newest)
+            first = Round(
+                number=0, step=newest, contributors=(), joiners=behind, source=source, starts=dict(self.starts)
+            )
+            self.number, self.step, self.members = 0, newest, dict(self.starts)
+            result = RoundResult(ok=True, members=tuple(sorted(self.members)))
+            return {round_key(0): first.encode(), result_key(0): result.encode(), LAST_ROUND: b"0"}
         return self._settle(self._open, statements) if self._open else self._open_round(statements)
-
-    def _form(self, statements: Mapping[int, Statement]) -> Written:
-        """Decide the first round, in which nothing is exchanged: all replicas continue from the newest state."""
-        said = {each: self._said(each, statements, "join") for each in range(self.num_replicas)}
-        if not all(said.values()):
-            return {}
-        newest = max(each[0].step for each in said.values())
-        source = min(each for each, ranks in said.items() if ranks[0].step == newest)
-        behind = tuple(each for each, ranks in said.items() if ranks[0].step < newest)
-        first = Round(number=0, step=newest, contributors=(), joiners=behind, source=source, starts=dict(self.starts))
-        self.number, self.step, self.members = 0, newest, dict(self.starts)
-        result = RoundResult(ok=True, members=tuple(sorted(self.members)))
-        return {round_key(0): first.encode(), result_key(0): result.encode(), LAST_ROUND: b"0"}
 
     def _open_round(self, statements: Mapping[int, Statement]) -> Written:
         """Open a round once all living members have arrived. Who is ready to join by then takes part."""
@@ -146,7 +144,11 @@ class ReplicaRounds:
         """Decide whether a round counts, once all have voted or one of them is lost."""
         votes = {each: self._said(each, statements, "vote", opened.number) for each in opened.contributors}
         is_complete = all(map(self._is_living_member, opened.contributors))
-        if is_complete and not all(votes.values()) and not self._has_refused(opened, statements):
+        # If one rank has voted that it did not get the values, the others need not wait for each other.
+        ranks = (rank for each in opened.contributors for rank in self.ranks_of(each))
+        said = [statements[rank] for rank in ranks if rank in statements]
+        is_refused = any(each.kind == "vote" and each.round == opened.number and not each.ok for each in said)
+        if is_complete and not all(votes.values()) and not is_refused:
             return {}
         ok = is_complete and all(rank.ok for ranks in votes.values() for rank in ranks) and all(votes.values())
         self._open = None
@@ -161,12 +163,6 @@ class ReplicaRounds:
             self._num_failed += 1
         members = tuple(sorted(self.members or ())) if ok else tuple(self.living_members)
         return {result_key(opened.number): RoundResult(ok=ok, members=members).encode()}
-
-    def _has_refused(self, opened: Round, statements: Mapping[int, Statement]) -> bool:
-        """Return whether a rank has voted that it did not get the values; the others need not wait for each other."""
-        ranks = (rank for each in opened.contributors for rank in self.ranks_of(each))
-        said = [statements[rank] for rank in ranks if rank in statements]
-        return any(each.kind == "vote" and each.round == opened.number and not each.ok for each in said)
 
     def _is_living_member(self, replica: int) -> bool:
         return self.members is not None and replica in self.members and self._is_running(replica, self.members[replica])
@@ -189,22 +185,6 @@ log = logging.getLogger(__name__)
 MAX_LOSSES = 3  # of a replica before it contributes again; then it is not started any more
 LEAVE_SECONDS = 10.0  # for the ranks of a replica that leaves to end, after its last synchronisation
 PAUSE_SECONDS = 1.0  # before a second start without having contributed; doubled each time
-
-
-class ReplicaNodes(Protocol):
-    """The part of a `supervisor.NodeGroup` that elastic replicas need."""
-
-    def joined(self, nodes: Sequence[Node]) -> list[Node]: ...
-
-    def exchange_keys(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticReplicas:
-    """How many replicas an attempt has, and whether a lost one is started again."""
-
-    num: int
-    restart: bool = True
 
 
 @dataclass(slots=True)
@@ -233,7 +213,8 @@ class ReplicaFault:
 class ElasticWatch(AttemptWatch):
     """See `AttemptWatch`. A fault of a replica is no trouble of the attempt, as long as another replica trains.
 
-    Until the first round all replicas must start. A configuration error is always trouble.
+    Until the first round all replicas must start. A configuration error is always trouble. `restart`: a replica that is
+    lost is started again.
     """
 
     def __init__(
@@ -241,13 +222,14 @@ class ElasticWatch(AttemptWatch):
         run: RunDirectory,
         nodes: Sequence[Node],
         spec: AttemptSpec,
-        replicas: ElasticReplicas,
         *,
+        num_replicas: int,
+        restart: bool,
         incidents: IncidentLog,
-        group: ReplicaNodes,
+        group: NodeGroup,
     ) -> None:
-        self._run, self._replicas, self._incidents, self._group = run, replicas, incidents, group
-        self.rounds = ReplicaRounds(replicas.num, spec.world_size // replicas.num)
+        self._restart, self._incidents, self._group = restart, incidents, group
+        self.rounds = ReplicaRounds(num_replicas, spec.world_size // num_replicas)
         self._unwritten: Written = {}
         self._statements: dict[str, tuple[bytes, Statement]] = {}
         self._gone: dict[int, LostReplica] = {}
@@ -256,7 +238,7 @@ class ElasticWatch(AttemptWatch):
         self._let_go: list[Node] = []  # of these, those without ranks
         self._started: dict[int, tuple[float, int]] = {}  # when, and how many errors were known
         super().__init__(run, nodes, spec)
-        self.lead_ranks = tuple(self.rounds.ranks_of(each)[0] for each in range(replicas.num))
+        self.lead_ranks = tuple(self.rounds.ranks_of(each)[0] for each in range(num_replicas))
         firsts = [0]
         for node in nodes:
             firsts.append(min(spec.world_size, firsts[-1] + node.num_ranks))
@@ -289,7 +271,18 @@ class ElasticWatch(AttemptWatch):
             self._lose(replica, fault, heartbeats)
         self.lost = []
         self._note_left()
-        self._replace_nodes()
+        # Put nodes that have joined in the place of those that are gone.
+        gone = [number for number, node in enumerate(self.nodes) if _is_gone(node)]
+        joined = self._group.joined(self.nodes) if gone else []
+        for number in gone:
+            fitting = [node for node in joined if node.num_ranks >= len(self._ranges[number])]
+            if fitting:
+                self.nodes = [*self.nodes[:number], fitting[0], *self.nodes[number + 1 :]]
+                joined.remove(fitting[0])
+                for rank in self._ranges[number]:
+                    if gone := self._gone.get(self.rounds.replica_of(rank)):
+                        gone.due = min(gone.due, time.monotonic())
+                log.info("%s takes the place of a node that was lost", fitting[0].name)
         self._start_lost()
         self._decide_rounds()
         self._note_joined()
@@ -414,27 +407,13 @@ class ElasticWatch(AttemptWatch):
         self._gone[replica] = LostReplica(incident, now, count, due=now + pause)
 
     def _may_start(self, count: int) -> bool:
-        return self._replicas.restart and count <= MAX_LOSSES
+        return self._restart and count <= MAX_LOSSES
 
     def _parts(self, replica: int) -> list[tuple[Node, list[int]]]:
         """Return the nodes that hold ranks of a replica, and these ranks."""
         ranks = {*self.rounds.ranks_of(replica)}
         parts = zip(self.nodes, self._ranges, strict=True)
         return [(node, sorted(ranks & {*here})) for node, here in parts if ranks & {*here}]
-
-    def _replace_nodes(self) -> None:
-        """Put nodes that have joined in the place of those that are gone."""
-        gone = [number for number, node in enumerate(self.nodes) if _is_gone(node)]
-        joined = self._group.joined(self.nodes) if gone else []
-        for number in gone:
-            fitting = [node for node in joined if node.num_ranks >= len(self._ranges[number])]
-            if fitting:
-                self.nodes = [*self.nodes[:number], fitting[0], *self.nodes[number + 1 :]]
-                joined.remove(fitting[0])
-                for rank in self._ranges[number]:
-                    if gone := self._gone.get(self.rounds.replica_of(rank)):
-                        gone.due = min(gone.due, time.monotonic())
-                log.info("%s takes the place of a node that was lost", fitting[0].name)
 
     def _start_lost(self) -> None:
         """Start lost replicas again whose nodes are there."""
@@ -466,13 +445,14 @@ class ElasticWatch(AttemptWatch):
     def _decide_rounds(self) -> None:
         """Read what the ranks say, decide, and write the decisions."""
         written, self._unwritten = self._unwritten, {}
-        found = self._group.exchange_keys(self.spec.attempt, STATEMENTS, written)
+        exchange = partial(self._group.channel.exchange_keys, self.spec.attempt, STATEMENTS)
+        found = exchange(written)
         for key, value in found.items():
             if key not in self._statements or self._statements[key][0] != value:
                 self._statements[key] = value, Statement.decode(value)
         said = {int(key.removeprefix(STATEMENTS)): each for key, (_, each) in self._statements.items()}
         if decided := self.rounds.poll(said):
-            self._group.exchange_keys(self.spec.attempt, STATEMENTS, decided)
+            exchange(decided)
 
 
 def _is_gone(node: Node) -> bool:

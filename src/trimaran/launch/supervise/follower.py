@@ -9,13 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from trimaran.core import EXIT_AGAIN, Plan, UserError
 from trimaran.launch.supervise.channel import EXCHANGE_SECONDS, SILENT_SECONDS, Channel
 from trimaran.launch.supervise.early_supervisor import Signals
 from trimaran.launch.supervise.fork_server_process import ForkServerProcess
-from trimaran.launch.supervise.head_client import RUN_FILES, FileSender, answer_not_ready, write_run_files
+from trimaran.launch.supervise.head_client import RUN_FILES, FileSender, HeadClient, answer_not_ready, write_run_files
 from trimaran.launch.supervise.local_node import LocalNode
 from trimaran.launch.supervise.measure_links import MEASURE_LINK, link_record, read_switches, serve_link, try_to_measure
 from trimaran.launch.supervise.next_attempt import cluster_of
@@ -25,7 +25,7 @@ from trimaran.launch.supervise.rank_report import show_ranks
 from trimaran.launch.supervise.remote_node import record_of_event, record_of_heartbeat
 from trimaran.launch.supervise.side_processes import PreflightProcess
 from trimaran.runs import RunDirectory
-from trimaran.runs.lease import LeaseHolder, run_token
+from trimaran.runs.lease import LeaseHolder, LeaseWatch, run_token
 from trimaran.runs.rank_environment import without_unusable, worker_environment
 from trimaran.runs.wire import ChannelClient, Record
 
@@ -94,14 +94,6 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
 MAX_WAITING_MESSAGES = 5  # that may all have pieces of files: one exchange takes them together
-
-
-class CoordinatorWatch(Protocol):
-    """Tells which process coordinates the run: `LeaseWatch`, or `HeadClient` if the nodes have no disk in common."""
-
-    def poll(self) -> LeaseHolder | int:
-        """Return the process that coordinates, or the number of the next free term if there is none."""
-        ...
 
 
 LEASE_SECONDS = 1.0  # between looks at the lease, which is on a disk that all nodes share
@@ -181,15 +173,6 @@ class FollowerEnd:
     name_taken: bool = False
 
 
-class FollowingAgent(Protocol):
-    """The part of `NodeAgent` that a follower uses. The channel relays the requests of the ranks to the coordinator."""
-
-    run: RunDirectory
-    node: LocalNode
-    token: str
-    channel: Channel
-
-
 class Follower:
     """Executes the commands of the coordinator, `holder`, on this machine's node.
 
@@ -199,7 +182,7 @@ class Follower:
 
     def __init__(
         self,
-        agent: FollowingAgent,
+        agent: NodeAgent,
         holder: LeaseHolder,
         *,
         unfit: UserError | None = None,
@@ -226,8 +209,11 @@ class Follower:
             time.sleep(POLL_SECONDS)
         return self._coordinator.connected
 
-    def follow(self, watch: CoordinatorWatch, signals: Signals) -> FollowerEnd:
-        """Execute commands until the run is over, the coordinator is lost or another node has taken over."""
+    def follow(self, watch: LeaseWatch | HeadClient, signals: Signals) -> FollowerEnd:
+        """Execute commands until the run is over, the coordinator is lost or another node has taken over.
+
+        `watch` tells which process coordinates: the lease, or the head if the nodes have no disk in common.
+        """
         try:
             while (end := self._poll(watch, signals)) is None:
                 time.sleep(POLL_SECONDS)
@@ -238,7 +224,7 @@ class Follower:
             self._coordinator.close()
             self._channel.end_relay()
 
-    def _poll(self, watch: CoordinatorWatch, signals: Signals) -> FollowerEnd | None:
+    def _poll(self, watch: LeaseWatch | HeadClient, signals: Signals) -> FollowerEnd | None:
         for command in self._coordinator.received():
             self._execute(command)
         self._report()
@@ -253,7 +239,11 @@ class Follower:
             self._coordinator.send(leaving=True)  # it asks all ranks to stop, and continues without us if it can
         if signals.show_requested:
             signals.show_requested = False
-            self._show()
+            # Show the ranks of this node. The coordinator shows those of all nodes.
+            if self._ranks_running:
+                show_ranks(self.run, [self.node], sorted(self.node.heartbeats()), of=self.node.name)
+            else:
+                log.info("no rank is running on this node")
         if self._coordinator.lost:
             return self._lose(self._coordinator.lost)
         if time.monotonic() < self._lease_due:
@@ -272,17 +262,12 @@ class Follower:
             name_taken=self._coordinator.name_taken,
         )
 
-    def _show(self) -> None:
-        """Show the ranks of this node. The coordinator shows those of all nodes."""
-        if self._ranks_running:
-            show_ranks(self.run, [self.node], sorted(self.node.heartbeats()), of=self.node.name)
-        else:
-            log.info("no rank is running on this node")
-
     def _report(self) -> None:
         """Send new events of this node, and heartbeats in regular intervals."""
         if not self._ranks_running:
-            self._report_speed()
+            if self._measures_speed and (speed := self.node.take_speed()) is not None:
+                self._measures_speed = False
+                self._coordinator.send(speed=speed)
             return
         now = time.monotonic()
         events = [record_of_event(each, now) for each in self.node.poll()]
@@ -293,12 +278,6 @@ class Follower:
                 str(rank): record_of_heartbeat(heartbeat, now) for rank, heartbeat in self.node.heartbeats().items()
             }
             self._coordinator.send(events=events, heartbeats=heartbeats, clock=now)
-
-    def _report_speed(self) -> None:
-        """Send the measured speed of this node, once it is known."""
-        if self._measures_speed and (speed := self.node.take_speed()) is not None:
-            self._measures_speed = False
-            self._coordinator.send(speed=speed)
 
     def _send_files(self, *, at_once: bool) -> None:
         """Send what is new in the files of this node; unless `at_once`, only if earlier messages have been sent."""
@@ -322,21 +301,6 @@ class Follower:
         self._channel.relay_to(client, attempt=spec.attempt)
         return replace(spec, store=self._channel.address)
 
-    def _start(self, command: Record) -> None:
-        self._ranks_running, self._heartbeats_due = True, 0.0
-        if "files" in command:
-            write_run_files(self.run, command["files"])
-        spec = self._relayed(AttemptSpec(**command["spec"] | {"token": self._token}))
-        self._store = spec.store
-        self.node.start(spec)
-
-    def _start_ranks(self, command: Record) -> None:
-        spec = AttemptSpec(**command["spec"] | {"token": self._token})
-        if not self._ranks_running:
-            self._ranks_running, self._heartbeats_due = True, 0.0
-            self._store = self._relayed(spec).store
-        self.node.start_ranks(replace(spec, store=self._store), command["ranks"])
-
     def _measure(self, command: Record) -> None:
         """Begin to measure this node's devices, or its link from another node, in a thread that sends the result."""
         seconds = command["seconds"]
@@ -354,9 +318,18 @@ class Follower:
     def _execute(self, command: Record) -> None:
         match command["command"]:
             case "start":
-                self._start(command)
+                self._ranks_running, self._heartbeats_due = True, 0.0
+                if "files" in command:
+                    write_run_files(self.run, command["files"])
+                spec = self._relayed(AttemptSpec(**command["spec"] | {"token": self._token}))
+                self._store = spec.store
+                self.node.start(spec)
             case "start_ranks":
-                self._start_ranks(command)
+                spec = AttemptSpec(**command["spec"] | {"token": self._token})
+                if not self._ranks_running:
+                    self._ranks_running, self._heartbeats_due = True, 0.0
+                    self._store = self._relayed(spec).store
+                self.node.start_ranks(replace(spec, store=self._store), command["ranks"])
             case "kill_ranks":
                 self.node.kill_ranks(command["ranks"])
             case "collect_reports":

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,20 +61,15 @@ class FileSender:
         `is_last`: the ranks are gone, and a log that ends within a line is sent to its end.
         """
         found: list[Record] = []
-        for name in self._names():
+        paths = [path for pattern in STREAMED for path in sorted(self._run.path.glob(pattern))]
+        names = (str(path.relative_to(self._run.path)) for path in paths)
+        for name in filter(FILE_NAME.fullmatch, names):
             while limit_bytes > 0 and (data := self._read(name, is_last=is_last)):
                 offset = self._sent.get(name, 0)
                 found.append({"name": name, "offset": offset, "data": pack(data)})
                 self._sent[name] = offset + len(data)
                 limit_bytes -= len(data)
         return found
-
-    def _names(self) -> Iterator[str]:
-        for pattern in STREAMED:
-            for path in sorted(self._run.path.glob(pattern)):
-                name = str(path.relative_to(self._run.path))
-                if FILE_NAME.fullmatch(name):
-                    yield name
 
     def _read(self, name: str, *, is_last: bool) -> bytes:
         path, offset = self._run.path / name, self._sent.get(name, 0)
@@ -109,19 +104,15 @@ class FileReceiver:
             new = data[max(0, known - offset) :]
             self.received[name] = max(known, offset + len(data))
             try:
-                self._append(self._run.path / name, new)
+                path = self._run.path / name
+                if new:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with append_regular_file(path) as file:
+                        file.write(new)
             except OSError as error:
                 log.warning("%s of another node cannot be written: %s", name, error)
-        if pieces:
-            self._remember()
-
-    def _append(self, path: Path, data: bytes) -> None:
-        if data:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with append_regular_file(path) as file:
-                file.write(data)
-
-    def _remember(self) -> None:
+        if not pieces:
+            return
         try:
             self._state.parent.mkdir(exist_ok=True)
             write_atomically(self._state, json.dumps(self.received) + "\n")

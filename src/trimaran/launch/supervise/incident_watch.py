@@ -46,7 +46,8 @@ class RankEventIncidents:
             elif kind == "connections":
                 self._connections(event.get("rank", 0), step, data)
             elif kind == "resume" and data.get("refused") and self._first(kind, step):
-                what = f"a checkpoint is damaged and was not used: {_list_refused(data['refused'])}"
+                refused = "; ".join(f"step {each['step']} ({each['tier']}): {each['why']}" for each in data["refused"])
+                what = f"a checkpoint is damaged and was not used: {refused}"
                 incident = self._file("storage", what, step, "continued", {"refused": data["refused"]})
                 self._log.amend(incident, cost={"lost_steps": max(0, self._steps_before - step)})
 
@@ -66,7 +67,8 @@ class RankEventIncidents:
     def _connections(self, rank: int, step: int, data: dict[str, Any]) -> None:
         """File that strangers flood the ports of ranks: one incident with the numbers of each rank."""
         ranks = (self._flood.evidence["ranks"] if self._flood else {}) | {str(rank): data}
-        refused, fullest = sum(each["refused"] for each in ranks.values()), max(ranks.values(), key=_used_descriptors)
+        refused = sum(each["refused"] for each in ranks.values())
+        fullest = max(ranks.values(), key=lambda each: each["descriptors"] / each["limit"])
         what = (
             f"another program tries to connect to ports of the ranks: {refused:,} packets were refused"
             if refused
@@ -99,7 +101,11 @@ class RankEventIncidents:
 
     def _disk(self, step: int, data: dict[str, Any]) -> None:
         """File that metrics cannot be written, or amend the incident once they are written again or lost."""
-        failed, lost = data.get("failed", ""), _lost_metrics(data)
+        failed, lost = data.get("failed", ""), ""
+        if data.get("lost"):
+            first, last = data["first_lost"], data["last_lost"]
+            steps = f"step {first}" if first == last else f"steps {first} to {last}"
+            lost = f"the metrics of {steps} were lost"
         known = self._failures.get(_reason(failed) if failed else self._unwritten)
         if failed and not lost:
             self._unwritten = _reason(failed)
@@ -138,22 +144,6 @@ def _reason(failed: str) -> str:
     """
     on_disk = (each for each in DISK_REASONS if each in failed)
     return next(on_disk, VARIABLE_PARTS.sub("", failed))
-
-
-def _lost_metrics(data: dict[str, Any]) -> str:
-    if not data.get("lost"):
-        return ""
-    first, last = data["first_lost"], data["last_lost"]
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    return f"the metrics of {steps} were lost"
-
-
-def _list_refused(refused: list[dict[str, Any]]) -> str:
-    return "; ".join(f"step {each['step']} ({each['tier']}): {each['why']}" for each in refused)
-
-
-def _used_descriptors(data: dict[str, Any]) -> float:
-    return data["descriptors"] / data["limit"]
 
 
 NUM_STEPS = 5  # in a row; their median counts

@@ -94,38 +94,26 @@ def next_intent(intent: Intent, facts: IntentFacts) -> Intent:
         return HandOver() if is_handed_over else intent
     match facts:
         case StopRequests():
-            return _after_requests(intent, facts)
+            if facts.moved:
+                return Stop(cause="storage", what=facts.moved)
+            is_asked_by_file = facts.stop_file and isinstance(intent, Continue)  # otherwise the file is ours
+            if not facts.signal and not is_asked_by_file:
+                return intent
+            what = f"the run was asked to stop by {facts.signal or 'the stop file'}"
+            return Stop(cause="preempted", what=what, is_own=not is_asked_by_file)
         case NodeChanges():
-            return _after_changes(intent, facts)
+            if not isinstance(intent, Continue):
+                return intent  # the ranks stop already; then the nodes are looked at again
+            if facts.leaving:
+                return LeaveOut(nodes=facts.leaving)
+            return intent if facts.size is None else Resize(size=facts.size)
         case AllStopped():
-            return _after_stop(intent, facts)
+            # Start again, or end the run. Without an intent of ours, someone else has asked the ranks to stop.
+            if isinstance(intent, Resize):
+                return intent
+            if facts.leaving and facts.enough_stay:
+                return LeaveOut(nodes=facts.leaving)
+            who = ", ".join(facts.leaving) or "a rank"
+            return Stop(cause="preempted", what=f"{who} was asked to stop, and all ranks stopped")
         case Restart():
             return Continue()
-
-
-def _after_requests(intent: Continue | Resize | LeaveOut, facts: StopRequests) -> Intent:
-    if facts.moved:
-        return Stop(cause="storage", what=facts.moved)
-    is_asked_by_file = facts.stop_file and isinstance(intent, Continue)  # otherwise the file is ours
-    if not facts.signal and not is_asked_by_file:
-        return intent
-    what = f"the run was asked to stop by {facts.signal or 'the stop file'}"
-    return Stop(cause="preempted", what=what, is_own=not is_asked_by_file)
-
-
-def _after_changes(intent: Continue | Resize | LeaveOut, facts: NodeChanges) -> Intent:
-    if not isinstance(intent, Continue):
-        return intent  # the ranks stop already; then the nodes are looked at again
-    if facts.leaving:
-        return LeaveOut(nodes=facts.leaving)
-    return intent if facts.size is None else Resize(size=facts.size)
-
-
-def _after_stop(intent: Continue | Resize | LeaveOut, facts: AllStopped) -> Intent:
-    """Start again, or end the run. Without an intent of ours, someone else has asked the ranks to stop."""
-    if isinstance(intent, Resize):
-        return intent
-    if facts.leaving and facts.enough_stay:
-        return LeaveOut(nodes=facts.leaving)
-    who = ", ".join(facts.leaving) or "a rank"
-    return Stop(cause="preempted", what=f"{who} was asked to stop, and all ranks stopped")

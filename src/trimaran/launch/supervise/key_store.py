@@ -280,7 +280,14 @@ class StoreRelay:
             keys = request["keys"]
             match request.get("op"):
                 case "set" if is_short(request):
-                    self._set(keys, request["values"])
+                    values = request["values"]
+                    self._values |= zip(keys, values, strict=True)
+                    last = self._unsent[-1] if self._unsent else None
+                    if last is None or last[0] is not None or len(last[1]["keys"]) >= MAX_KEYS:
+                        self._unsent.append((None, {"op": "set", "keys": [*keys], "values": [*values]}))
+                    else:
+                        last[1]["keys"] += keys
+                        last[1]["values"] += values
                     reply({})
                     return
                 case "get" | "wait" as operation if all(key in self._values for key in keys):
@@ -314,15 +321,6 @@ class StoreRelay:
         if self._unsent and not self._num_untaken:
             requests, self._unsent, self._unsent_waits = self._unsent, [], {}
             self._send_all(requests)
-
-    def _set(self, keys: list[str], values: list[str]) -> None:
-        self._values |= zip(keys, values, strict=True)
-        last = self._unsent[-1] if self._unsent else None
-        if last is None or last[0] is not None or len(last[1]["keys"]) >= MAX_KEYS:
-            self._unsent.append((None, {"op": "set", "keys": [*keys], "values": [*values]}))
-        else:
-            last[1]["keys"] += keys
-            last[1]["values"] += values
 
     def _send_all(self, requests: list[RelayedRequest]) -> None:
         """Send `requests` in one message, or in several if they are too long for one."""

@@ -6,7 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -22,8 +25,7 @@ MAX_ERROR_BYTES = 1 << 16
 
 def local_command(run: RunDirectory) -> list[str]:
     """Return the command of the supervisor, which runs `run` on this machine."""
-    path = run.path.absolute()  # an absolute path is never parsed as an option
-    return [sys.executable, "-m", "trimaran.launch", str(path)]
+    return [sys.executable, "-m", "trimaran.launch", str(run.path.absolute())]  # never parsed as an option
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,13 @@ class LocalRun:
         self.process.wait()
 
 
+def start_logged(command: Sequence[str], log_file: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, which appends what it prints to `log_file`."""
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    with append_regular_file(log_file) as out:
+        return subprocess.Popen(command, stdout=out, start_new_session=True, **streams, **options)
+
+
 def start_local(run: RunDirectory, *, warm: bool = False) -> LocalRun:
     """Start the supervisor of `run` and return at once. Its output and that of the ranks goes to `logs/` in the run.
 
@@ -92,14 +101,5 @@ def start_local(run: RunDirectory, *, warm: bool = False) -> LocalRun:
     errors = os.memfd_create("trimaran-errors")
     command = [*local_command(run), "--no-check", f"--error-descriptor={errors}"]  # the caller has checked the machine
     command += [WARM] if warm else []
-    with append_regular_file(run.agent_log) as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            pass_fds=[errors],
-            start_new_session=True,
-            preexec_fn=stop_with_parent,
-        )
+    process = start_logged(command, run.agent_log, pass_fds=[errors], preexec_fn=stop_with_parent)
     return LocalRun(run, command, process, errors)

@@ -13,11 +13,9 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from trimaran.core import FaultsSection, Plan
 from trimaran.core.regular_files import append_regular_file
@@ -29,7 +27,7 @@ from trimaran.launch.supervise.fork_server_process import (
     shared_gpu_environment,
     start_fork_server,
 )
-from trimaran.launch.supervise.node import AttemptSpec, Node, NodeEvent, NodeLost, RankEnded, RankSilent
+from trimaran.launch.supervise.node import AttemptSpec, Node, NodeEvent, NodeGroup, NodeLost, RankEnded, RankSilent
 from trimaran.launch.supervise.rank_report import (
     ENDED_STATES,
     STOPPED_STATES,
@@ -65,10 +63,7 @@ class ForkServerClient:
         if process.is_warm:
             ours = {"environment": fork_server_environment(os.environ), "folder": os.getcwd()}
             message |= {"process": ours}
-        with client._blocking() as control:
-            for first in range(0, len(passed), MAX_DESCRIPTORS):
-                socket.send_fds(control, [b"{}\n"], passed[first : first + MAX_DESCRIPTORS])
-            control.sendall(json.dumps({"bind": message}).encode() + b"\n")
+        client._send({"bind": message}, passed)
         return client
 
     @property
@@ -80,26 +75,23 @@ class ForkServerClient:
 
         Descriptors are given by their place in the `fds` of `bind`, as the fork server has other numbers for them.
         """
-        command = [
-            {"rank": rank, "environment": dict(environment), "descriptors": dict(descriptors)}
-            for rank, environment, descriptors in ranks
-        ]
-        with self._blocking() as control:
-            control.sendall(json.dumps({"start": command}).encode() + b"\n")
+        names = ("rank", "environment", "descriptors")
+        self._send({"start": [dict(zip(names, each, strict=True)) for each in ranks]})
 
     def measure(self, kind: str, *, devices: int, seconds: float, environment: Mapping[str, str]) -> None:
         """Measure how fast the devices compute; the event `speed` has the answer."""
         how = {"kind": kind, "devices": devices, "seconds": seconds, "environment": dict(environment)}
-        with self._blocking() as control:
-            control.sendall(json.dumps({"measure": how}).encode() + b"\n")
+        self._send({"measure": how})
 
-    @contextmanager
-    def _blocking(self) -> Iterator[socket.socket]:
-        """Yield the socket to send on. `alive` says if the fork server is dead."""
+    def _send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+        """Send a line, and descriptors before it. `alive` says if the fork server is dead."""
+        control = self.process.control
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.process.control.setblocking(True)
-            yield self.process.control
-        self.process.control.setblocking(False)
+            control.setblocking(True)
+            for first in range(0, len(fds), MAX_DESCRIPTORS):
+                socket.send_fds(control, [b"{}\n"], fds[first : first + MAX_DESCRIPTORS])
+            control.sendall(json.dumps(message).encode() + b"\n")
+        control.setblocking(False)
 
     def receive(self, *, wait: float = 0.0) -> list[dict[str, Any]]:
         """Return the fork server's events since the last call; wait at most `wait` seconds for one."""
@@ -124,10 +116,6 @@ class ForkServerClient:
             with contextlib.suppress(OSError), append_regular_file(self._run.agent_log) as log:
                 log.write(printed)  # while it imported torch; from now on it writes to the log itself
         return events
-
-    def end(self) -> None:
-        """Kill the fork server; its ranks die with it."""
-        self.process.kill()
 
 
 log = logging.getLogger(__name__)
@@ -174,17 +162,13 @@ class LocalNode:
         self._unreported: list[NodeEvent] = []  # of other ranks, while some were killed
         self._speed: float | None = None  # measured, and not taken yet
         self._polled = time.monotonic()
-        self._fork_server = self._bind(fork_server or start_fork_server(environment))
-        self._sidecar = self._new_sidecar()
+        self._use(fork_server or start_fork_server(environment))
 
-    def _bind(self, process: ForkServerProcess) -> ForkServerClient:
-        return ForkServerClient.bind(process, self._run, [self._board.fd, *self._rank_memories])
-
-    def _new_sidecar(self) -> SidecarProcess:
-        """Return a sidecar. The ranks of a warm fork server do not descend from this process."""
-        process = self._fork_server.process
+    def _use(self, process: ForkServerProcess) -> None:
+        """Bind a fork server, and make its sidecar. The ranks of a warm one do not descend from this process."""
+        self._fork_server = ForkServerClient.bind(process, self._run, [self._board.fd, *self._rank_memories])
         above = process.pid if process.is_warm else None
-        return SidecarProcess(self._run, self._environment, above=above, heartbeats=self._board.fd)
+        self._sidecar = SidecarProcess(self._run, self._environment, above=above, heartbeats=self._board.fd)
 
     @property
     def warm(self) -> bool:
@@ -195,7 +179,7 @@ class LocalNode:
     def start(self, spec: AttemptSpec) -> None:
         self._board.clear()
         self._board.first_rank = spec.first_rank
-        self._deadlines.start()
+        self._deadlines.forget()
         plan = self._run.read_plan()
         # A step may take much longer than usual if its tensors are on disk.
         prediction = plan.prediction if plan.offloads_to_disk else None
@@ -209,10 +193,9 @@ class LocalNode:
 
     def start_ranks(self, spec: AttemptSpec, ranks: Sequence[int]) -> None:
         if not self._fork_server.alive:
-            self._fork_server.end()
+            self._fork_server.process.kill()
             self._sidecar.end()
-            self._fork_server = self._bind(start_fork_server(self._environment))
-            self._sidecar = self._new_sidecar()
+            self._use(start_fork_server(self._environment))
         new = [LocalRank(rank, rank - spec.first_rank) for rank in ranks]
         self._board.clear([each.local_rank for each in new])
         self._deadlines.forget(ranks)
@@ -363,7 +346,7 @@ class LocalNode:
         """End all processes of this node and free the rank memories."""
         self.kill()
         self._sidecar.end()
-        self._fork_server.end()
+        self._fork_server.process.kill()
         for fd in self._rank_memories:
             os.close(fd)
 
@@ -385,53 +368,21 @@ EnvironmentOf = Callable[[Plan], Mapping[str, str]]
 LOOPBACK = "127.0.0.1"
 
 
-class LocalNodeGroup:
-    """Implements `supervisor.NodeGroup` for one machine. `lease` is that of the run; `with` closes the node."""
+class LocalNodeGroup(NodeGroup):
+    """This machine. `lease` is that of the run."""
 
     def __init__(self, run: RunDirectory, lease: Lease, node: LocalNode, environment: EnvironmentOf) -> None:
-        self._lease, self._node, self._environment = lease, node, environment
-        self.token = run_token(run)
-        self._channel = Channel(LOOPBACK, self.token)
-        self.store = self._channel.address
+        token = run_token(run)
+        super().__init__(Channel(LOOPBACK, token), lease, token)
+        self._node, self._environment = node, environment
 
     def wait_for_nodes(self) -> list[Node] | None:
         return [self._node]
 
-    def growth(self, nodes: Sequence[Node]) -> int | None:
-        return None
-
-    def leaving(self, nodes: Sequence[Node]) -> list[str]:
-        return []
-
-    def can_go_on(self) -> bool:
-        return True
-
-    def can_hand_over(self) -> bool:
-        return False
-
     def environment(self, plan: Plan) -> Mapping[str, str]:
-        return {**self._environment(plan), "TRIMARAN_TERM": str(self._lease.term)}
+        return {**self._environment(plan), "TRIMARAN_TERM": str(self.lease.term)}
 
-    def joined(self, nodes: Sequence[Node]) -> list[Node]:
-        return []
-
-    def exchange_keys(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]:
-        return self._channel.exchange_keys(attempt, prefix, written)
-
-    def end_attempt(self, attempt: int) -> None:
-        self._channel.end_attempt(attempt)
-
-    def count_refused(self) -> int:
-        return self._channel.num_refused
-
-    def holds(self) -> bool:
-        return self._lease.holds()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the node and the channel."""
         self._node.close()
-        self._channel.close()
+        self.channel.close()

@@ -105,7 +105,16 @@ def group_nodes(nodes: Sequence[str], seconds: Mapping[Pair, float]) -> dict[str
     """
     found: dict[str, tuple[str, ...]] = dict.fromkeys(nodes, ())
     if len(nodes) > 2:
-        _add_groups(_merge(sorted(nodes), seconds), found)
+        # The tree of clusters that begins with single nodes and always merges the two closest.
+        clusters = [MergedNodes(nodes=(node,)) for node in sorted(nodes)]
+        while len(clusters) > 1:
+            pairs = [(left, right) for index, left in enumerate(clusters) for right in clusters[index + 1 :]]
+            left, right = min(pairs, key=lambda pair: _between(*pair, seconds))
+            merged = MergedNodes(
+                nodes=(*left.nodes, *right.nodes), seconds=_between(left, right, seconds), parts=(left, right)
+            )
+            clusters = [merged if each is left else each for each in clusters if each is not right]
+        _add_groups(clusters[0], found)
     return found
 
 
@@ -119,19 +128,6 @@ def _add_groups(cluster: MergedNodes, found: dict[str, tuple[str, ...]]) -> None
             for node in part.nodes:
                 found[node] = (*found[node], min(part.nodes))
         _add_groups(part, found)
-
-
-def _merge(nodes: Sequence[str], seconds: Mapping[Pair, float]) -> MergedNodes:
-    """Return the tree of clusters that begins with single nodes and always merges the two closest."""
-    clusters = [MergedNodes(nodes=(node,)) for node in nodes]
-    while len(clusters) > 1:
-        pairs = [(left, right) for index, left in enumerate(clusters) for right in clusters[index + 1 :]]
-        left, right = min(pairs, key=lambda pair: _between(*pair, seconds))
-        merged = MergedNodes(
-            nodes=(*left.nodes, *right.nodes), seconds=_between(left, right, seconds), parts=(left, right)
-        )
-        clusters = [merged if each is left else each for each in clusters if each is not right]
-    return clusters[0]
 
 
 def _between(left: MergedNodes, right: MergedNodes, seconds: Mapping[Pair, float]) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 from trimaran.core import EXIT_AGAIN, EXIT_USER, Action, Cause, Incident, UserError
 from trimaran.launch.supervise.early_supervisor import Signals
-from trimaran.launch.supervise.follower import CoordinatorWatch, Follower, FollowerEnd, NodeAgent
+from trimaran.launch.supervise.follower import Follower, FollowerEnd, NodeAgent
 from trimaran.launch.supervise.fork_server_process import ForkServerProcess
 from trimaran.launch.supervise.head_client import RUN_FILES, FileSender, HeadClient, answer_nodes
 from trimaran.launch.supervise.node_options import NodeOptions
@@ -69,7 +69,7 @@ class Participant:
     ) -> None:
         self._agent, self._held, self._signals = agent, held, signals
         self._head = head
-        self._watch: CoordinatorWatch = head or LeaseWatch(agent.run)
+        self._watch: HeadClient | LeaseWatch = head or LeaseWatch(agent.run)
         self._formed = False
         self._lost_coordinator: Incident | None = None  # filed when we lost it; None while there is a coordinator
         self._since = self._began = time.monotonic()
@@ -77,15 +77,26 @@ class Participant:
 
     def run_to_end(self) -> int:
         """Coordinate or follow, depending on the lease, until the run is over; return its exit code."""
-        self._unfit = self._check_machine()
+        if self._agent.preflight and (unfit := self._agent.preflight.wait_for_error()):
+            log.error("%s", unfit)
+            self._unfit = unfit
         while not self._agent.node.warm and not self._signals.stop_requested and not self._unfit:
             time.sleep(POLL_SECONDS)  # join only when the ranks of this node can start
         if self._head is not None:
-            return self._follow_head(self._head)
+            # Follow the head until the run is over, or the head is lost for longer than nodes wait for each other.
+            # No other node can take over: only the head has the run's records. So the run ends, to be started again.
+            wait_seconds = self._agent.node_options.wait_seconds
+            while (answer := self._head.ask(self._signals, seconds=wait_seconds)) is not None:
+                code = self._follow(self._head.holder, FileSender(self._agent.run, answer.received))
+                if code is not None:
+                    return code
+            return EXIT_AGAIN
         while True:
             holder_or_term = self._watch.poll()
             if isinstance(holder_or_term, LeaseHolder) and self._agent.is_head:
-                self._wait_for_lease(holder_or_term)
+                if isinstance(self._watch, LeaseWatch) and self._watch.certain:
+                    raise held_lease_error(self._agent.run, holder_or_term)
+                time.sleep(POLL_SECONDS)
                 continue
             if isinstance(holder_or_term, LeaseHolder):
                 code = self._follow(holder_or_term)
@@ -98,19 +109,6 @@ class Participant:
                 code = self._coordinate(holder_or_term)
             if code is not None:
                 return code
-
-    def _wait_for_lease(self, holder: LeaseHolder) -> None:
-        """Wait for the lease of a head that is gone, which expires. Raises if another process runs the run."""
-        if isinstance(self._watch, LeaseWatch) and self._watch.certain:
-            raise held_lease_error(self._agent.run, holder)
-        time.sleep(POLL_SECONDS)
-
-    def _check_machine(self) -> UserError | None:
-        """Return why the run cannot work on this machine, and log it; None if it can."""
-        unfit = self._agent.preflight.wait_for_error() if self._agent.preflight else None
-        if unfit:
-            log.error("%s", unfit)
-        return unfit
 
     def _may_refuse(self, unfit: UserError) -> bool:
         """Return whether an unfit machine may take the lease to refuse the run on all nodes that connect.
@@ -152,18 +150,6 @@ class Participant:
             why = "our lease is over, and another node coordinates"
             self._note_lost_coordinator(FollowerEnd(why=why, connected=True, ranks_killed=True))
         return None
-
-    def _follow_head(self, head: HeadClient) -> int:
-        """Follow the head until the run is over, or the head is lost for longer than nodes wait for each other.
-
-        No other node can take over: only the head has the run's records. So the run ends, to be started again.
-        """
-        wait_seconds = self._agent.node_options.wait_seconds
-        while (answer := head.ask(self._signals, seconds=wait_seconds)) is not None:
-            code = self._follow(head.holder, FileSender(self._agent.run, answer.received))
-            if code is not None:
-                return code
-        return EXIT_AGAIN
 
     def _follow(self, holder: LeaseHolder, files: FileSender | None = None) -> int | None:
         """Return the run's exit code; None if the coordinator was lost, or cannot be reached."""

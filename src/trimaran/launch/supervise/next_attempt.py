@@ -8,11 +8,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from trimaran.core import Comm, Incident, Mesh, Plan, Recipe, UserError, show_bytes
 from trimaran.core.regular_files import read_regular_text
-from trimaran.launch.supervise.node import AttemptSpec, Node
+from trimaran.launch.supervise.node import Node
 from trimaran.launch.supervise.recovery_policy import PolicyDecision, RecoveryOptions
 from trimaran.machine import Cluster
 from trimaran.machine.parse_cluster import cluster_of as cluster_in
@@ -25,7 +25,6 @@ from trimaran.runs.run_requests import replace_plan
 
 if TYPE_CHECKING:
     from trimaran.models.hf_facts import HfFacts
-    from trimaran.planner import Question
 
 log = logging.getLogger(__name__)
 
@@ -35,20 +34,14 @@ FIXED_FIELDS = ("precision", "engine", "comm")
 
 def less_memory(plan: Plan, recipe: Recipe, *, may_offload: bool = True) -> tuple[Plan, str] | None:
     """Return the plan to continue with after an OOM, and what changes; None if nothing is left to change."""
+    from trimaran.planner.change_plan import question_of  # noqa: PLC0415
     from trimaran.planner.memory_ladder import next_rung  # noqa: PLC0415
 
     try:
-        question = question_of(recipe, plan.mesh.world_size)
+        question = question_of(recipe, plan.mesh.world_size, os.environ)
     except UserError:
         question = None
     return next_rung(plan, question, may_offload=may_offload)
-
-
-def question_of(recipe: Recipe, world_size: int) -> "Question":
-    """Return what the planner needs to predict plans of the recipe on `world_size` ranks."""
-    from trimaran.planner import change_plan  # noqa: PLC0415
-
-    return change_plan.question_of(recipe, world_size, os.environ)
 
 
 def with_prediction(plan: Plan, recipe: Recipe) -> Plan:
@@ -101,7 +94,10 @@ def _known_facts(plan: Plan, recipe: Recipe) -> "HfFacts | None":
 
 def _looser(pins: Plan, plan: Plan) -> Iterator[Plan]:
     """Yield the user's pinned fields, with fewer and fewer of those that depend on the number of ranks."""
-    fixed = {name: getattr(plan, name) for name in FIXED_FIELDS} | {"comm": _same_results(pins.comm, plan.comm)}
+    # `overlap` changes no results, and only full replicas do without it.
+    pinned = {"overlap": pins.comm.overlap} if "overlap" in pins.comm.model_fields_set else {}
+    comm = Comm.model_validate(plan.comm.model_dump(exclude={"overlap"}) | pinned)
+    fixed = {name: getattr(plan, name) for name in FIXED_FIELDS} | {"comm": comm}
     tree = {name: getattr(pins, name) for name in pins.model_fields_set - {"prediction"}} | fixed
     yield Plan(**tree)
     batch = {name: value for name, value in tree.items() if name not in ("micro_batch", "grad_accum")}
@@ -110,17 +106,6 @@ def _looser(pins: Plan, plan: Plan) -> Iterator[Plan]:
     inner = {axis: getattr(pins.mesh, axis) for axis in pins.mesh.model_fields_set - {"dp_replicate", "dp_shard"}}
     yield Plan(**batch | {"mesh": Mesh(**inner)})
     yield Plan(**{name: value for name, value in batch.items() if name not in ("mesh", "pipeline", "sharding")})
-
-
-def _same_results(pins: Comm, comm: Comm) -> Comm:
-    """Return how ranks communicate, without `overlap`: it changes no results, and only full replicas do without it."""
-    pinned = {"overlap": pins.overlap} if "overlap" in pins.model_fields_set else {}
-    return Comm.model_validate(comm.model_dump(exclude={"overlap"}) | pinned)
-
-
-def full_size(recipe: Recipe) -> int:
-    """Return the number of ranks of the recipe's full cluster."""
-    return full_cluster(recipe, os.environ).world_size
 
 
 def cluster_of(recipe: Recipe, world_size: int) -> Cluster:
@@ -168,31 +153,6 @@ def _expand_segments(run: RunDirectory, plan: Plan, last: Incident) -> OomRecove
     return OomRecovery(why=f"{why}the allocator gets {EXPANDABLE_SEGMENTS}", allocator=EXPANDABLE_SEGMENTS)
 
 
-class Rendezvous(Protocol):
-    """The address and token of the store that the ranks of an attempt join, and their environment."""
-
-    store: str
-    token: str
-
-    def environment(self, plan: Plan) -> Mapping[str, str]:
-        """Return the variables of the ranks of `plan` on every node, on top of the node's own environment."""
-        ...
-
-
-def attempt_spec(run: RunDirectory, plan: Plan, rendezvous: Rendezvous, *, attempt: int) -> AttemptSpec:
-    """Return the spec for all ranks of `plan`; each node gets its part of it."""
-    size = plan.mesh.world_size
-    return AttemptSpec(
-        attempt=attempt,
-        first_rank=0,
-        num_ranks=size,
-        world_size=size,
-        store=rendezvous.store,
-        token=rendezvous.token,
-        environment={**rendezvous.environment(plan), **allocator_after_ooms(run)},
-    )
-
-
 def fit_plan(run: RunDirectory, nodes: Sequence[Node], *, world_size: int | None = None) -> str:
     """Give the run a plan for `world_size` ranks, or for as many as the nodes hold. Returns an error text, or "".
 
@@ -232,7 +192,8 @@ def read_resize_request(run: RunDirectory, nodes: Sequence[Node]) -> int | None:
 def larger_size(run: RunDirectory, *, capacity: int) -> int | None:
     """Return the largest number of ranks above the plan's that `capacity`, the recipe and the planner allow."""
     plan, recipe = run.read_plan(), run.read_recipe()
-    now, most = plan.mesh.world_size, recipe.faults.ranks[1] if recipe.faults.ranks else full_size(recipe)
+    now = plan.mesh.world_size
+    most = recipe.faults.ranks[1] if recipe.faults.ranks else full_cluster(recipe, os.environ).world_size
     return next((size for size in range(min(capacity, most), now, -1) if resized(plan, recipe, size)), None)
 
 
@@ -274,14 +235,12 @@ def recovery_options(run: RunDirectory, recipe: Recipe) -> RecoveryOptions:
     """Return the changes that are still possible for the run."""
     plan = run.read_plan()
     change = recover_from_oom(run, recipe)
-    smaller = next((size for size in smaller_sizes(plan, recipe) if resized(plan, recipe, size)), None)
-    quarantined = len(read_regular_text(run.quarantine).splitlines()) if run.quarantine.exists() else 0
     return RecoveryOptions(
         world_size=plan.mesh.world_size,
-        smaller=smaller,
+        smaller=next((size for size in smaller_sizes(plan, recipe) if resized(plan, recipe, size)), None),
         less_memory=change.why if change else None,
         allocator=change.allocator if change else "",
-        quarantined=quarantined,
+        quarantined=len(read_regular_text(run.quarantine).splitlines()) if run.quarantine.exists() else 0,
         last_step=recipe.train.steps,
     )
 

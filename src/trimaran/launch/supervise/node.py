@@ -4,9 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from trimaran.core import Plan
 from trimaran.runs import Heartbeat
+from trimaran.runs.lease import Lease
+
+if TYPE_CHECKING:
+    from trimaran.launch.supervise.channel import Channel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +56,13 @@ class RankSilent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLost:
-    """A node no longer answers, or answers again (`back`).
+    """A node no longer answers.
 
     `ranks` were running on it. `since` is when the last message came, by the monotonic clock; 0 if unknown.
     """
 
     node: str
     what: str
-    back: bool = False
     ranks: tuple[int, ...] = ()
     since: float = 0.0
 
@@ -119,3 +123,39 @@ class Node(Protocol):
     def kill(self) -> None:
         """Kill every process of the attempt, stopped ones too, and return when they are gone."""
         ...
+
+
+class NodeGroup:
+    """The nodes of a run, and the channel where their ranks meet. By default it is one machine that never changes."""
+
+    def __init__(self, channel: "Channel", lease: Lease, token: str) -> None:
+        self.channel, self.lease, self.token = channel, lease, token
+        self.store = channel.address
+
+    def wait_for_nodes(self) -> list[Node] | None:
+        """Return the nodes to start ranks on, once enough are present; None if too few come."""
+        raise NotImplementedError
+
+    def environment(self, plan: Plan) -> Mapping[str, str]:
+        """Return the variables of the ranks of `plan` on every node, on top of the node's own environment."""
+        raise NotImplementedError
+
+    def growth(self, nodes: Sequence[Node]) -> int | None:
+        """Return how many ranks are possible, if more nodes are present than `nodes`; None if not."""
+        return None
+
+    def leaving(self, nodes: Sequence[Node]) -> list[str]:
+        """Return the names of those of `nodes` whose supervisors were asked to stop, except for this one."""
+        return []
+
+    def can_go_on(self) -> bool:
+        """Return whether the nodes that are present, without those that leave, are enough."""
+        return True
+
+    def can_hand_over(self) -> bool:
+        """Return whether another node can coordinate, and enough nodes would be left without this one."""
+        return False
+
+    def joined(self, nodes: Sequence[Node]) -> list[Node]:
+        """Return the nodes that are present and not among `nodes`."""
+        return []

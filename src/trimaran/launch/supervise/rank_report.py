@@ -263,27 +263,23 @@ def _report(run: RunDirectory, folder: Path, rank: int, state: str) -> RankRepor
     tree = _load(folder / f"rank-{rank}.json")
     if isinstance(tree, dict):
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-            return _parse(tree, rank, state, log_tail)
+            return RankReport(
+                rank=rank,
+                answered=True,
+                state=state,
+                moment=ReportMoment(**{key: tree[key] for key in ("host", "time", "starved") if key in tree}),
+                step=tree["step"],
+                calls=tuple(StackCall(**call) for call in tree["frames"]),
+                groups={name: tuple(ranks) for name, ranks in tree["groups"].items()},
+                operations=tuple(_operation(each) for each in tree["operations"]),
+                sent={int(peer): count for peer, count in tree["sent"].items()},
+                received={int(peer): count for peer, count in tree["received"].items()},
+                messages=tuple(tree.get("messages", ())),
+                log_tail=log_tail,
+            )
     dumped = _dumped_calls(read_tail(folder / f"rank-{rank}.stacks.txt"))
     calls = dumped or _dumped_calls(log_tail) or _traceback_calls(log_tail)
     return RankReport(rank=rank, state=state, calls=calls, log_tail=log_tail)
-
-
-def _parse(tree: dict[str, Any], rank: int, state: str, log_tail: str) -> RankReport:
-    return RankReport(
-        rank=rank,
-        answered=True,
-        state=state,
-        moment=ReportMoment(**{key: tree[key] for key in ("host", "time", "starved") if key in tree}),
-        step=tree["step"],
-        calls=tuple(StackCall(**call) for call in tree["frames"]),
-        groups={name: tuple(ranks) for name, ranks in tree["groups"].items()},
-        operations=tuple(_operation(each) for each in tree["operations"]),
-        sent={int(peer): count for peer, count in tree["sent"].items()},
-        received={int(peer): count for peer, count in tree["received"].items()},
-        messages=tuple(tree.get("messages", ())),
-        log_tail=log_tail,
-    )
 
 
 def _dumped_calls(text: str) -> tuple[StackCall, ...]:

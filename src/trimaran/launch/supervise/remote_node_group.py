@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from trimaran.core import EXIT_USER, Plan, UserError
+from trimaran.launch.supervise.channel import Mailbox
 from trimaran.launch.supervise.early_supervisor import Signals
 from trimaran.launch.supervise.follower import NodeAgent
 from trimaran.launch.supervise.investigate import note_unfit_node
 from trimaran.launch.supervise.local_node import LocalNode
 from trimaran.launch.supervise.measure_links import OwnLinks, order_by_links, order_nodes, read_switches
-from trimaran.launch.supervise.node import Node
+from trimaran.launch.supervise.node import Node, NodeGroup
 from trimaran.launch.supervise.remote_node import RemoteNode
 from trimaran.runs import IncidentLog, RunDirectory
 from trimaran.runs.lease import Lease
@@ -65,20 +66,19 @@ class LeftOutWatch:
         for host, node in nodes.items():
             now = self._clock()
             if (speed := node.take_speed()) is not None:
-                self._note(host, speed, now)
+                before = self._speeds.get(host, ())
+                self._speeds[host] = add_speed(before, speed)
+                write_node_speeds(self._run, self._speeds)
+                is_faster = bool(before) and speed >= MIN_SPEEDUP * before[0]
+                pause = FIRST_SECONDS if is_faster else self._pause.get(host, FIRST_SECONDS)
+                self._pause[host] = min(MAX_SECONDS, 2 * pause)
+                self._due[host] = now + pause
+                log.info(
+                    "%s, which is left out, computes %.2f times as fast as then", host, speed / self._speeds[host][0]
+                )
             if now >= self._due.get(host, 0.0):
                 self._due[host] = now + ANSWER_SECONDS
                 node.begin_speed(self._kind, seconds=MEASURED_SECONDS)
-
-    def _note(self, host: str, speed: float, now: float) -> None:
-        before = self._speeds.get(host, ())
-        self._speeds[host] = add_speed(before, speed)
-        write_node_speeds(self._run, self._speeds)
-        is_faster = bool(before) and speed >= MIN_SPEEDUP * before[0]
-        pause = FIRST_SECONDS if is_faster else self._pause.get(host, FIRST_SECONDS)
-        self._pause[host] = min(MAX_SECONDS, 2 * pause)
-        self._due[host] = now + pause
-        log.info("%s, which is left out, computes %.2f times as fast as then", host, speed / self._speeds[host][0])
 
 
 POLL_SECONDS = 0.05
@@ -93,8 +93,8 @@ class FencedError(Exception):
     """Another process holds the run's lease now."""
 
 
-class RemoteNodeGroup:
-    """Implements `supervisor.NodeGroup`. `formed`: the run had started before this node became the coordinator.
+class RemoteNodeGroup(NodeGroup):
+    """The nodes of several machines. `formed`: the run had started before this node became the coordinator.
 
     `unfit`: why the run cannot work on this machine, which then coordinates only to tell the others.
     """
@@ -102,9 +102,9 @@ class RemoteNodeGroup:
     def __init__(
         self, agent: NodeAgent, lease: Lease, signals: Signals, *, formed: bool, unfit: UserError | None = None
     ) -> None:
-        self.store, self.token = agent.channel.address, agent.token
+        super().__init__(agent.channel, lease, agent.token)
         self._unfit: dict[str, UserError] = {agent.node.name: unfit} if unfit else {}
-        self._agent, self._lease, self._signals, self._formed = agent, lease, signals, formed
+        self._agent, self._signals, self._formed = agent, signals, formed
         self._own_disk = agent.node_options.own_disk
         self._remote: dict[str, RemoteNode] = {}
         self._switches = {agent.node.name: read_switches(os.environ)}  # above each node
@@ -126,7 +126,7 @@ class RemoteNodeGroup:
         num_awaited -= len(self._left_out(self._connected()))
         wait_for_all_seconds = REGROUP_SECONDS if self._formed else options.wait_seconds
         while not self._signals.stop_requested:
-            if not self.holds():
+            if not self.lease.holds():
                 raise FencedError
             nodes, waited = self._present(), time.monotonic() - began
             if self._unfit and (len(nodes) + len(self._unfit) >= num_awaited or waited > options.wait_seconds):
@@ -147,9 +147,13 @@ class RemoteNodeGroup:
         return None
 
     def growth(self, nodes: Sequence[Node]) -> int | None:
-        """Return how many ranks are possible now, if more nodes are present than `nodes`, which run; None if not."""
         present = self._present()
-        self._watch_left_out(present)
+        if self._left_out_watch is None and read_left_out(self._agent.run):
+            self._left_out_watch = LeftOutWatch(self._agent.run, self._agent.kind)
+        if self._left_out_watch is not None:
+            left_out = [node for node in self._connected() if not any(node is each for each in present)]
+            idle = [node for node in left_out if isinstance(node, RemoteNode | LocalNode)]
+            self._left_out_watch.poll({getattr(node, "host", platform.node()): node for node in idle})
         capacity = sum(node.num_ranks for node in present)
         has_grown = len(present) > len(nodes) and capacity > sum(node.num_ranks for node in nodes)
         return capacity if has_grown else None
@@ -176,22 +180,10 @@ class RemoteNodeGroup:
         shared = {
             name: value for name, value in self._agent.environment(plan).items() if name not in self._agent.per_node
         }
-        return shared | {"TRIMARAN_TERM": str(self._lease.term)}
+        return shared | {"TRIMARAN_TERM": str(self.lease.term)}
 
     def joined(self, nodes: Sequence[Node]) -> list[Node]:
         return [node for node in self._present() if not any(node is each for each in nodes)]
-
-    def exchange_keys(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]:
-        return self._agent.channel.exchange_keys(attempt, prefix, written)
-
-    def end_attempt(self, attempt: int) -> None:
-        self._agent.channel.end_attempt(attempt)
-
-    def count_refused(self) -> int:
-        return self._agent.channel.num_refused
-
-    def holds(self) -> bool:
-        return self._lease.holds()
 
     def dismiss(self, code: int, refusal: UserError | None = None) -> None:
         """Send the run's exit code, and the reason if any, to all nodes; wait a few seconds until they have left."""
@@ -217,30 +209,12 @@ class RemoteNodeGroup:
         left_out = self._left_out(connected)
         return [node for node in connected if node not in left_out]
 
-    def _watch_left_out(self, present: Sequence[Node]) -> None:
-        """Measure from time to time how fast the nodes are that are left out."""
-        if self._left_out_watch is None:
-            if not read_left_out(self._agent.run):
-                return
-            self._left_out_watch = LeftOutWatch(self._agent.run, self._agent.kind)
-        left_out = [node for node in self._connected() if not any(node is each for each in present)]
-        idle = [node for node in left_out if isinstance(node, RemoteNode | LocalNode)]
-        self._left_out_watch.poll({getattr(node, "host", platform.node()): node for node in idle})
-
     def _connected(self) -> list[Node]:
         """Return this node and those connected to it, in the order of their ranks; at most as many as are needed."""
         for name, mailbox in list(self._agent.channel.mailboxes.items()):
             known = self._remote.get(name)
             if (known is None or known.mailbox is not mailbox) and mailbox.inbox:
-                hello = mailbox.inbox.popleft()
-                self._remote[name] = RemoteNode(
-                    self._agent.run, name, mailbox, num_ranks=int(hello["num_ranks"]), own_disk=self._own_disk
-                )
-                self._remote[name].host = str(hello.get("host", name))
-                self._remote[name].channel_address = str(hello.get("channel", ""))
-                self._switches[name] = tuple(map(str, hello.get("switches", ())))
-                self._report_skew(name, hello)
-                self._note_unfit(name, hello)
+                self._greet(name, mailbox, mailbox.inbox.popleft())
         for name in [each for each, node in self._remote.items() if node.lost]:
             self._unfit.pop(name, None)
         present: list[Node] = [self._agent.node]
@@ -270,37 +244,43 @@ class RemoteNodeGroup:
         links = [OwnLinks(agent.node.name, agent.channel.address, agent.token)] if agent.node in nodes else []
         measured = [*links, *(node for node in remote if node.channel_address)]
         self._groups = order_by_links(
-            agent.run, measured, first=self._first, is_over=lambda: self._signals.stop_requested or not self.holds()
+            agent.run,
+            measured,
+            first=self._first,
+            is_over=lambda: self._signals.stop_requested or not self.lease.holds(),
         )
         order = order_nodes({node.name: self._above(node.name) for node in nodes}, first=self._first)
         return sorted(nodes, key=lambda node: order.index(node.name))
 
-    def _note_unfit(self, name: str, hello: Record) -> None:
-        """Record that the run cannot work on a node. If the run has already started, the node is turned away."""
+    def _greet(self, name: str, mailbox: Mailbox, hello: Record) -> None:
+        """Add a node that has connected. If the run cannot work there and has already started, it is turned away.
+
+        A wall clock that differs from ours is reported, because logs of both nodes are then hard to compare.
+        """
+        node = RemoteNode(self._agent.run, name, mailbox, num_ranks=int(hello["num_ranks"]), own_disk=self._own_disk)
+        node.host, node.channel_address = str(hello.get("host", name)), str(hello.get("channel", ""))
+        self._remote[name] = node
+        self._switches[name] = tuple(map(str, hello.get("switches", ())))
+        skew = float(hello["time"]) - mailbox.begun
+        if abs(skew) > SKEW_SECONDS:
+            side = "ahead" if skew > 0 else "behind"
+            what = f"the clock of {name} is {abs(skew):.0f} s {side}; nothing depends on it"
+            log.warning(what)
+            self._num_skewed += 1
+            if self._num_skewed <= MAX_SKEW_INCIDENTS:  # it may be our clock that differs from those of 1,000 nodes
+                IncidentLog(self._agent.run).notice("host", what, action="continued", evidence={"skew_seconds": skew})
         self._unfit.pop(name, None)
         self._turned_away.discard(name)
         if "unfit" not in hello:
             return
         error = UserError(**hello["unfit"])
         log.error("%s", error)
-        note_unfit_node(self._agent.run, self._remote[name].host, error)
+        note_unfit_node(self._agent.run, node.host, error)
         if self._formed:
             self._turned_away.add(name)
-            self._remote[name].dismiss(EXIT_USER, error)
+            node.dismiss(EXIT_USER, error)
         else:
             self._unfit[name] = error
-
-    def _report_skew(self, name: str, hello: Record) -> None:
-        """Report a node whose wall clock differs from ours, because logs of both are then hard to compare."""
-        skew = float(hello["time"]) - self._remote[name].mailbox.begun
-        if abs(skew) > SKEW_SECONDS:
-            what = (
-                f"the clock of {name} is {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}; nothing depends on it"
-            )
-            log.warning(what)
-            self._num_skewed += 1
-            if self._num_skewed <= MAX_SKEW_INCIDENTS:  # it may be our clock that differs from those of 1,000 nodes
-                IncidentLog(self._agent.run).notice("host", what, action="continued", evidence={"skew_seconds": skew})
 
 
 def join_refusals(unfit: Mapping[str, UserError]) -> UserError:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from trimaran.core import UserError
-from trimaran.core.regular_files import append_regular_file
 from trimaran.launch.supervise.early_supervisor import stop_with_parent
+from trimaran.launch.supervise.local import start_logged
 from trimaran.machine import calibration_folder
 from trimaran.runs import RunDirectory
 from trimaran.runs.held_directory import descriptor_of
@@ -31,6 +31,16 @@ CLIENT_VARIABLES = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
 }
+
+
+def end_process(process: subprocess.Popen[bytes], *, seconds: float) -> None:
+    """Terminate a process, and kill it if it has not ended after `seconds`."""
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 class SidecarProcess:
@@ -74,14 +84,8 @@ class SidecarProcess:
     def end(self) -> None:
         """Stop the sidecar; it has a few seconds to write its last lines."""
         process, self._process, self._node = self._process, None, -1
-        if process is None:
-            return
-        process.terminate()
-        try:
-            process.wait(self._end_seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process is not None:
+            end_process(process, seconds=self._end_seconds)
 
     def _begin(self) -> None:
         self._due, self._delay = time.monotonic() + self._delay, min(2 * self._delay, MAX_RESTART_SECONDS)
@@ -96,25 +100,16 @@ class SidecarProcess:
         command += [f"--supervisor={os.getpid()}", f"--sample-seconds={telemetry.sample_seconds}"]
         if self._node == 0 and has_sinks(telemetry):
             command.append("--sinks")
-        if descriptor is not None:
-            command.append(f"--descriptor={descriptor}")
-        if self._above is not None:
-            command.append(f"--above={self._above}")
-        if self._heartbeats is not None:
-            command.append(f"--heartbeats={self._heartbeats}")
-        if (visible := self._environment.get("CUDA_VISIBLE_DEVICES")) is not None:
-            command.append(f"--visible={visible}")
+        visible = self._environment.get("CUDA_VISIBLE_DEVICES")
+        given = {"descriptor": descriptor, "above": self._above, "heartbeats": self._heartbeats, "visible": visible}
+        command += [f"--{option}={value}" for option, value in given.items() if value is not None]
         try:
-            with append_regular_file(self._run.agent_log.parent / name) as out:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env=CLIENT_VARIABLES | dict(self._environment),
-                    pass_fds=[each for each in (descriptor, self._heartbeats) if each is not None],
-                    start_new_session=True,
-                )
+            self._process = start_logged(
+                command,
+                self._run.agent_log.parent / name,
+                env=CLIENT_VARIABLES | dict(self._environment),
+                pass_fds=[each for each in (descriptor, self._heartbeats) if each is not None],
+            )
         except OSError as error:
             log.warning("the sidecar cannot be started: %s", error)
 
@@ -125,37 +120,21 @@ def autopilot_process(run: RunDirectory, environment: Mapping[str, str]) -> Iter
 
     There is no process for one that only advises: `trimaran doctor` advises the same.
     """
-    process = _start(run, environment) if run.read_recipe().autopilot.mode == "act" else None
+    process = None
+    if run.read_recipe().autopilot.mode == "act":
+        command = [sys.executable, "-m", "trimaran.autopilot", str(run.location.absolute())]
+        if (folder := calibration_folder(environment)) is not None:
+            command.append(f"--calibrations={folder}")
+        log_file = run.agent_log.parent / "autopilot.log"
+        try:
+            process = start_logged(command, log_file, env=dict(environment), preexec_fn=stop_with_parent)
+        except OSError as error:
+            log.warning("the autopilot cannot be started: %s", error)
     try:
         yield
     finally:
         if process is not None:
-            process.terminate()
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _start(run: RunDirectory, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
-    command = [sys.executable, "-m", "trimaran.autopilot", str(run.location.absolute())]
-    if (folder := calibration_folder(environment)) is not None:
-        command.append(f"--calibrations={folder}")
-    try:
-        with append_regular_file(run.agent_log.parent / "autopilot.log") as out:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=dict(environment),
-                start_new_session=True,
-                preexec_fn=stop_with_parent,
-            )
-    except OSError as error:
-        log.warning("the autopilot cannot be started: %s", error)
-        return None
+            end_process(process, seconds=END_SECONDS)
 
 
 TIMEOUT_SECONDS = 30.0  # half a second is usual, nearly all of it for imports

@@ -78,7 +78,15 @@ def is_starved(straggler: Straggler, before: Mapping[int, RankReport], after: Ma
 def busy_seconds(arrivals: Mapping[int, Sequence[OperationArrival]], begin: float, end: float) -> dict[int, float]:
     """Return the busy time of each rank between two moments."""
     completed = _completions(arrivals)
-    overlapping = _overlapping(arrivals, completed)
+    # Pairs of kinds (first, next) where a rank began the next without waiting for the first.
+    overlapping: set[tuple[Kind, Kind]] = set()
+    for of_rank in arrivals.values():
+        unfinished: list[OperationArrival] = []
+        for each in of_rank:
+            unfinished = [first for first in unfinished if completed[first.key] > each.time]
+            overlapping |= {(first.kind, each.kind) for first in unfinished}
+            if each.key in completed:
+                unfinished.append(each)
     return {rank: sum(_busy(each, completed, overlapping, begin, end)) for rank, each in arrivals.items()}
 
 
@@ -94,7 +102,13 @@ def _find(group: Sequence[RankReport], since: float) -> list[Straggler]:
     middle = max(each[len(each) // 2] for each in times)  # an arrival, so that no single pause is in both halves
     window, *halves = (_waits(arrivals, *span) for span in ((begin, end), (begin, middle), (middle, end)))
     stragglers: list[Straggler] = []
-    for role in _roles(group):
+    # Groups of ranks with the same work: same kinds of operations, group sizes and message directions.
+    roles: dict[frozenset[Kind], list[int]] = defaultdict(list)
+    for each in group:
+        calls: set[Kind] = {(op.op, len(each.groups.get(op.group, ()))) for op in each.operations}
+        calls |= {(message["op"], message["peer"] > each.rank) for message in each.messages}
+        roles[frozenset(calls)].append(each.rank)
+    for role in list(roles.values()):
         for rank in role:
             others = [other for other in role if other != rank]
             # A straggler is slow in both halves, if less clearly; a single pause does not make one.
@@ -142,21 +156,6 @@ def _completions(arrivals: Mapping[int, Sequence[OperationArrival]]) -> dict[Kin
     return {key: max(times) for key, times in seen.items() if len(times) == len(here & set(members[key]))}
 
 
-def _overlapping(
-    arrivals: Mapping[int, Sequence[OperationArrival]], completed: Mapping[Kind, float]
-) -> set[tuple[Kind, Kind]]:
-    """Return pairs of kinds (first, next) where a rank began the next without waiting for the first."""
-    pairs: set[tuple[Kind, Kind]] = set()
-    for of_rank in arrivals.values():
-        unfinished: list[OperationArrival] = []
-        for each in of_rank:
-            unfinished = [first for first in unfinished if completed[first.key] > each.time]
-            pairs |= {(first.kind, each.kind) for first in unfinished}
-            if each.key in completed:
-                unfinished.append(each)
-    return pairs
-
-
 def _busy(
     of_rank: Sequence[OperationArrival],
     completed: Mapping[Kind, float],
@@ -174,16 +173,6 @@ def _busy(
         start = max(last.time, max(waited, default=last.time), begin)
         yield max(0.0, min(each.time, end) - start)
         last = each
-
-
-def _roles(group: Sequence[RankReport]) -> list[list[int]]:
-    """Return groups of ranks with the same work: same kinds of operations, group sizes and message directions."""
-    roles: dict[frozenset[Kind], list[int]] = defaultdict(list)
-    for each in group:
-        calls: set[Kind] = {(op.op, len(each.groups.get(op.group, ()))) for op in each.operations}
-        calls |= {(message["op"], message["peer"] > each.rank) for message in each.messages}
-        roles[frozenset(calls)].append(each.rank)
-    return list(roles.values())
 
 
 RECENT_STEPS, BASELINE_STEPS = 8, 20
@@ -280,7 +269,11 @@ class SlowRankCheck:
         if self._requested is not None:
             self._read_reports(watch, heartbeat.step)
         elif self._is_due(heartbeat.step):
-            self._request_reports(watch)
+            shutil.rmtree(self._folder, ignore_errors=True)  # reports of the last collection
+            with contextlib.suppress(OSError):  # then no report arrives
+                for node in watch.nodes:
+                    node.collect_reports(self._folder, seconds=0.0, gently=True)
+            self._requested = time.monotonic()
 
     def _is_due(self, step: int) -> bool:
         slowdown = self._durations.slowdown
@@ -293,13 +286,6 @@ class SlowRankCheck:
             self._pause = MIN_PAUSE_SECONDS
             return False
         return True
-
-    def _request_reports(self, watch: WatchedAttempt) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)  # reports of the last collection
-        with contextlib.suppress(OSError):  # then no report arrives
-            for node in watch.nodes:
-                node.collect_reports(self._folder, seconds=0.0, gently=True)
-        self._requested = time.monotonic()
 
     def _read_reports(self, watch: WatchedAttempt, step: int) -> None:
         """Find stragglers once all reports have arrived."""

@@ -2,14 +2,14 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, Cause, Incident
 from trimaran.launch.supervise.attempt_watch import AttemptWatch
 from trimaran.launch.supervise.early_supervisor import Signals
-from trimaran.launch.supervise.elastic_watch import ElasticReplicas, ElasticWatch
+from trimaran.launch.supervise.elastic_watch import ElasticWatch
 from trimaran.launch.supervise.incident_watch import NetworkCheck, RankEventIncidents, StrangerCheck
 from trimaran.launch.supervise.intent import (
     AllStopped,
@@ -27,14 +27,13 @@ from trimaran.launch.supervise.intent import (
 from trimaran.launch.supervise.investigate import Investigation, headline, investigate, note_lost_nodes
 from trimaran.launch.supervise.next_attempt import (
     GrowthPlanner,
-    Rendezvous,
+    allocator_after_ooms,
     apply_decision,
-    attempt_spec,
     fit_plan,
     read_resize_request,
     recovery_options,
 )
-from trimaran.launch.supervise.node import Node, on_all_nodes
+from trimaran.launch.supervise.node import AttemptSpec, Node, NodeGroup, on_all_nodes
 from trimaran.launch.supervise.rank_report import show_ranks
 from trimaran.launch.supervise.recovery_policy import EXIT_FAULT, Cycle, PolicyDecision, decide
 from trimaran.launch.supervise.slow_rank_check import SlowRankCheck
@@ -47,42 +46,6 @@ from trimaran.runs.run_records import AttemptLog, AttemptOutcome, read_attempts
 DIRECTORY_SECONDS = 1.0  # between looks at the run directory
 
 
-class DirectoryWatch:
-    """Polled by the supervisor. `held` is its directory; None if files are opened by path, and moves go unnoticed."""
-
-    def __init__(
-        self, run: RunDirectory, incidents: IncidentLog, attempts: AttemptLog, *, held: HeldDirectory | None
-    ) -> None:
-        self._run, self._incidents, self._attempts, self.held = run, incidents, attempts, held
-        self._due = 0.0
-
-    def poll(self) -> None:
-        """Write lines that could not be written before, and take the reserve back, if there is room again."""
-        now = time.monotonic()
-        if now < self._due:
-            return
-        self._due = now + DIRECTORY_SECONDS
-        if not self.deleted:
-            self._incidents.flush()
-            self._attempts.flush()
-            fill_reserve(self._run.reserve)
-
-    @property
-    def moved(self) -> str:
-        """What happened to the directory if it was moved; empty if it was not."""
-        return self.held.explain("moved") if self.held is not None and self.held.place == "moved" else ""
-
-    @property
-    def deleted(self) -> bool:
-        return self.held is not None and self.held.place == "deleted"
-
-    def end(self) -> None:
-        """Write the last lines and delete the reserve: the run is over."""
-        self._incidents.flush()
-        self._attempts.flush()
-        remove_reserve(self._run.reserve)
-
-
 log = logging.getLogger(__name__)
 
 EVENT_BACKLOG_BYTES = 1 << 20  # the last events of a long run are enough
@@ -93,50 +56,6 @@ LEASE_SECONDS = 1.0  # between checks of the lease
 LONG_WAIT_SECONDS = 1.0  # a longer wait for nodes is recorded with the incident
 
 SupervisorOutcome = AttemptOutcome | Literal["killed", "fenced", "deleted"]
-
-
-class NodeGroup(Rendezvous, Protocol):
-    """The nodes of a run and where their ranks meet: one machine (`LocalNodeGroup`) or several."""
-
-    def wait_for_nodes(self) -> list[Node] | None:
-        """Return the nodes to start ranks on, once enough are present; None if too few come."""
-        ...
-
-    def growth(self, nodes: Sequence[Node]) -> int | None:
-        """Return how many ranks are possible, if more nodes are present than `nodes`; None if not."""
-        ...
-
-    def leaving(self, nodes: Sequence[Node]) -> list[str]:
-        """Return the names of those of `nodes` whose supervisors were asked to stop, except for this one."""
-        ...
-
-    def can_go_on(self) -> bool:
-        """Return whether the nodes that are present, without those that leave, are enough."""
-        ...
-
-    def can_hand_over(self) -> bool:
-        """Return whether another node can coordinate, and enough nodes would be left without this one."""
-        ...
-
-    def joined(self, nodes: Sequence[Node]) -> list[Node]:
-        """Return the nodes that are present and not among `nodes`."""
-        ...
-
-    def exchange_keys(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]:
-        """Write to the store of an attempt, in order, and return the values whose keys begin with `prefix`."""
-        ...
-
-    def end_attempt(self, attempt: int) -> None:
-        """Drop what the ranks of `attempt`, which are gone, left in the store."""
-        ...
-
-    def holds(self) -> bool:
-        """Return whether this supervisor still holds the run's lease."""
-        ...
-
-    def count_refused(self) -> int:
-        """Return how many connections to the run's channel were closed because they did not prove its token."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,7 +97,8 @@ class Supervisor:
     """Supervises a run to its end, through any number of attempts.
 
     `highest_step` is the highest step that the run had finished before. `open_incident`: another supervisor or
-    coordinator was lost, and this one takes over. `held`: the run directory, if it is to be noticed that it was moved.
+    coordinator was lost, and this one takes over. `held`: the run directory; None if files are opened by path, and
+    moves go unnoticed.
     """
 
     def __init__(
@@ -194,7 +114,7 @@ class Supervisor:
         self.run, self.node_group, self.signals = run, nodes, signals
         self.recipe = run.read_recipe()
         self.incidents, self.attempts = IncidentLog(run), AttemptLog(run)
-        self._directory = DirectoryWatch(run, self.incidents, self.attempts, held=held)
+        self._held, self._directory_due = held, 0.0
         self.history: list[Cycle] = []
         self._highest_step = highest_step
         self._open_incidents: list[OpenIncident] = [open_incident] if open_incident else []
@@ -206,7 +126,7 @@ class Supervisor:
     def supervise(self) -> SupervisorEnd:
         """Return when the run is over, or is handed over to another node."""
         self.run.stop_request.unlink(missing_ok=True)
-        self._directory.poll()
+        self._poll_directory()
         if self.signals.stop_requested and not self._open_incidents:
             return self._over(EXIT_AGAIN, f"stopped by {self.signals.name} before anything was started")
         while True:
@@ -216,7 +136,13 @@ class Supervisor:
                 last = self._open_incidents[-1]
                 last.incident = self.incidents.amend(last.incident, action="waited")
             if nodes is None:
-                return self._over_without_nodes()
+                # End the run, because a stop is requested or too few nodes are present.
+                if not self.signals.stop_requested:
+                    return self._over(EXIT_AGAIN, "too few nodes")
+                for each in self._open_incidents:
+                    if each.incident.cause == "preempted":  # the others were asked first
+                        self.incidents.amend(each.incident, action="saved")
+                return self._over(EXIT_AGAIN, "asked to stop")
             if error := self._fit_plan(nodes):
                 return self._over(EXIT_FAULT, error)
             end = self._attempt(nodes)
@@ -245,11 +171,24 @@ class Supervisor:
         plan, before = self.run.read_plan(), self._highest_step
         number = self.attempts.begin(world_size=plan.mesh.world_size)
         log.info("start %d: %s on %s", number + 1, plan, ", ".join(node.name for node in nodes))
-        spec = attempt_spec(self.run, plan, self.node_group, attempt=number)
+        spec = AttemptSpec(
+            attempt=number,
+            first_rank=0,
+            num_ranks=plan.mesh.world_size,
+            world_size=plan.mesh.world_size,
+            store=self.node_group.store,
+            token=self.node_group.token,
+            environment={**self.node_group.environment(plan), **allocator_after_ooms(self.run)},
+        )
         if plan.is_elastic:
-            replicas = ElasticReplicas(num=plan.mesh.dp_replicate, restart=self.recipe.faults.restart)
             watch: AttemptWatch = ElasticWatch(
-                self.run, nodes, spec, replicas, incidents=self.incidents, group=self.node_group
+                self.run,
+                nodes,
+                spec,
+                num_replicas=plan.mesh.dp_replicate,
+                restart=self.recipe.faults.restart,
+                incidents=self.incidents,
+                group=self.node_group,
             )
         else:
             watch = AttemptWatch(self.run, nodes, spec)
@@ -266,9 +205,9 @@ class Supervisor:
         on_all_nodes(watch.nodes, lambda node: node.kill())
         if outcome == "fenced":
             return SupervisorEnd(code=EXIT_FAULT)  # another process holds the lease: this one must not write any more
-        if outcome == "deleted" and self._directory.held is not None:
-            raise self._directory.held.lost_error()
-        self.node_group.end_attempt(number)
+        if outcome == "deleted" and self._held is not None:
+            raise self._held.lost_error()
+        self.node_group.channel.end_attempt(number)
         self._settle(watch, is_over=outcome in ("done", "stopped") or watch.is_saved)
         if watch.is_saved:
             self.attempts.end("done", step=watch.highest_step)
@@ -306,7 +245,7 @@ class Supervisor:
         steps_before = 0 if self._open_incidents else self._highest_step
         reported = RankEventIncidents(self.incidents, attempt=watch.spec.attempt, steps_before=steps_before)
         network, slow_ranks = NetworkCheck(self.run, self.incidents, watch), SlowRankCheck(self.run, self.incidents)
-        strangers = StrangerCheck(self.incidents, watch, self.node_group.count_refused)
+        strangers = StrangerCheck(self.incidents, watch, lambda: self.node_group.channel.num_refused)
         num_read, began = 0, time.monotonic()
         while (outcome := watch.poll()) is None:
             network.poll()
@@ -315,12 +254,12 @@ class Supervisor:
             reported.add(watch.events[num_read:])
             num_read = len(watch.events)
             self._settle(watch)
-            self._directory.poll()
-            if self._directory.deleted:
+            self._poll_directory()
+            if self._held is not None and self._held.place == "deleted":
                 return "deleted"
             if time.monotonic() >= self._lease_due:
                 self._lease_due = time.monotonic() + LEASE_SECONDS
-                if not self.node_group.holds():
+                if not self.node_group.lease.holds():
                     return "fenced"
             if self.signals.kill_requested:
                 return "killed"
@@ -334,28 +273,35 @@ class Supervisor:
         reported.add(watch.events[num_read:])
         return outcome
 
+    def _poll_directory(self) -> None:
+        """Write lines that could not be written before, and take the reserve back, if there is room again."""
+        if time.monotonic() >= self._directory_due:
+            self._directory_due = time.monotonic() + DIRECTORY_SECONDS
+            if self._held is None or self._held.place != "deleted":
+                self.incidents.flush()
+                self.attempts.flush()
+                fill_reserve(self.run.reserve)
+
+    @property
+    def _moved(self) -> str:
+        """What happened to the run directory if it was moved; empty if it was not."""
+        return self._held.explain("moved") if self._held is not None and self._held.place == "moved" else ""
+
     def _forward_requests(self, watch: AttemptWatch) -> None:
         """Ask the ranks to stop if a stop or another number of ranks was requested; a resize is a stop and a start."""
         before = self._intent
         has_file = self.run.stop_request.exists()
-        requests = StopRequests(moved=self._directory.moved, signal=self.signals.name, stop_file=has_file)
-        self._note_facts(requests, watch)
+        self._note_facts(StopRequests(moved=self._moved, signal=self.signals.name, stop_file=has_file), watch)
         if isinstance(self._intent, Continue):
-            self._note_facts(self._node_changes(watch), watch)
+            leaving, size = self.node_group.leaving(watch.nodes), None
+            if isinstance(watch, ElasticWatch):
+                leaving = watch.let_leave(leaving)  # elastic replicas come and go within the attempt
+            elif not leaving:
+                size = read_resize_request(self.run, watch.nodes) or self._growth.size_with_joined(watch.nodes)
+            self._note_facts(NodeChanges(leaving=tuple(leaving), size=size), watch)
         if isinstance(before, Continue) and not isinstance(self._intent, Continue):
             for node in watch.nodes:
                 node.request_stop()
-
-    def _node_changes(self, watch: AttemptWatch) -> NodeChanges:
-        """Return which nodes leave and how many ranks are wanted. Elastic replicas come and go within the attempt."""
-        leaving = self.node_group.leaving(watch.nodes)
-        if isinstance(watch, ElasticWatch):
-            return NodeChanges(leaving=tuple(watch.let_leave(leaving)))
-        if leaving:
-            return NodeChanges(leaving=tuple(leaving))
-        return NodeChanges(
-            size=read_resize_request(self.run, watch.nodes) or self._growth.size_with_joined(watch.nodes)
-        )
 
     def _note_facts(self, facts: IntentFacts, watch: AttemptWatch) -> None:
         """Update the intent, and file an incident if it is to stop now."""
@@ -428,21 +374,18 @@ class Supervisor:
         if isinstance(self._intent, Stop | HandOver):
             return self._end_stopped(watch, stopped_at=stopped_at)
         if leaving:
-            self._note_left_out(leaving, watch)
+            # File an incident: the run goes on without these nodes.
+            was_asked = any(getattr(node, "leaving", False) for node in watch.nodes)
+            is_slow = bool(read_left_out(self.run)) and not was_asked
+            why, step = "left out" if is_slow else "asked to stop", watch.highest_step
+            what = f"{', '.join(leaving)}: {why}; the other nodes continue"
+            cause: Cause = "straggler" if is_slow else "preempted"
+            incident = self.incidents.notice(cause, what, action="continued", attempt=watch.spec.attempt, step=step)
+            log.warning("%s", headline(incident))
+            self._open_incidents.append(OpenIncident(incident=incident, since=time.monotonic(), highest_step=step))
         self.run.resize_request.unlink(missing_ok=True)
         self.run.stop_request.unlink(missing_ok=True)
         return None
-
-    def _note_left_out(self, leaving: Sequence[str], watch: AttemptWatch) -> None:
-        """File an incident: the run goes on without these nodes."""
-        was_asked = any(getattr(node, "leaving", False) for node in watch.nodes)
-        is_slow = bool(read_left_out(self.run)) and not was_asked
-        why, step = "left out" if is_slow else "asked to stop", watch.highest_step
-        what = f"{', '.join(leaving)}: {why}; the other nodes continue"
-        cause: Cause = "straggler" if is_slow else "preempted"
-        incident = self.incidents.notice(cause, what, action="continued", attempt=watch.spec.attempt, step=step)
-        log.warning("%s", headline(incident))
-        self._open_incidents.append(OpenIncident(incident=incident, since=time.monotonic(), highest_step=step))
 
     def _end_stopped(self, watch: AttemptWatch, *, stopped_at: float) -> SupervisorEnd:
         """End the run, or only this supervisor."""
@@ -458,23 +401,16 @@ class Supervisor:
             )
             return SupervisorEnd(code=EXIT_AGAIN, handed_over=True)
         self.incidents.amend(incident, action="saved", step=step, cost=cost)
-        moved = f"{self._directory.moved}; " if self._directory.moved else ""
+        moved = f"{self._moved}; " if self._moved else ""
         how = "with a complete checkpoint; `trimaran resume` continues"
         if self.recipe.checkpoint.is_off:
             how = "without a checkpoint (checkpoint.every: off); `trimaran resume` starts from the first step"
         return self._over(EXIT_AGAIN, f"{moved}stopped {how}")
 
-    def _over_without_nodes(self) -> SupervisorEnd:
-        """End the run, because a stop is requested or too few nodes are present."""
-        if not self.signals.stop_requested:
-            return self._over(EXIT_AGAIN, "too few nodes")
-        for each in self._open_incidents:
-            if each.incident.cause == "preempted":  # the others were asked first
-                self.incidents.amend(each.incident, action="saved")
-        return self._over(EXIT_AGAIN, "asked to stop")
-
     def _over(self, code: int, why: str) -> SupervisorEnd:
         log.info("over: %d, %s", code, why)
         self.attempts.over(code, why)
-        self._directory.end()
+        self.incidents.flush()
+        self.attempts.flush()
+        remove_reserve(self.run.reserve)
         return SupervisorEnd(code=code)

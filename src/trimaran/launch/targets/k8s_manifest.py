@@ -4,7 +4,6 @@ A pod runs the node's supervisor in a container without privileges, with volumes
 """
 
 import math
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -15,7 +14,6 @@ from trimaran.launch.targets.site_file import Variables
 from trimaran.launch.targets.target import LaunchRequest, job_name, node_command
 from trimaran.runs.run_directory import dump_plan
 
-SITE = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123, as Kubernetes names most objects
 SUBDOMAIN = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
@@ -38,27 +36,28 @@ STEP_LABEL = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 Document = dict[str, Any]
 
 
-class KubernetesStorage(BaseModel):
-    """Where run directories are: a volume claim that all pods mount, so its access mode is ReadWriteMany."""
+class KubernetesSite(BaseModel):
+    """A site's defaults for Kubernetes: its pods, its queue, its storage and its jobs."""
 
-    model_config = SITE
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    runs: Annotated[
-        str,
-        Field(pattern=r"^/[^\x00-\x1f:]+$", description="folder of the runs in the pods, where the claim is mounted"),
-    ] = "/runs"
-    volume_claim: Annotated[Subdomain, Field(description="volume claim (PVC) that holds the runs")] = "trimaran-runs"
-    storage_class: Annotated[
-        OptionalSubdomain, Field(description="create the claim in this class, in storage.yaml; empty: it exists")
-    ] = ""
-    storage_size: Annotated[Quantity, Field(description="size of a claim that is created")] = "500Gi"
+    # What each pod asks for and may do.
+    gpu: Annotated[str, Field(description="resource name of a GPU")] = "nvidia.com/gpu"
+    rdma: Annotated[str, Field(description="RDMA resource per pod, such as rdma/hca; adds IPC_LOCK; empty: none")] = ""
+    cpu: Annotated[Quantity, Field(description="CPU cores per pod (4 for each GPU, 1 for each CPU rank)")] = ""
+    memory: Annotated[Quantity, Field(description="host memory per pod, request and limit; empty: none")] = ""
+    shm: Annotated[Quantity, Field(description="size of /dev/shm")] = "16Gi"
+    user: Annotated[int, Field(ge=1, description="user and group id of the processes, not root")] = 1000
+    env: Annotated[Variables, Field(description="environment variables, such as NCCL_SOCKET_IFNAME")] = {}
+    secret: Annotated[
+        OptionalSubdomain, Field(description="Secret with keys such as HF_TOKEN; pods get them by reference")
+    ] = "trimaran-secrets"
+    pull_secret: Annotated[OptionalSubdomain, Field(description="Secret to pull the image with")] = ""
+    service_account: Annotated[OptionalSubdomain, Field(description="service account; its token is not mounted")] = ""
+    runtime_class: Annotated[OptionalSubdomain, Field(description="runtimeClassName, such as nvidia")] = ""
+    python: Annotated[str, Field(min_length=1, description="the Python of the image")] = "python"
 
-
-class KubernetesQueue(BaseModel):
-    """Who decides when all pods of a job start together, and on which nodes."""
-
-    model_config = SITE
-
+    # Who decides when all pods of a job start together, and on which nodes.
     gang: Annotated[
         Literal["auto", "none", "kueue", "volcano"],
         Field(description="what starts all pods or none; auto: Kueue if a queue is named"),
@@ -70,6 +69,34 @@ class KubernetesQueue(BaseModel):
     priority_class: Annotated[OptionalSubdomain, Field(description="priorityClassName of the pods")] = ""
     node_selector: Annotated[dict[str, str], Field(description="labels of the nodes to use")] = {}
     tolerations: Annotated[tuple[dict[str, Any], ...], Field(description="taints of nodes to tolerate")] = ()
+
+    # Where run directories are: a volume claim that all pods mount, so its access mode is ReadWriteMany.
+    runs: Annotated[
+        str,
+        Field(pattern=r"^/[^\x00-\x1f:]+$", description="folder of the runs in the pods, where the claim is mounted"),
+    ] = "/runs"
+    volume_claim: Annotated[Subdomain, Field(description="volume claim (PVC) that holds the runs")] = "trimaran-runs"
+    storage_class: Annotated[
+        OptionalSubdomain, Field(description="create the claim in this class, in storage.yaml; empty: it exists")
+    ] = ""
+    storage_size: Annotated[Quantity, Field(description="size of a claim that is created")] = "500Gi"
+
+    kind: Annotated[
+        Literal["trainjob", "jobset", "job"],
+        Field(description="TrainJob (Kubeflow Trainer v2), JobSet, or Indexed Job with a headless Service"),
+    ] = "trainjob"
+    image: Annotated[str, Field(max_length=512, description="container image, with a tag or digest")] = ""
+    namespace: Annotated[Literal[""] | Label, Field(description="namespace; empty: that of the context")] = ""
+    context: Annotated[str, Field(description="context of the kubeconfig; empty: the current one")] = ""
+    runtime: Annotated[
+        OptionalSubdomain, Field(description="existing ClusterTrainingRuntime of a TrainJob; empty: write our own")
+    ] = ""
+    restarts: Annotated[int, Field(ge=0, le=100, description="how often each pod may fail; disruptions count not")] = 3
+    disruption_budget: Annotated[bool, Field(description="let no drained node take a pod (PDB)")] = True
+    network_policy: Annotated[bool, Field(description="let only pods of the job connect to each other")] = True
+    pod_monitor: Annotated[bool, Field(description="PodMonitor of the Prometheus operator, if the run has a port")] = (
+        True
+    )
 
     @field_validator("queue")
     @classmethod
@@ -91,48 +118,6 @@ class KubernetesQueue(BaseModel):
     def uses_kueue(self) -> bool:
         """Whether Kueue decides when the job starts."""
         return self.gang == "kueue" or (self.gang == "auto" and self.queue != "")
-
-
-class KubernetesPod(BaseModel):
-    """What each pod asks for and may do."""
-
-    model_config = SITE
-
-    gpu: Annotated[str, Field(description="resource name of a GPU")] = "nvidia.com/gpu"
-    rdma: Annotated[str, Field(description="RDMA resource per pod, such as rdma/hca; adds IPC_LOCK; empty: none")] = ""
-    cpu: Annotated[Quantity, Field(description="CPU cores per pod (4 for each GPU, 1 for each CPU rank)")] = ""
-    memory: Annotated[Quantity, Field(description="host memory per pod, request and limit; empty: none")] = ""
-    shm: Annotated[Quantity, Field(description="size of /dev/shm")] = "16Gi"
-    user: Annotated[int, Field(ge=1, description="user and group id of the processes, not root")] = 1000
-    env: Annotated[Variables, Field(description="environment variables, such as NCCL_SOCKET_IFNAME")] = {}
-    secret: Annotated[
-        OptionalSubdomain, Field(description="Secret with keys such as HF_TOKEN; pods get them by reference")
-    ] = "trimaran-secrets"
-    pull_secret: Annotated[OptionalSubdomain, Field(description="Secret to pull the image with")] = ""
-    service_account: Annotated[OptionalSubdomain, Field(description="service account; its token is not mounted")] = ""
-    runtime_class: Annotated[OptionalSubdomain, Field(description="runtimeClassName, such as nvidia")] = ""
-    python: Annotated[str, Field(min_length=1, description="the Python of the image")] = "python"
-
-
-class KubernetesSite(KubernetesStorage, KubernetesQueue, KubernetesPod):
-    """A site's defaults for Kubernetes."""
-
-    kind: Annotated[
-        Literal["trainjob", "jobset", "job"],
-        Field(description="TrainJob (Kubeflow Trainer v2), JobSet, or Indexed Job with a headless Service"),
-    ] = "trainjob"
-    image: Annotated[str, Field(max_length=512, description="container image, with a tag or digest")] = ""
-    namespace: Annotated[Literal[""] | Label, Field(description="namespace; empty: that of the context")] = ""
-    context: Annotated[str, Field(description="context of the kubeconfig; empty: the current one")] = ""
-    runtime: Annotated[
-        OptionalSubdomain, Field(description="existing ClusterTrainingRuntime of a TrainJob; empty: write our own")
-    ] = ""
-    restarts: Annotated[int, Field(ge=0, le=100, description="how often each pod may fail; disruptions count not")] = 3
-    disruption_budget: Annotated[bool, Field(description="let no drained node take a pod (PDB)")] = True
-    network_policy: Annotated[bool, Field(description="let only pods of the job connect to each other")] = True
-    pod_monitor: Annotated[bool, Field(description="PodMonitor of the Prometheus operator, if the run has a port")] = (
-        True
-    )
 
 
 def grace_seconds(request: LaunchRequest) -> int:
@@ -158,87 +143,50 @@ def _selector(request: LaunchRequest) -> dict[str, Any]:
     return {"matchLabels": {INSTANCE: job_name(request.name)}}
 
 
-def _recipe_map_name(request: LaunchRequest) -> str:
-    return f"{job_name(request.name)}-recipe"
-
-
-def _has_metrics(request: LaunchRequest) -> bool:
-    """Return whether the run serves metrics that other pods can read."""
-    return request.recipe.telemetry.prometheus.port > 0
-
-
-def _literal(text: str) -> str:
-    """Return a text of a command or a variable such that Kubernetes does not expand `$(NAME)` in it."""
-    return text.replace("$", "$$")
-
-
-def _environment(request: LaunchRequest) -> list[dict[str, Any]]:
-    """Return the environment of the container. Secrets are references, and may be missing."""
-    site: KubernetesSite = request.site
-    # The root file system is read-only, and the user may not be in the image's /etc/passwd.
-    own = {"HOME": "/tmp", "USER": "trimaran", "XDG_CACHE_HOME": f"{site.runs.rstrip('/')}/.cache"}
-    found: list[dict[str, Any]] = [{"name": name, "value": _literal(each)} for name, each in (own | site.env).items()]
-    for name in sorted(set(request.secrets) - site.env.keys()) if site.secret else []:
-        reference = {"name": site.secret, "key": name, "optional": True}
-        found.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
-    return found
-
-
-def _resources(request: LaunchRequest) -> dict[str, Any]:
-    """Return the resources of a pod. What cannot be shared has equal requests and limits."""
-    site, ranks, on_cpu = request.site, request.ranks_per_node, request.cluster.device.traits.shares_cores
-    limits = {} if on_cpu else {site.gpu: str(ranks)}
-    limits |= {site.rdma: "1"} if site.rdma else {}
-    limits |= {"memory": site.memory} if site.memory else {}
-    cpu = site.cpu or str(ranks * (1 if on_cpu else CORES_PER_GPU))
-    return {"requests": {"cpu": cpu, **limits}, **({"limits": limits} if limits else {})}
-
-
 def _container(request: LaunchRequest) -> dict[str, Any]:
     """Return the container. It has no liveness probe: a rank that holds the interpreter's lock is not dead.
 
-    Recipe and plan are mounted one by one: in a mounted ConfigMap they would be links, which no file of a run is.
+    Secrets are references, and may be missing. Recipe and plan are mounted one by one: in a mounted ConfigMap they
+    would be links, which no file of a run is.
     """
-    command = node_command(request, python=request.site.python, launch_folder=LAUNCH_FOLDER)
+    site: KubernetesSite = request.site
+    # The root file system is read-only, and the user may not be in the image's /etc/passwd.
+    own = {"HOME": "/tmp", "USER": "trimaran", "XDG_CACHE_HOME": f"{site.runs.rstrip('/')}/.cache"}
+    # Kubernetes would expand `$(NAME)` in a command or a variable.
+    variables: list[dict[str, Any]] = [
+        {"name": name, "value": each.replace("$", "$$")} for name, each in (own | site.env).items()
+    ]
+    for name in sorted(set(request.secrets) - site.env.keys()) if site.secret else []:
+        reference = {"name": site.secret, "key": name, "optional": True}
+        variables.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
+    ranks, on_cpu = request.ranks_per_node, request.cluster.device.traits.shares_cores
+    limits = {} if on_cpu else {site.gpu: str(ranks)}  # what cannot be shared has equal requests and limits
+    limits |= {site.rdma: "1"} if site.rdma else {}
+    limits |= {"memory": site.memory} if site.memory else {}
+    cpu = site.cpu or str(ranks * (1 if on_cpu else CORES_PER_GPU))
+    command = node_command(request, python=site.python, launch_folder=LAUNCH_FOLDER)
     tree: dict[str, Any] = {
         "name": CONTAINER,
-        "image": request.site.image,
-        "command": [_literal(word) for word in command],
-        "env": _environment(request),
-        "resources": _resources(request),
+        "image": site.image,
+        "command": [word.replace("$", "$$") for word in command],
+        "env": variables,
+        "resources": {"requests": {"cpu": cpu, **limits}, **({"limits": limits} if limits else {})},
     }
-    if _has_metrics(request):
-        port = request.recipe.telemetry.prometheus.port
+    if port := request.recipe.telemetry.prometheus.port:
         tree["ports"] = [{"name": "metrics", "containerPort": port, "protocol": "TCP"}]
     # RDMA locks the memory that it registers.
-    capabilities: dict[str, Any] = {"drop": ["ALL"]} | ({"add": ["IPC_LOCK"]} if request.site.rdma else {})
+    capabilities: dict[str, Any] = {"drop": ["ALL"]} | ({"add": ["IPC_LOCK"]} if site.rdma else {})
     tree["securityContext"] = {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
         "capabilities": capabilities,
     }
-    places = {"runs": request.site.runs, "shm": "/dev/shm", "tmp": "/tmp"}
+    places = {"runs": site.runs, "shm": "/dev/shm", "tmp": "/tmp"}
     tree["volumeMounts"] = [{"name": name, "mountPath": path} for name, path in places.items()] + [
         {"name": "launch", "mountPath": f"{LAUNCH_FOLDER}/{file}", "subPath": file, "readOnly": True}
         for file in LAUNCH_FILES
     ]
     return tree
-
-
-def _placement(request: LaunchRequest) -> dict[str, Any]:
-    """Return where pods go: on different nodes, and close to each other, if possible."""
-    site, ours = request.site, _selector(request)
-    spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
-    near = {"weight": 100, "podAffinityTerm": {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": ours}}
-    tree: dict[str, Any] = {
-        "topologySpreadConstraints": [spread | {"labelSelector": ours}],
-        "affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [near]}},
-    }
-    tree |= {"nodeSelector": site.node_selector} if site.node_selector else {}
-    tree |= {"tolerations": list(site.tolerations)} if site.tolerations else {}
-    tree |= {"priorityClassName": site.priority_class} if site.priority_class else {}
-    tree |= {"runtimeClassName": site.runtime_class} if site.runtime_class else {}
-    return tree | ({"schedulerName": "volcano"} if site.gang == "volcano" else {})
 
 
 def _pod_template(request: LaunchRequest) -> dict[str, Any]:
@@ -262,14 +210,27 @@ def _pod_template(request: LaunchRequest) -> dict[str, Any]:
             "seccompProfile": {"type": "RuntimeDefault"},
         },
     }
-    spec |= {"subdomain": job_name(request.name)} if site.kind == "job" else {}
-    spec |= {"serviceAccountName": site.service_account} if site.service_account else {}
-    spec |= {"imagePullSecrets": [{"name": site.pull_secret}]} if site.pull_secret else {}
-    spec |= _placement(request)
+    # On different nodes, and close to each other, if possible.
+    ours = _selector(request)
+    spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+    near = {"weight": 100, "podAffinityTerm": {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": ours}}
+    given = {
+        "subdomain": job_name(request.name) if site.kind == "job" else "",
+        "serviceAccountName": site.service_account,
+        "imagePullSecrets": [{"name": site.pull_secret}] if site.pull_secret else [],
+        "topologySpreadConstraints": [spread | {"labelSelector": ours}],
+        "affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [near]}},
+        "nodeSelector": site.node_selector,
+        "tolerations": list(site.tolerations),
+        "priorityClassName": site.priority_class,
+        "runtimeClassName": site.runtime_class,
+        "schedulerName": "volcano" if site.gang == "volcano" else "",
+    }
+    spec |= {name: value for name, value in given.items() if value}
     spec["containers"] = [_container(request)]
     spec["volumes"] = [
         {"name": "runs", "persistentVolumeClaim": {"claimName": site.volume_claim}},
-        {"name": "launch", "configMap": {"name": _recipe_map_name(request)}},
+        {"name": "launch", "configMap": {"name": f"{job_name(request.name)}-recipe"}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": site.shm}},
         {"name": "tmp", "emptyDir": {}},
     ]
@@ -303,9 +264,9 @@ def dump_documents(documents: list[Document], *, header: str) -> str:
 
 def job_documents(request: LaunchRequest) -> list[Document]:
     """Return the objects of a job in the order in which they are created, the job itself last."""
-    site, ours, has_metrics = request.site, _selector(request), _has_metrics(request)
+    site, ours, port = request.site, _selector(request), request.recipe.telemetry.prometheus.port
     files = {"recipe.yaml": dump_recipe(request.recipe), "plan.json": dump_plan(request.plan)}
-    documents = [_object(request, "v1", "ConfigMap", name=_recipe_map_name(request)) | {"data": files}]
+    documents = [_object(request, "v1", "ConfigMap", name=f"{job_name(request.name)}-recipe") | {"data": files}]
     if site.kind == "job":  # a headless Service gives the pods their names: `<job>-0.<job>`
         spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": ours["matchLabels"]}
         documents.append(_object(request, "v1", "Service") | {"spec": spec})
@@ -316,18 +277,18 @@ def job_documents(request: LaunchRequest) -> list[Document]:
         documents.append(_object(request, "policy/v1", "PodDisruptionBudget") | {"spec": spec})
     if site.network_policy:  # only pods of the job connect to its pods, and everybody to the metrics
         ingress: list[dict[str, Any]] = [{"from": [{"podSelector": ours}]}]
-        if has_metrics:
-            ingress.append({"ports": [{"protocol": "TCP", "port": request.recipe.telemetry.prometheus.port}]})
+        if port:
+            ingress.append({"ports": [{"protocol": "TCP", "port": port}]})
         spec = {"podSelector": ours, "policyTypes": ["Ingress"], "ingress": ingress}
         documents.append(_object(request, "networking.k8s.io/v1", "NetworkPolicy") | {"spec": spec})
-    if site.pod_monitor and has_metrics:
+    if site.pod_monitor and port:
         endpoint = {"port": "metrics", "path": "/metrics", "interval": "15s"}
         spec = {"selector": ours, "podMetricsEndpoints": [endpoint]}
         documents.append(_object(request, "monitoring.coreos.com/v1", "PodMonitor") | {"spec": spec})
     if site.gang == "volcano" and site.kind != "trainjob":
         spec = {"minMember": request.min_nodes, **({"queue": site.queue} if site.queue else {})}
         documents.append(_object(request, "scheduling.volcano.sh/v1beta1", "PodGroup") | {"spec": spec})
-    return [*documents, *WORKLOADS[site.kind](request)]
+    return [*documents, *_workload(request)]
 
 
 def storage_documents(request: LaunchRequest) -> list[Document]:
@@ -383,15 +344,6 @@ def _queued(request: LaunchRequest, tree: Document) -> Document:
     return tree
 
 
-def _suspend(request: LaunchRequest) -> dict[str, bool]:
-    return {"suspend": request.site.uses_kueue}
-
-
-def _job(request: LaunchRequest) -> list[Document]:
-    tree = _object(request, "batch/v1", "Job") | {"spec": _suspend(request) | _job_spec(request)}
-    return [_queued(request, tree)]
-
-
 def _job_set_spec(request: LaunchRequest, *, template: Document) -> dict[str, Any]:
     """Return the spec of a JobSet with one Job, which replaces its pods itself; when it fails, so does the set."""
     replicated = {"name": REPLICATED_JOB, "replicas": 1, "template": template}
@@ -399,23 +351,21 @@ def _job_set_spec(request: LaunchRequest, *, template: Document) -> dict[str, An
     return {"network": network, "failurePolicy": {"maxRestarts": 0}, "replicatedJobs": [replicated]}
 
 
-def _job_set(request: LaunchRequest) -> list[Document]:
-    template = {"metadata": {"labels": _labels(request)}, "spec": _job_spec(request)}
-    spec = _suspend(request) | _job_set_spec(request, template=template)
-    return [_queued(request, _object(request, "jobset.x-k8s.io/v1alpha2", "JobSet") | {"spec": spec})]
-
-
-def _train_job(request: LaunchRequest) -> list[Document]:
-    """Return a TrainJob and, unless the site names a runtime, a runtime of its own.
+def _workload(request: LaunchRequest) -> list[Document]:
+    """Return the job itself. A TrainJob has a runtime of its own, unless the site names one.
 
     A TrainJob can change only a part of its runtime's pods. Exit codes, restarts and placement are not among it.
     """
     site = request.site
-    spec: dict[str, Any] = _suspend(request)
-    if site.runtime:
-        spec |= {"runtimeRef": {"kind": "ClusterTrainingRuntime", "name": site.runtime}}
-    else:
-        spec |= {"runtimeRef": {"kind": "TrainingRuntime", "name": job_name(request.name)}}
+    spec: dict[str, Any] = {"suspend": site.uses_kueue}
+    if site.kind == "job":
+        return [_queued(request, _object(request, "batch/v1", "Job") | {"spec": spec | _job_spec(request)})]
+    if site.kind == "jobset":
+        template = {"metadata": {"labels": _labels(request)}, "spec": _job_spec(request)}
+        spec |= _job_set_spec(request, template=template)
+        return [_queued(request, _object(request, "jobset.x-k8s.io/v1alpha2", "JobSet") | {"spec": spec})]
+    kind = "ClusterTrainingRuntime" if site.runtime else "TrainingRuntime"
+    spec |= {"runtimeRef": {"kind": kind, "name": site.runtime or job_name(request.name)}}
     node = _container(request)
     names = ("image", "command", "env")
     trainer = {"numNodes": request.max_nodes, **{name: node[name] for name in names}}
@@ -455,10 +405,3 @@ def _runtime_patch(request: LaunchRequest) -> dict[str, Any]:
     pod = {"metadata": template["metadata"], "spec": spec}
     jobs = [{"name": REPLICATED_JOB, "template": {"spec": {"template": pod}}}]
     return {"manager": MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
-
-
-WORKLOADS: dict[str, Callable[[LaunchRequest], list[Document]]] = {
-    "trainjob": _train_job,
-    "jobset": _job_set,
-    "job": _job,
-}

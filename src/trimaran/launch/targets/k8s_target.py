@@ -9,8 +9,9 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
@@ -35,6 +36,7 @@ from trimaran.launch.targets.target import (
     LaunchFiles,
     LaunchRequest,
     SiteCheck,
+    ask_check,
     job_name,
 )
 from trimaran.models import hub_repo_of
@@ -59,14 +61,14 @@ class KubernetesTarget:
 
     def check(self, request: LaunchRequest | None, site: Any) -> list[SiteCheck]:
         """Return what was checked: the site's section, our own manifest, and what the cluster has."""
-        image = [_checked("image", site.image or "none", _image_error(site))]
-        checks = image if request is None else self.check_request(request)
+        image = SiteCheck(name="image", found=site.image or "none", error=_image_error(site))
+        checks = [image] if request is None else self.check_request(request)
         return [*checks, *check_cluster(site, request)]
 
     def check_request(self, request: LaunchRequest) -> list[SiteCheck]:
         """Return what can be said about a launch without asking the cluster, as a dry run does."""
-        image = _checked("image", request.site.image or "none", _image_error(request.site))
-        paths = [_checked("path", each.where, each) for each in _path_errors(request)]
+        image = SiteCheck(name="image", found=request.site.image or "none", error=_image_error(request.site))
+        paths = [SiteCheck(name="path", found=each.where, error=each) for each in _path_errors(request)]
         return [image, *paths, *(_manifest_checks(request) if request.site.image else [])]
 
     def render(self, request: LaunchRequest) -> LaunchFiles:
@@ -93,13 +95,17 @@ class KubernetesTarget:
 
     def submit_again(self, job: JobRecord) -> tuple[str, dict[str, Any]]:
         """Remove what is left of a job, and create it again: the run continues from its newest state."""
-        _delete_job(job.details, job.native_id)
+        kind, name = KINDS[job.details["kind"]], job.native_id.rpartition("/")[2]
+        with _api_of(job) as api:
+            found = api.get(kind.version, kind.kind, name)
+            if found is not None:
+                _delete_job(api, kind, name, describe(found, api.pods(name), kind))
         return _submit(Path(job.folder), job.details)
 
     def state(self, job: JobRecord) -> JobState:
         """Return the state of the job object and its pods."""
         kind, name = KINDS[job.details["kind"]], job.native_id.rpartition("/")[2]
-        with open_api(str(job.details["context"]), str(job.details["namespace"])) as api:
+        with _api_of(job) as api:
             found = api.get(kind.version, kind.kind, name)
             if found is None:
                 return JobState(state="stopped", native="NotFound", reason="the job was deleted from the cluster")
@@ -111,7 +117,7 @@ class KubernetesTarget:
         The job is suspended. Kueue would resume it, so one in a queue is deleted.
         """
         kind, name = KINDS[job.details["kind"]], job.native_id.rpartition("/")[2]
-        with open_api(str(job.details["context"]), str(job.details["namespace"])) as api:
+        with _api_of(job) as api:
             if job.details.get("queued"):
                 api.delete(kind.version, kind.kind, name)
             else:
@@ -129,6 +135,10 @@ class KubernetesTarget:
             stop=[*tool, *(["delete", target] if details.get("queued") else suspend)],
             resume=["trimaran", "jobs", job.id, "--resume"],
         )
+
+
+def _api_of(job: JobRecord) -> AbstractContextManager["Api"]:
+    return open_api(str(job.details["context"]), str(job.details["namespace"]))
 
 
 def _submit(folder: Path, details: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -169,10 +179,6 @@ def _read_documents(path: Path) -> list[Any]:
     return documents
 
 
-def _checked(name: str, found: str, error: UserError | None = None) -> SiteCheck:
-    return SiteCheck(name=name, found=found, error=error)
-
-
 def _image_error(site: KubernetesSite) -> UserError | None:
     if site.image:
         return None
@@ -199,18 +205,11 @@ def _manifest_checks(request: LaunchRequest) -> list[SiteCheck]:
                                 "pod", where="telemetry.prometheus.host", fix="--set telemetry.prometheus.host=0.0.0.0,"
                                 " or --site pod_monitor=false")  # fmt: skip
     checks = [
-        _checked("run directory", str(request.run_dir), outside),
-        _checked("recipe and plan", show_bytes(num_bytes), too_large),
-        _checked("metrics", str(server.port or "none"), unreachable),
+        SiteCheck(name="run directory", found=str(request.run_dir), error=outside),
+        SiteCheck(name="recipe and plan", found=show_bytes(num_bytes), error=too_large),
+        SiteCheck(name="metrics", found=str(server.port or "none"), error=unreachable),
     ]
-    if mistakes := _site_mistakes(site):
-        return [*checks, *(_checked("manifest", each.what, each) for each in mistakes)]
-    return [*checks, _checked("manifest", f"{site.kind} {job_name(request.name)}")]
-
-
-def _site_mistakes(site: KubernetesSite) -> list[UserError]:
-    """Return what the site's section must not put into a manifest. The message does not repeat a secret."""
-    found = [
+    mistakes = [  # without the secret itself
         UserError("L054", f"the value of {name} is in the manifest, where everyone who may list pods can read it",
                   where=f"k8s.env.{name}", fix="put it into a Secret, and refer to it: valueFrom: {secretKeyRef: "
                   "{name: ..., key: ...}}")
@@ -219,8 +218,10 @@ def _site_mistakes(site: KubernetesSite) -> list[UserError]:
     if "@" not in site.image and site.image.rpartition("/")[2].partition(":")[2] in ("", "latest"):
         what = f"the image '{site.image}' has no fixed version: a replaced pod may get another"
         fix = "name a tag other than latest, or a digest"
-        found.append(UserError("L056", what, where="k8s.image", fix=fix))
-    return found
+        mistakes.append(UserError("L056", what, where="k8s.image", fix=fix))
+    if mistakes:
+        return [*checks, *(SiteCheck(name="manifest", found=each.what, error=each) for each in mistakes)]
+    return [*checks, SiteCheck(name="manifest", found=f"{site.kind} {job_name(request.name)}")]
 
 
 def _path_errors(request: LaunchRequest) -> list[UserError]:
@@ -333,7 +334,7 @@ class Api:
             found = self.resource("v1", "Pod").get(
                 namespace=self.namespace, label_selector=f"{INSTANCE}={name}", _request_timeout=REQUEST_SECONDS
             )
-        pods = listed(found.to_dict(), "items")
+        pods = within(found.to_dict(), "items") or []
         return sorted(pods, key=lambda pod: str(within(pod, "metadata", "creationTimestamp")))
 
     def delete(self, version: str, kind: str, name: str) -> None:
@@ -413,8 +414,8 @@ def open_api(context: str, namespace: str = "") -> Iterator[Api]:
         yield Api(dynamic, namespace)
 
 
-def _try_out(api: Api, documents: Sequence[Mapping[str, Any]]) -> None:
-    """Let the API server check all objects without creating one.
+def _try_out(api: Api, documents: Sequence[Mapping[str, Any]]) -> str:
+    """Let the API server check all objects without creating one, and return how many it accepts.
 
     It cannot check a TrainJob before its runtime exists, so only whether there are TrainJobs is asked.
     """
@@ -427,6 +428,7 @@ def _try_out(api: Api, documents: Sequence[Mapping[str, Any]]) -> None:
             is_new = api.create(tree, dry_run=True)
         if tree is job and not is_new:
             raise _exists(str(tree["kind"]), name_of(tree))
+    return f"{len(documents)} accepted"
 
 
 def _exists(kind: str, name: str) -> UserError:
@@ -439,54 +441,45 @@ def check_cluster(site: KubernetesSite, request: LaunchRequest | None) -> list[S
     """Return what the cluster says about a launch. A cluster that cannot be asked is no error here, but of `submit`."""
     try:
         with open_api(site.context, site.namespace) as api:
-            checks = [SiteCheck(name="cluster", found=f"namespace {api.namespace}"), _check_claim(api, site)]
             kind = KINDS[site.kind]
-            checks.append(_asked("kind", lambda: str(api.resource(kind.version, kind.kind).group_version)))
+            checks = [
+                SiteCheck(name="cluster", found=f"namespace {api.namespace}"),
+                ask_check("volume claim", partial(_find_claim, api, site)),
+                ask_check("kind", lambda: str(api.resource(kind.version, kind.kind).group_version)),
+            ]
             if request is not None and site.image:
-                documents = job_documents(request)
-
-                def try_out() -> str:
-                    _try_out(api, documents)
-                    return f"{len(documents)} accepted"
-
-                checks.append(_asked("objects", try_out))
+                checks.append(ask_check("objects", partial(_try_out, api, job_documents(request))))
             return checks
     except UserError as error:
         return [SiteCheck(name="cluster", found=f"not asked: {error.what}")]
 
 
-def _asked(name: str, question: Any) -> SiteCheck:
-    try:
-        return SiteCheck(name=name, found=question())
-    except UserError as error:
-        return SiteCheck(name=name, found=error.what, error=error)
-
-
-def _check_claim(api: Api, site: KubernetesSite) -> SiteCheck:
-    """Return whether the volume of the runs exists, and whether all nodes can mount it."""
-
-    def ask() -> str:
-        claim = api.get("v1", "PersistentVolumeClaim", site.volume_claim)
-        if claim is None and site.storage_class:
-            return f"{site.volume_claim} will be created"
-        modes = listed(claim, "spec", "accessModes")
-        if claim is not None and "ReadWriteMany" in modes:
-            return f"{site.volume_claim}, {within(claim, 'status', 'phase') or 'Pending'}"
-        what = f"has access mode {', '.join(modes)}" if claim is not None else "does not exist"
-        raise UserError("L059", f"the volume claim {site.volume_claim} {what}; pods on all nodes mount it",
-                        where="k8s.volume_claim", fix="name a claim with ReadWriteMany, or a class to create it in: "
-                        "--site storage_class=NAME")  # fmt: skip
-
-    return _asked("volume claim", ask)
+def _find_claim(api: Api, site: KubernetesSite) -> str:
+    """Return the volume of the runs. Raises if it does not exist, or not all nodes can mount it."""
+    claim = api.get("v1", "PersistentVolumeClaim", site.volume_claim)
+    if claim is None and site.storage_class:
+        return f"{site.volume_claim} will be created"
+    modes = within(claim, "spec", "accessModes") or []
+    if claim is not None and "ReadWriteMany" in modes:
+        return f"{site.volume_claim}, {within(claim, 'status', 'phase') or 'Pending'}"
+    what = f"has access mode {', '.join(modes)}" if claim is not None else "does not exist"
+    raise UserError("L059", f"the volume claim {site.volume_claim} {what}; pods on all nodes mount it",
+                    where="k8s.volume_claim", fix="name a claim with ReadWriteMany, or a class to create it in: "
+                    "--site storage_class=NAME")  # fmt: skip
 
 
 def describe(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], kind: JobKind) -> JobState:
     """Return the state of a job object and its pods."""
-    conditions = {str(each.get("type")): each for each in listed(dict(job), "status", "conditions")
-                  if isinstance(each, dict) and each.get("status") == "True"}  # fmt: skip
-    running = [pod for pod in pods if within(dict(pod), "status", "phase") == "Running"]
-    nodes = tuple(sorted({str(within(dict(pod), "spec", "nodeName")) for pod in running}))
-    codes = [code for pod in pods if (code := _exit_code(pod)) is not None]
+    conditions = {
+        str(each.get("type")): each
+        for each in within(job, "status", "conditions") or []
+        if each.get("status") == "True"
+    }
+    running = [pod for pod in pods if within(pod, "status", "phase") == "Running"]
+    nodes = tuple(sorted({str(within(pod, "spec", "nodeName")) for pod in running}))
+    containers = [each for pod in pods for each in within(pod, "status", "containerStatuses") or []]
+    ended = [within(each, "state", "terminated", "exitCode") for each in containers if each.get("name") == CONTAINER]
+    codes = [code for code in ended if isinstance(code, int)]
     if kind.done in conditions:
         return JobState(state="done", native=kind.done, exit_code=0)
     if "Failed" in conditions:
@@ -494,75 +487,46 @@ def describe(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], kind: Jo
         code = (final or [code for code in codes if code] or [None])[-1]
         reason = f"{conditions['Failed'].get('reason', '')}: {conditions['Failed'].get('message', '')}".strip(": ")
         return JobState(state="failed", native="Failed", reason=reason, exit_code=code)
-    is_suspended = "Suspended" in conditions or within(dict(job), "spec", "suspend") is True
+    is_suspended = "Suspended" in conditions or within(job, "spec", "suspend") is True
     if is_suspended and not running:
-        is_queued = "kueue.x-k8s.io/queue-name" in mapping(dict(job), "metadata", "labels")
+        is_queued = "kueue.x-k8s.io/queue-name" in (within(job, "metadata", "labels") or {})
         return JobState(state="queued" if is_queued else "stopped", native="Suspended")
     if running:
         return JobState(state="running", native=f"{len(running)} of {len(pods)} pods run", nodes=nodes)
     return JobState(state="queued", native="Pending", reason=next(filter(None, map(_why_waiting, pods)), ""))
 
 
-def _exit_code(pod: Mapping[str, Any]) -> int | None:
-    for each in listed(dict(pod), "status", "containerStatuses"):
-        code = within(each, "state", "terminated", "exitCode")
-        if within(each, "name") == CONTAINER and isinstance(code, int):
-            return code
-    return None
-
-
 def _why_waiting(pod: Mapping[str, Any]) -> str:
     """Return why a pod does not start: its container cannot be created, or no node has room."""
-    for each in listed(dict(pod), "status", "containerStatuses"):
-        waiting = mapping(each, "state", "waiting")
+    for each in within(pod, "status", "containerStatuses") or []:
+        waiting = within(each, "state", "waiting") or {}
         if waiting.get("reason") in WAITING_REASONS:
             return f"{waiting['reason']}: {waiting.get('message', '')}".strip(": ")
-    for each in listed(dict(pod), "status", "conditions"):
+    for each in within(pod, "status", "conditions") or []:
         if within(each, "type") == "PodScheduled" and within(each, "status") == "False":
             return f"{within(each, 'reason')}: {within(each, 'message') or ''}".strip(": ")
     return ""
 
 
-def _delete_job(details: Mapping[str, Any], native_id: str, *, wait_seconds: float = DELETE_SECONDS) -> None:
+def _delete_job(api: Api, kind: JobKind, name: str, state: JobState) -> None:
     """Delete a job that is over or stopped, and wait until its pods are gone. Raises if it still runs."""
-    kind, name = KINDS[details["kind"]], native_id.rpartition("/")[2]
-    with open_api(str(details["context"]), str(details["namespace"])) as api:
-        job = api.get(kind.version, kind.kind, name)
-        if job is None:
-            return
-        state = describe(job, api.pods(name), kind)
-        if state.state in ("running", "queued"):
-            raise UserError("L043", f"the job has not ended: {state.native}", where=f"{kind.kind}/{name}",
-                            fix="stop it first, or wait until it ends")  # fmt: skip
-        api.delete(kind.version, kind.kind, name)
-        until = time.monotonic() + wait_seconds
-        while api.get(kind.version, kind.kind, name) is not None or api.pods(name):
-            if time.monotonic() > until:
-                raise UserError("L043", "the pods of the job have not ended", where=f"{kind.kind}/{name}",
-                                fix=f"see kubectl get pods --selector={INSTANCE}={name}")  # fmt: skip
-            time.sleep(POLL_SECONDS)
+    if state.state in ("running", "queued"):
+        raise UserError("L043", f"the job has not ended: {state.native}", where=f"{kind.kind}/{name}",
+                        fix="stop it first, or wait until it ends")  # fmt: skip
+    api.delete(kind.version, kind.kind, name)
+    until = time.monotonic() + DELETE_SECONDS
+    while api.get(kind.version, kind.kind, name) is not None or api.pods(name):
+        if time.monotonic() > until:
+            raise UserError("L043", "the pods of the job have not ended", where=f"{kind.kind}/{name}",
+                            fix=f"see kubectl get pods --selector={INSTANCE}={name}")  # fmt: skip
+        time.sleep(POLL_SECONDS)
 
 
-def within(tree: Any, *path: str | int) -> Any:
-    """Return the value at a path; None if there is nothing."""
+def within(tree: Any, *path: str) -> Any:
+    """Return the value at a path of an object of the API; None if there is nothing."""
     for step in path:
-        if isinstance(step, int):
-            tree = tree[step] if isinstance(tree, list) and step < len(tree) else None
-        else:
-            tree = tree.get(step) if isinstance(tree, dict) else None
+        tree = tree.get(step) if isinstance(tree, dict) else None
     return tree
-
-
-def mapping(tree: Any, *path: str | int) -> dict[str, Any]:
-    """Return the mapping at a path; empty if there is none."""
-    found = within(tree, *path)
-    return found if isinstance(found, dict) else {}
-
-
-def listed(tree: Any, *path: str | int) -> list[Any]:
-    """Return the list at a path; empty if there is none."""
-    found = within(tree, *path)
-    return found if isinstance(found, list) else []
 
 
 def name_of(tree: Mapping[str, Any]) -> str:

@@ -155,7 +155,18 @@ class RayDriver:
                 self._send_stop()
             for place in self._places:
                 if place.actor is None and place.code is None and not self._stop.is_set():
-                    self._start(place)
+                    resources = dict(self._job["resources_per_node"])
+                    options = {
+                        "num_cpus": resources.pop("CPU", 0),
+                        "num_gpus": resources.pop("GPU", 0),
+                        "resources": resources,
+                    }
+                    environment = {"env_vars": {"RAY_worker_niceness": "0"}}  # Ray's own is 15, and children inherit it
+                    actor = actor_class(SupervisorActor).options(
+                        scheduling_strategy=place.strategy, runtime_env=environment, **options
+                    ).remote(self._job, place.index)  # fmt: skip
+                    place.actor, place.answer, place.where = actor, actor.place.remote(), None
+                    place.starts += 1
             self._add_places()
             self._poll()
             self.report("running")
@@ -170,16 +181,6 @@ class RayDriver:
         now = {"state": state, "exit_code": code, "num_nodes": len(nodes), "nodes": nodes, **self._metrics}
         self._reporter.report.remote(now)
 
-    def _start(self, place: SupervisorPlace) -> None:
-        resources = dict(self._job["resources_per_node"])
-        options = {"num_cpus": resources.pop("CPU", 0), "num_gpus": resources.pop("GPU", 0), "resources": resources}
-        environment = {"env_vars": {"RAY_worker_niceness": "0"}}  # Ray's own is 15, and children inherit it
-        actor = actor_class(SupervisorActor).options(
-            scheduling_strategy=place.strategy, runtime_env=environment, **options
-        ).remote(self._job, place.index)  # fmt: skip
-        place.actor, place.answer, place.where = actor, actor.place.remote(), None
-        place.starts += 1
-
     def _poll(self) -> None:
         """Read the answers of all actors that have one, and ask again."""
         asked = {place.answer: place for place in self._places if place.actor is not None}
@@ -191,7 +192,16 @@ class RayDriver:
             except ActorUnavailableError:  # for now: the connection broke
                 asked[answer].answer = asked[answer].actor.poll.remote()
             except RayActorError as error:
-                self._lose(asked[answer], str(error).strip().splitlines()[0])
+                # Forget a lost actor. A new one is started in its place, as soon as the cluster has a node for it.
+                place = asked[answer]
+                log.warning("place %d is lost: %s", place.index, str(error).strip().splitlines()[0])
+                place.actor = None
+                if place.where is not None:
+                    place.starts = 0
+                elif place.starts >= MAX_STARTS:
+                    place.code = EXIT_FAULT
+                if isinstance(place.strategy, NodeAffinitySchedulingStrategy):
+                    self._places.remove(place)
         time.sleep(max(0.0, POLL_SECONDS - (time.monotonic() - began)))
 
     def _read(self, place: SupervisorPlace, answer: Mapping[str, Any]) -> None:
@@ -208,17 +218,6 @@ class RayDriver:
         elif answer["metrics"] and answer["metrics"]["step"] >= self._metrics.get("step", 0):
             self._metrics = answer["metrics"]
         place.answer = place.actor.poll.remote()
-
-    def _lose(self, place: SupervisorPlace, why: str) -> None:
-        """Forget a lost actor. A new one is started in its place, as soon as the cluster has a node for it."""
-        log.warning("place %d is lost: %s", place.index, why)
-        place.actor = None
-        if place.where is not None:
-            place.starts = 0
-        elif place.starts >= MAX_STARTS:
-            place.code = EXIT_FAULT
-        if isinstance(place.strategy, NodeAffinitySchedulingStrategy):
-            self._places.remove(place)
 
     def _add_places(self) -> None:
         """Start a supervisor on a node that joined the cluster, if the run may use more nodes than it has places."""

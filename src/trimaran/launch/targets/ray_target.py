@@ -253,7 +253,15 @@ def _text(resources: dict[str, float]) -> str:
 
 def _submit(details: dict[str, Any], folder: Path) -> tuple[str, dict[str, Any]]:
     if details["address"] == LOCAL:
-        return _start_driver(details, folder)
+        # Start the driver of a local cluster in the background.
+        *variables, python = details["command"][:3]
+        python = sys.executable if python == "python" else python
+        found = _driver(folder).start([*variables, python, str(folder / SCRIPT), str(folder / JOB_FILE)])
+        if "error" in found or found["state"] == "none":
+            raise _tool_error(f"the driver was not started: {found.get('error', 'no process')}")
+        return f"{details['name']}-{found.get('pid', 0)}-{found.get('started', 0)}", details | {
+            "pid": found.get("pid", 0)
+        }
     tool, *arguments = details["command"]
     native_id = f"{details['name']}-{time.time_ns() // 1_000_000:x}"
     arguments.insert(arguments.index("--no-wait"), f"--submission-id={native_id}")
@@ -281,16 +289,6 @@ def _tool(name: str) -> str:
 
 def _driver(folder: Path) -> DetachedProcess:
     return DetachedProcess(folder, DRIVER)
-
-
-def _start_driver(details: dict[str, Any], folder: Path) -> tuple[str, dict[str, Any]]:
-    """Start the driver of a local cluster in the background."""
-    *variables, python = details["command"][:3]
-    python = sys.executable if python == "python" else python
-    found = _driver(folder).start([*variables, python, str(folder / SCRIPT), str(folder / JOB_FILE)])
-    if "error" in found or found["state"] == "none":
-        raise _tool_error(f"the driver was not started: {found.get('error', 'no process')}")
-    return f"{details['name']}-{found.get('pid', 0)}-{found.get('started', 0)}", details | {"pid": found.get("pid", 0)}
 
 
 def _client(job: JobRecord) -> Any:

@@ -39,8 +39,8 @@ STATES: dict[str, State] = {
 TOOL_SECONDS = 600.0  # for `sky` to answer; the first launch of an account starts a controller
 
 
-class SkyResources(BaseModel):
-    """What the nodes of a job are, in SkyPilot's terms."""
+class SkySection(BaseModel):
+    """The defaults of a site for SkyPilot: the section `sky` of the site file. The first are resources in its terms."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,10 +52,6 @@ class SkyResources(BaseModel):
     network_tier: str = Field("", description="best: the fastest network between nodes that the cloud has.")
     image_id: str = Field("", description="The image of the nodes, docker:IMAGE for a container.")
     use_spot: bool = Field(False, description="Use preemptible nodes; a preempted job continues from its newest copy.")
-
-
-class SkySection(SkyResources):
-    """The defaults of a site for SkyPilot: the section `sky` of the site file."""
 
     setup: str = Field("", description="Shell commands that install Trimaran on a node; none where the image has it.")
     python: str = Field("python", description="The Python on the nodes that has Trimaran.")
@@ -100,10 +96,13 @@ class SkyTarget:
 
     def render(self, request: LaunchRequest) -> LaunchFiles:
         files = {JOB_FILE: _job(request), SCRIPT: _script(request)}
-        return LaunchFiles(files=files, main=JOB_FILE, submit=[_command(request)], executable=frozenset({SCRIPT}))
+        names = [*request.secrets, *([RUN_TOKEN] if _is_own_disk(request) else [])]
+        passed = [word for name in names for word in ("--secret", name)]
+        command = ["sky", "jobs", "launch", "--yes", "--detach-run", *passed, JOB_FILE]
+        return LaunchFiles(files=files, main=JOB_FILE, submit=[command], executable=frozenset({SCRIPT}))
 
     def submit(self, request: LaunchRequest, folder: Path) -> tuple[str, dict[str, Any]]:
-        return _submit({"command": _command(request)}, folder)
+        return _submit({"command": [*self.render(request).submit[0]]}, folder)
 
     def submit_again(self, job: JobRecord) -> tuple[str, dict[str, Any]]:
         return _submit(job.details, Path(job.folder))
@@ -133,12 +132,6 @@ class SkyTarget:
 
 def _is_own_disk(request: LaunchRequest) -> bool:
     return request.num_nodes > 1 and not request.site.volume
-
-
-def _command(request: LaunchRequest) -> list[str]:
-    names = [*request.secrets, *([RUN_TOKEN] if _is_own_disk(request) else [])]
-    passed = [word for name in names for word in ("--secret", name)]
-    return ["sky", "jobs", "launch", "--yes", "--detach-run", *passed, JOB_FILE]
 
 
 def _job(request: LaunchRequest) -> str:

@@ -51,10 +51,6 @@ def find_end(run: RunDirectory, *, code: int, since: float) -> JobEnd:
             return JobEnd(code=found, reason=f"{NAMES[found]} at step {event.get('step', 0)}")
     if code in (EXIT_DONE, EXIT_AGAIN, EXIT_USER, EXIT_STUCK):
         return JobEnd(code=code, reason=f"{NAMES[code]}: see the output of the job")
-    return _after_death(run, code)
-
-
-def _after_death(run: RunDirectory, code: int) -> JobEnd:
     step, died = last_step(run), f"the step ended with exit code {code}, and no supervisor could say why"
     before = 0
     for line in reversed(read_ends(run)):

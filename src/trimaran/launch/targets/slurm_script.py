@@ -4,6 +4,7 @@ Also the section `slurm` of the site file, and how long a stop takes: the last c
 has measured them or as they are predicted.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -23,44 +24,30 @@ from trimaran.launch.targets.target import LaunchRequest, job_name, node_command
 from trimaran.runs import RunDirectory
 from trimaran.runs.line_files import last_lines, lines_from_end
 
-# Slurm's own lists of names: `n[1-4,7]`, `a100&ib`, `user@host`. No blanks and nothing that a shell or sbatch expands.
-WORD = re.compile(r"[A-Za-z0-9_.,:;@+=()&|*%/\[\]!^-]*")
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 
 
-def _is_word(text: str) -> str:
-    if not WORD.fullmatch(text):
-        raise ValueError("only letters, digits and _.,:;@+=()&|*%/[]!^- are allowed here")
-    return text
+def _matching(pattern: str, otherwise: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(otherwise)
+        return text
+
+    return AfterValidator(check)
 
 
-def _is_time(text: str) -> str:
-    if text and not TIME.fullmatch(text):
-        raise ValueError(
-            "write a time limit as Slurm does: MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS"
-        )
-    return text
+# Slurm's own lists of names: `n[1-4,7]`, `a100&ib`, `user@host`. No blanks and nothing that a shell or sbatch expands.
+Word = Annotated[str, _matching(r"[A-Za-z0-9_.,:;@+=()&|*%/\[\]!^-]*",
+                                "only letters, digits and _.,:;@+=()&|*%/[]!^- are allowed here")]  # fmt: skip
+Option = Annotated[str, _matching(r"--[^\x00-\x1f]*", "write an option of sbatch as it is written there, on one line: "
+                                  "--licenses=matlab:1")]  # fmt: skip
+Line = Annotated[str, _matching(r"[^\0\n\r]*", "write one line of shell for each entry")]
+Time = Annotated[str, _matching(f"(?:{TIME.pattern})?", "write a time limit as Slurm does: MINUTES, "
+                                "HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS")]  # fmt: skip
 
 
-def _is_option(text: str) -> str:
-    if not text.startswith("--") or any(ord(character) < 32 for character in text):
-        raise ValueError("write an option of sbatch as it is written there, on one line: --licenses=matlab:1")
-    return text
-
-
-def _is_line(text: str) -> str:
-    if "\0" in text or "\n" in text or "\r" in text:
-        raise ValueError("write one line of shell for each entry")
-    return text
-
-
-Word = Annotated[str, AfterValidator(_is_word)]
-Option = Annotated[str, AfterValidator(_is_option)]
-Line = Annotated[str, AfterValidator(_is_line)]
-
-
-class SlurmQueue(BaseModel):
-    """Where a job waits, and on whose account."""
+class SlurmSite(BaseModel):
+    """The section `slurm`: where a job waits, what it gets of each node, and how a run starts and continues."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -70,13 +57,9 @@ class SlurmQueue(BaseModel):
     constraint: Annotated[Word, Field(description="features that the nodes must have, such as `h100&ib`")] = ""
     reservation: Annotated[Word, Field(description="reservation to run in")] = ""
     exclude: Annotated[Word, Field(description="nodes to avoid, besides those known to be bad: `n[3,7]`")] = ""
-    time: Annotated[str, AfterValidator(_is_time), Field(description="time limit; empty: the partition's")] = ""
+    time: Annotated[Time, Field(description="time limit; empty: the partition's")] = ""
     mail: Annotated[Word, Field(description="address that Slurm writes to when the job ends or fails")] = ""
     options: Annotated[tuple[Option, ...], Field(description="other options of sbatch, such as `--licenses=x:1`")] = ()
-
-
-class SlurmNodes(SlurmQueue):
-    """What a job gets of each node, and what is prepared there."""
 
     gres: Annotated[
         Word, Field(description="devices by their name in Slurm, such as `gpu:h100`; empty: `--gpus-per-node`")
@@ -92,10 +75,6 @@ class SlurmNodes(SlurmQueue):
     python: Annotated[str, Field(description="Python with Trimaran on the nodes; empty: the one that launches")] = ""
     runs: Annotated[str, Field(description="folder of new run directories; empty: `runs` in the current folder")] = ""
     shared_disk: Annotated[bool, Field(description="this machine sees the disk that the nodes share")] = True
-
-
-class SlurmSite(SlurmNodes):
-    """The whole section: queue, nodes, and how a run starts and continues."""
 
     runner: Annotated[Literal["supervisor", "torchrun"], Field(description="what `srun` starts on each node")] = (
         "supervisor"
@@ -158,33 +137,22 @@ def stop_time(request: LaunchRequest) -> StopTime:
 def measured_stop_time(run_dir: Path) -> StopTime | None:
     """Return what the run in `run_dir` has measured; None if it has not saved yet."""
     run, saves, uploads = RunDirectory(run_dir), [], [0.0]
-    for number, (_, line) in enumerate(_lines(run.events(0))):
-        event = _parse(line)
-        if event.get("kind") == "checkpoint":
-            saves.append(float(event.get("data", {}).get("seconds", 0.0)))
-        elif event.get("kind") == "upload":  # a run that stops waits until its store has the last checkpoint
-            uploads.append(float(event.get("data", {}).get("seconds", 0.0)))
-        if len(saves) == NUM_SAVES or number == MAX_EVENTS:
-            break
+    steps = [0.0]
+    with contextlib.suppress(OSError):
+        for number, (_, line) in enumerate(lines_from_end(run.events(0))):
+            event = _parse(line)
+            if event.get("kind") == "checkpoint":
+                saves.append(float(event.get("data", {}).get("seconds", 0.0)))
+            elif event.get("kind") == "upload":  # a run that stops waits until its store has the last checkpoint
+                uploads.append(float(event.get("data", {}).get("seconds", 0.0)))
+            if len(saves) == NUM_SAVES or number == MAX_EVENTS:
+                break
     if not saves:
         return None
-    steps = [float(_parse(line).get("step_seconds", 0.0)) for line in _last(run.metrics)]
+    with contextlib.suppress(OSError):
+        steps += [float(_parse(line).get("step_seconds", 0.0)) for line in last_lines(run.metrics, NUM_STEPS)]
     save_seconds = Seconds(max(saves) + max(uploads))
-    return StopTime(save_seconds=save_seconds, step_seconds=Seconds(max(steps, default=0.0)), measured=True)
-
-
-def _lines(path: Path) -> Any:
-    try:
-        yield from lines_from_end(path)
-    except OSError:
-        return
-
-
-def _last(path: Path) -> list[bytes]:
-    try:
-        return last_lines(path, NUM_STEPS)
-    except OSError:
-        return []
+    return StopTime(save_seconds=save_seconds, step_seconds=Seconds(max(steps)), measured=True)
 
 
 def _parse(line: bytes) -> dict[str, Any]:
@@ -209,9 +177,18 @@ def script_lines(request: LaunchRequest, *, excluded: str = "") -> str:
         raise UserError("L038", "the path of the run has a line break or another control character",
                         where=f"--run-dir {str(request.run_dir)!r}", fix="choose a path without it")  # fmt: skip
     needed = stop_time(request)
+    nodes = "1 node" if request.num_nodes == 1 else f"{request.num_nodes} nodes"
+    if request.min_nodes < request.max_nodes:
+        nodes = f"{request.min_nodes} to {request.max_nodes} nodes"
+    ranks = "1 rank" if request.ranks_per_node == 1 else f"{request.ranks_per_node} ranks each"
     parts = [
         "#!/bin/bash",
-        *textwrap.wrap(_describe(request), MAX_LINE, initial_indent="# ", subsequent_indent="#   "),
+        *textwrap.wrap(
+            f"Run {job_name(request.name)}: {nodes} with {ranks}, plan {request.plan}",
+            MAX_LINE,
+            initial_indent="# ",
+            subsequent_indent="#   ",
+        ),
         "# Submit it with `sbatch job.sbatch`, from the folder that it is in.",
         *(f"#SBATCH {quote_option(option)}" for option in batch_options(request, excluded=excluded)),
         f"# Before the time limit the job needs time to save: {needed}.",
@@ -230,7 +207,7 @@ def script_lines(request: LaunchRequest, *, excluded: str = "") -> str:
         "",
         *_step_lines(request),
         *_end_lines(site),
-        *(_requeue_lines() if site.chain == "requeue" else _chain_lines(request)),
+        *_chain_lines(request),
         'exit "$code"',
     ]
     return "\n".join(parts) + "\n"
@@ -287,14 +264,6 @@ def quote_option(option: str) -> str:
         return option
     escaped = option.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
-
-
-def _describe(request: LaunchRequest) -> str:
-    nodes = "1 node" if request.num_nodes == 1 else f"{request.num_nodes} nodes"
-    if request.min_nodes < request.max_nodes:
-        nodes = f"{request.min_nodes} to {request.max_nodes} nodes"
-    ranks = "1 rank" if request.ranks_per_node == 1 else f"{request.ranks_per_node} ranks each"
-    return f"Run {job_name(request.name)}: {nodes} with {ranks}, plan {request.plan}"
 
 
 def _trap_lines(site: SlurmSite) -> list[str]:
@@ -395,28 +364,24 @@ def _end_lines(site: SlurmSite) -> list[str]:
     ]
 
 
-def _requeue_lines() -> list[str]:
-    """Return how the job goes on: Slurm puts it back into the queue, unless it was cancelled or asked to stop."""
-    return [
-        "# In any other state than RUNNING, Slurm itself ends the job or has requeued it.",
-        "state=$(scontrol show job --oneliner \"$SLURM_JOB_ID\" | sed -n 's/.* JobState=\\([A-Z]*\\).*/\\1/p')",
-        f'if [ "$code" = {EXIT_AGAIN} ] && [ "$asked" != stop ] && [ "$state" = RUNNING ]; then',
-        '  scontrol requeue "$SLURM_JOB_ID" || say "$reason; it may not be requeued: submit it again"',
-        "fi",
-    ]
-
-
 def _chain_lines(request: LaunchRequest) -> list[str]:
-    """Return how the chain ends: unless the next job is to go on, those that wait are cancelled."""
+    """Return how the run goes on in another job, unless it was cancelled or asked to stop.
+
+    Slurm puts the job back into the queue, or the rest of the chain waits for it; what is not needed is cancelled.
+    """
+    if request.site.chain == "requeue":
+        return [
+            "# In any other state than RUNNING, Slurm itself ends the job or has requeued it.",
+            "state=$(scontrol show job --oneliner \"$SLURM_JOB_ID\" | sed -n 's/.* JobState=\\([A-Z]*\\).*/\\1/p')",
+            f'if [ "$code" = {EXIT_AGAIN} ] && [ "$asked" != stop ] && [ "$state" = RUNNING ]; then',
+            '  scontrol requeue "$SLURM_JOB_ID" || say "$reason; it may not be requeued: submit it again"',
+            "fi",
+        ]
     if request.site.chain == "array":
         rest = 'scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"'
     else:
         rest = f'scancel --state=PENDING --user="$(id -un)" --name={shlex.quote(slurm_name(request))}'
-    return [
-        f'if [ "$code" != {EXIT_AGAIN} ] || [ "$asked" = stop ]; then',
-        f"  {rest}",
-        "fi",
-    ]
+    return [f'if [ "$code" != {EXIT_AGAIN} ] || [ "$asked" = stop ]; then', f"  {rest}", "fi"]
 
 
 def _on_gpu(request: LaunchRequest) -> bool:

@@ -204,8 +204,34 @@ class SlurmTarget:
         """Return what Slurm says of the job, and what the run says of it once Slurm has forgotten it."""
         found = show_jobs(_job_ids(job))
         if not found:
-            return _state_from_run(job)
-        return _state_from_fields(min(found, key=stands_for_chain))
+            # How the job ended, as it wrote into the run directory.
+            ends = [
+                each for each in read_ends(RunDirectory(Path(job.run_dir))) if str(each.get("job")) in _job_ids(job)
+            ]
+            if not ends:
+                return JobState(
+                    state="unknown", reason="Slurm does not know the job any more, and the run has no record of it"
+                )
+            code = int(ends[-1].get("code", 1))
+            state: State = "done" if code == EXIT_DONE else "stopped" if code == EXIT_AGAIN else "failed"
+            return JobState(state=state, native="", reason=str(ends[-1].get("reason", "")), exit_code=code)
+        # The state of a job that Slurm knows. Only the comment of a job that has ended is the reason of its end.
+        fields = min(found, key=stands_for_chain)
+        native, code = fields.get("JobState", ""), _exit_code(fields.get("ExitCode", ""))
+        given = {key: text for key, text in fields.items() if text not in ("None", "(null)")}
+        reason, comment, nodes = (given.get(key, "") for key in ("Reason", "Comment", "NodeList"))
+        known: dict[str, Any] = {"native": native, "nodes": ()}
+        if nodes:
+            done = run_slurm("scontrol", "show", "hostnames", nodes)
+            known["nodes"] = tuple(done.stdout.split()) if done.returncode == 0 else (nodes,)
+        if native in QUEUED:
+            return JobState(state="queued", reason=reason, **known)
+        if native in RUNNING:
+            return JobState(state="running", reason=reason, **known)
+        state: State = "stopped" if native == "CANCELLED" or code == EXIT_AGAIN else "failed"
+        if native == "COMPLETED" and not code:
+            state = "done"
+        return JobState(state=state, exit_code=code, reason=comment or reason, **known)
 
     def stop(self, job: JobRecord) -> None:
         """Ask the job to save and end; jobs that have not started are cancelled."""
@@ -226,8 +252,20 @@ class SlurmTarget:
     def commands(self, job: JobRecord) -> JobCommands:
         """Return Slurm's own commands."""
         ids = _job_ids(job)
+        # The file of the job's output, as its script names it; of an array, that of its first job.
+        script = Path(job.folder) / SCRIPT
+        lines = script.read_text(encoding="utf-8").splitlines() if script.is_file() else []
+        words = [shlex.split(line)[1] for line in lines if line.startswith(("#SBATCH --output=", '#SBATCH "--output='))]
+        pattern = words[0].partition("=")[2] if words else "slurm-%j.log"
+        values = {"%%": "%", "%j": job.native_id, "%A": job.native_id, "%a": "1"}
         return JobCommands(
-            follow=["tail", "--follow=name", "--retry", "--lines=+1", _output_of(job)],
+            follow=[
+                "tail",
+                "--follow=name",
+                "--retry",
+                "--lines=+1",
+                str(Path(job.folder) / re.sub("%[%jAa]", lambda found: values[found.group()], pattern)),
+            ],
             stop=["scancel", f"--signal={STOP_SIGNAL}", "--batch", *ids],
             resume=["sbatch", f"--chdir={job.folder}", f"{job.folder}/{SCRIPT}"],
         )
@@ -237,16 +275,6 @@ def _name_of(fields: Mapping[str, str]) -> str:
     """Return the name by which scancel knows a job, or one or several parts of a job array."""
     task = fields.get("ArrayTaskId", "").partition("%")[0]
     return f"{fields['ArrayJobId']}_[{task}]" if task else fields["JobId"]
-
-
-def _output_of(job: JobRecord) -> str:
-    """Return the file of the job's output, as its script names it; of an array, that of its first job."""
-    script = Path(job.folder) / SCRIPT
-    lines = script.read_text(encoding="utf-8").splitlines() if script.is_file() else []
-    words = [shlex.split(line)[1] for line in lines if line.startswith(("#SBATCH --output=", '#SBATCH "--output='))]
-    pattern = words[0].partition("=")[2] if words else "slurm-%j.log"
-    values = {"%%": "%", "%j": job.native_id, "%A": job.native_id, "%a": "1"}
-    return str(Path(job.folder) / re.sub("%[%jAa]", lambda found: values[found.group()], pattern))
 
 
 def _job_ids(job: JobRecord) -> list[str]:
@@ -284,41 +312,12 @@ def stands_for_chain(fields: Mapping[str, str]) -> tuple[int, int]:
     return (kinds.index(True) if True in kinds else len(kinds), -int(number) if number.isdigit() else 0)
 
 
-def _state_from_fields(fields: Mapping[str, str]) -> JobState:
-    """Return the state of a job that Slurm knows. Only the comment of a job that has ended is the reason of its end."""
-    native, code = fields.get("JobState", ""), _exit_code(fields.get("ExitCode", ""))
-    given = {key: text for key, text in fields.items() if text not in ("None", "(null)")}
-    reason, comment, nodes = (given.get(key, "") for key in ("Reason", "Comment", "NodeList"))
-    known: dict[str, Any] = {"native": native, "nodes": ()}
-    if nodes:
-        done = run_slurm("scontrol", "show", "hostnames", nodes)
-        known["nodes"] = tuple(done.stdout.split()) if done.returncode == 0 else (nodes,)
-    if native in QUEUED:
-        return JobState(state="queued", reason=reason, **known)
-    if native in RUNNING:
-        return JobState(state="running", reason=reason, **known)
-    state: State = "stopped" if native == "CANCELLED" or code == EXIT_AGAIN else "failed"
-    if native == "COMPLETED" and not code:
-        state = "done"
-    return JobState(state=state, exit_code=code, reason=comment or reason, **known)
-
-
 def _exit_code(text: str) -> int | None:
     """Return the exit code of `CODE:SIGNAL`; that of a signal is what a shell would return."""
     code, _, signal = text.partition(":")
     if not code.isdigit():
         return None
     return 128 + int(signal) if signal.isdigit() and int(signal) else int(code)
-
-
-def _state_from_run(job: JobRecord) -> JobState:
-    """Return how the job ended, as it wrote into the run directory."""
-    ends = [each for each in read_ends(RunDirectory(Path(job.run_dir))) if str(each.get("job")) in _job_ids(job)]
-    if not ends:
-        return JobState(state="unknown", reason="Slurm does not know the job any more, and the run has no record of it")
-    code = int(ends[-1].get("code", 1))
-    state: State = "done" if code == EXIT_DONE else "stopped" if code == EXIT_AGAIN else "failed"
-    return JobState(state=state, native="", reason=str(ends[-1].get("reason", "")), exit_code=code)
 
 
 def _lead_in(script: Path) -> int:

@@ -78,9 +78,6 @@ class HostsCheck:
                                       fix=f"install the same versions on all hosts: pip install torch=="
                                       f"{self.facts[first]['torch']}, and the same Trimaran")  # fmt: skip
                     return SiteCheck(name="versions", found="they differ", error=error)
-        return self._own_version()
-
-    def _own_version(self) -> SiteCheck:
         found = self.facts[self.sessions[0]]
         text = f"Python {found['python']}, torch {found['torch']}, Trimaran {found['trimaran'] or '?'} on all hosts"
         if found["trimaran"] and found["trimaran"] != trimaran.__version__:

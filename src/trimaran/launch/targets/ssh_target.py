@@ -10,7 +10,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from trimaran.core import UserError
 from trimaran.launch.supervise.detached import DetachedProcess
-from trimaran.launch.supervise.node_options import HEAD_PORT
+from trimaran.launch.supervise.node_options import HEAD_PORT, RUN_TOKEN
 from trimaran.launch.targets.script_text import EXIT_CODES, EXIT_UNREACHABLE, SHARED_FUNCTIONS, commented, state_of_code
 from trimaran.launch.targets.site_file import Variables, variable_names
 from trimaran.launch.targets.ssh_check import check_hosts
@@ -43,60 +42,54 @@ SSH_OPTIONS = (
     "ClearAllForwardings=yes",
     "ForwardAgent=no",
 )
-TOKEN_VARIABLE = "TRIMARAN_RUN_TOKEN"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SshScript:
-    """What `launch.sh` is made from. `folder` and `logs` are on the nodes, for files about their supervisors.
+def ssh_script(
+    *,
+    name: str,
+    ranks_per_node: int,
+    hosts: Sequence[SshHost],
+    min_hosts: int,
+    ssh: Sequence[str],
+    detached: Sequence[str],
+    command: Sequence[str],
+    folder: Path,
+    logs: Path,
+    secrets: Sequence[str] = (),
+    send_files: bool = False,
+    own_disks: bool = False,
+) -> str:
+    """Return `launch.sh`. What a user has named is quoted, for bash here and for the shell of the node.
 
-    `command` is the supervisor's, the same on every node. `detached` starts a command that outlives the connection.
-    `send_files`: recipe and plan are copied to the nodes' `folder`, because they do not see our disk. `own_disks`: the
-    nodes do not share one either, so they get the run's token from here.
+    `folder` and `logs` are on the nodes, for files about their supervisors. `command` is the supervisor's, the same
+    on every node. `detached` starts a command that outlives the connection. `send_files`: recipe and plan are
+    copied to the nodes' `folder`, because they do not see our disk. `own_disks`: the nodes do not share one either,
+    so they get the run's token from here.
     """
-
-    name: str
-    ranks_per_node: int
-    hosts: Sequence[SshHost]
-    min_hosts: int
-    ssh: Sequence[str]
-    detached: Sequence[str]
-    command: Sequence[str]
-    folder: Path
-    logs: Path
-    secrets: Sequence[str] = ()
-    send_files: bool = False
-    own_disks: bool = False
-
-    def text(self) -> str:
-        """Return the script. What a user has named is quoted, for bash here and for the shell of the node."""
-        hosts = "\n".join(f"    {host.label}) {_on(host)} ;;" for host in self.hosts)
-        number = f"{len(self.hosts)} hosts" if len(self.hosts) > 1 else "1 host"
-        files = [f"--folder={self.folder}", f"--logs={self.logs}"]
-        secrets = [*self.secrets, *([TOKEN_VARIABLE] if self.own_disks else [])]
-        return (
-            f"#!/usr/bin/env bash\n"
-            f"# Run {commented(self.name)} on {number} over ssh, with {self.ranks_per_node} ranks on each.\n"
-            f"{USAGE}{EXIT_CODES}\n"
-            "set -u -o pipefail\n"
-            'cd -- "$(dirname -- "${BASH_SOURCE[0]}")" || exit 1\n\n'
-            f"hosts=({' '.join(host.label for host in self.hosts)})\n"
-            f"min_hosts={self.min_hosts}  # the fewest to start with\n"
-            f"secrets=({' '.join(secrets)})  # variables whose values the nodes get, if they are set here\n"
-            f"send_files={_yes(self.send_files)}  # the nodes do not see this disk: send recipe and plan\n"
-            f"own_disks={_yes(self.own_disks)}  # the nodes share no disk: send the run's token\n"
-            f"ssh=({shlex.join(self.ssh)})\n"
-            "# Commands for the shell of a node.\n"
-            f"folder={_twice([str(self.folder)])}\n"
-            f"files={_twice(files)}\n"
-            f"detached={_twice(self.detached)}\n"
-            f"command={_twice(self.command)}\n\n"
-            "# on HOST COMMAND: runs a command on a host\n"
-            "on() {\n  case $1 in\n"
-            f"{hosts}\n"
-            "  esac\n}\n"
-            f"{SHARED_FUNCTIONS}{BODY}"
-        )
+    calls = (f'    {host.label}) "${{ssh[@]}}" {shlex.join(host.arguments)} "$2" ;;\n' for host in hosts)
+    number = f"{len(hosts)} hosts" if len(hosts) > 1 else "1 host"
+    names = [*secrets, *([RUN_TOKEN] if own_disks else [])]
+    return (
+        f"#!/usr/bin/env bash\n"
+        f"# Run {commented(name)} on {number} over ssh, with {ranks_per_node} ranks on each.\n"
+        f"{USAGE}{EXIT_CODES}\n"
+        "set -u -o pipefail\n"
+        'cd -- "$(dirname -- "${BASH_SOURCE[0]}")" || exit 1\n\n'
+        f"hosts=({' '.join(host.label for host in hosts)})\n"
+        f"min_hosts={min_hosts}  # the fewest to start with\n"
+        f"secrets=({' '.join(names)})  # variables whose values the nodes get, if they are set here\n"
+        f"send_files={'yes' if send_files else 'no'}  # the nodes do not see this disk: send recipe and plan\n"
+        f"own_disks={'yes' if own_disks else 'no'}  # the nodes share no disk: send the run's token\n"
+        f"ssh=({shlex.join(ssh)})\n"
+        "# Commands for the shell of a node.\n"
+        f"folder={_twice([str(folder)])}\n"
+        f"files={_twice([f'--folder={folder}', f'--logs={logs}'])}\n"
+        f"detached={_twice(detached)}\n"
+        f"command={_twice(command)}\n\n"
+        "# on HOST COMMAND: runs a command on a host\n"
+        f"on() {{\n  case $1 in\n{''.join(calls)}  esac\n}}\n"
+        f"{SHARED_FUNCTIONS}{BODY}"
+    )
 
 
 def detached_command(python: str, *, folder: str = "", environment: Mapping[str, str] | None = None) -> list[str]:
@@ -106,14 +99,6 @@ def detached_command(python: str, *, folder: str = "", environment: Mapping[str,
     command = ["env", *given, *command] if given else command
     # `cd` has to be a command of the shell; the rest of the words are its arguments "$@".
     return ["sh", "-c", 'cd -- "$0" && exec "$@"', folder, *command] if folder else command
-
-
-def _on(host: SshHost) -> str:
-    return f'"${{ssh[@]}}" {shlex.join(host.arguments)} "$2"'
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def _twice(words: Sequence[str]) -> str:
@@ -355,7 +340,7 @@ class SshTarget:
         if site.disk == "own" and len(hosts) > 1:
             head = f"[{hosts[0].host}]" if ":" in hosts[0].host else hosts[0].host
             command += ["--own-disk", f"--head={head}:{HEAD_PORT}"]
-        script = SshScript(
+        script = ssh_script(
             name=request.name,
             ranks_per_node=request.ranks_per_node,
             hosts=hosts,
@@ -370,7 +355,7 @@ class SshTarget:
             own_disks=site.disk == "own" and len(hosts) > 1,
         )
         submit = [["bash", SCRIPT]]
-        return LaunchFiles(files={SCRIPT: script.text()}, main=SCRIPT, submit=submit, executable=frozenset({SCRIPT}))
+        return LaunchFiles(files={SCRIPT: script}, main=SCRIPT, submit=submit, executable=frozenset({SCRIPT}))
 
     def submit(self, request: LaunchRequest, folder: Path) -> tuple[str, dict[str, Any]]:
         return _start(folder)

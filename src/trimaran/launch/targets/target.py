@@ -5,11 +5,10 @@ are recorded, one JSON file for each, in the user's state folder.
 """
 
 import json
-import os
 import platform
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +18,7 @@ from pydantic import BaseModel
 
 from trimaran.core import Plan, Recipe, Seconds, UserError, did_you_mean
 from trimaran.core.plugins import installed_plugins, load_plugin, plugin_names
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core.regular_files import read_regular_bytes, write_atomically
 from trimaran.machine import Cluster
 
 # By name, in the order in which help and completion list them. Only the requested one is imported.
@@ -136,6 +135,14 @@ class SiteCheck:
     name: str
     found: str
     error: UserError | None = None
+
+
+def ask_check(name: str, question: Callable[[], str]) -> SiteCheck:
+    """Return the check whose `question` says what was found, or raises an error."""
+    try:
+        return SiteCheck(name=name, found=question())
+    except UserError as error:
+        return SiteCheck(name=name, found=error.what, error=error)
 
 
 class Target(Protocol):
@@ -271,9 +278,7 @@ def new_record(
 def write_record(job: JobRecord, folder: Path) -> None:
     """Write a record; an older one of the same job is replaced."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    unfinished = folder / f".{job.id}.{os.getpid()}"
-    unfinished.write_text(json.dumps(asdict(job), indent=1), encoding="utf-8")
-    unfinished.replace(folder / f"{job.id}.json")
+    write_atomically(folder / f"{job.id}.json", json.dumps(asdict(job), indent=1))
 
 
 def read_records(folder: Path) -> list[JobRecord]:

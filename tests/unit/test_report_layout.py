@@ -23,9 +23,9 @@ from trimaran.runs import AttemptLog, IncidentLog, Journal, RunDirectory, append
 from trimaran.ui import (
     LABEL_GAP,
     MAX_LABEL,
-    Curve,
     FigureAxis,
-    Plot,
+    Lines,
+    ValueSeries,
     end_labels,
     facts_of,
     page_of,
@@ -168,12 +168,13 @@ def test_end_labels_are_moved_apart(tops: list[float]) -> None:
 
 def test_lines_have_names_at_their_ends_and_a_single_line_its_value() -> None:
     axis = FigureAxis(0.0, 10.0)
-    curves = [
-        Curve(name=name, kind="blue", points=[(1.0, 9.0), (2.0, value)]) for name, value in (("a", 5.0), ("b", 5.2))
+    series = [
+        ValueSeries(name=name, color="blue", at=[1.0, 2.0], values=[9.0, value])
+        for name, value in (("a", 5.0), ("b", 5.2))
     ]
-    both = end_labels(Plot(title="", unit="number", curves=curves, levels={"predicted": 10.0}), axis)
+    both = end_labels(Lines(title="", unit="number", series=series, limits={"predicted": 10.0}), axis)
     assert [each.text for each in both] == ["predicted", "b", "a"]
-    (alone,) = end_labels(Plot(title="", unit="number", curves=curves[:1]), axis)
+    (alone,) = end_labels(Lines(title="", unit="number", series=series[:1]), axis)
     assert (alone.text, alone.top) == ("5", 0.5)
 
 

@@ -13,9 +13,9 @@ from .report.figure_axis import (
 )
 from .report.machines import MachinesFeed as MachinesFeed
 from .report.markup import Html as Html, tag as tag
-from .report.plot import (
-    Curve as Curve, LABEL_GAP as LABEL_GAP, MAX_LABEL as MAX_LABEL, Plot as Plot, end_labels as end_labels,
-    spread_apart as spread_apart,
+from .report.draw_figure import (
+    LABEL_GAP as LABEL_GAP, MAX_LABEL as MAX_LABEL, draw_figure as draw_figure, draw_lines as draw_lines,
+    end_labels as end_labels, spread_apart as spread_apart,
 )
 from .report.plots import MACHINE_TITLES as MACHINE_TITLES, SPREAD_TITLES as SPREAD_TITLES
 from .report.rank_pictures import (
@@ -33,7 +33,7 @@ from .report.run_sections import (
 from .report.sections import NAMES as NAMES, OUTCOMES as OUTCOMES, split_verdict as split_verdict
 from .report.state_facts import ALWAYS as ALWAYS, GROUPS as GROUPS, LIVE as LIVE
 from .report.step_pyramid import MAX_SINGLE_STEPS as MAX_SINGLE_STEPS, StepPyramid as StepPyramid
-from .report.view_page import draw_figure as draw_figure, view_page as view_page
+from .report.view_page import view_page as view_page
 from .viz.catalogue import SHORT_NAMES as SHORT_NAMES, VIEWS as VIEWS, build_view as build_view, find_view as find_view
 from .viz.collectives import OPERATIONS as OPERATIONS, collective_steps as collective_steps
 from .viz.ddp_buckets import (
@@ -61,10 +61,6 @@ from .viz.subject import LaunchText as LaunchText, RunLife as RunLife, RunMedian
 from .viz.tensor_split import layers_of as layers_of
 from .viz.viz_request import read_subject as read_subject
 from .viz.zero_stages import bytes_of as bytes_of, least_ranks as least_ranks, sent_bytes as sent_bytes
-from .web.chat_page import (
-    Answer as Answer, ChatSettings as ChatSettings, checked_address as checked_address, costs_markup as costs_markup,
-    parse_metrics as parse_metrics, take_part as take_part, talk_markup as talk_markup,
-)
 from .web.controls import slider_values as slider_values
 from .web.frame import PAGES as PAGES
 from .web.home_page import COLUMNS as COLUMNS, FILTERS as FILTERS

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimaran.app.recipe.options import Json, RunName, complete_run, find_run
+from trimaran.app import complete_run, find_run
+from trimaran.app.recipe.options import Json, RunName
 
 if TYPE_CHECKING:
     from trimaran.runs import RunDirectory
@@ -50,7 +51,6 @@ def report(run: RunName, others: Others = None, out: Out = None, steps: Steps = 
 
 
 def _single(run: "RunDirectory", steps: str | None) -> tuple[dict[str, Any], Any, str]:
-    """Return the facts about a run, the function that makes a page of them, and the name of its file."""
     from trimaran.ui.report.run_feed import RunFeed, read_range
     from trimaran.ui.report.run_sections import page_of
 

@@ -37,7 +37,7 @@ def ui(
     if find_spec("nicegui") is None:
         raise UserError("W004", "the web page needs the nicegui package", where="trimaran ui",
                         fix="pip install 'trimaran[ui]'")  # fmt: skip
-    from trimaran.app.show.error_language import chosen_language
+    from trimaran.app import chosen_language
     from trimaran.ui.web.frame import WebState
     from trimaran.ui.web.runs_root import check_runs_root
     from trimaran.ui.web.server import bind, open_browser, serve

@@ -5,18 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
-from trimaran.app.recipe.options import (
-    Json,
-    Settings,
-    complete_cluster,
-    complete_model_or_recipe,
-    complete_run,
-    starting,
-)
+from trimaran.app import complete_cluster, complete_model_or_recipe, complete_run
+from trimaran.app.recipe.options import Json, Settings, starting
 
 
 def complete_view(incomplete: str) -> list[str]:
-    """Return the names of views that complete `incomplete`."""
     from trimaran.ui.viz.catalogue import SHORT_NAMES, VIEWS
 
     return starting([*SHORT_NAMES, *VIEWS], incomplete)
@@ -81,7 +74,7 @@ def viz(
     """
     import json
 
-    from trimaran.app.show.clean_console import open_console
+    from trimaran.app import open_console
     from trimaran.ui.viz.catalogue import SHORT_NAMES, build_view, find_view
     from trimaran.ui.viz.figures import view_as_dict
     from trimaran.ui.viz.viz_request import read_subject

@@ -58,22 +58,19 @@ class DocsIndex:
         return []
 
     def pages(self) -> list[str]:
-        """Return the paths of all pages below docs/."""
         return [row[0] for row in self._table.execute("select distinct page from sections order by page")]
 
     def page(self, name: str) -> str | None:
-        """Return the text of a page; None if there is no such page."""
         return (self.folder / name).read_text(encoding="utf-8") if name in self.pages() else None
 
 
 def _sections(folder: Path) -> Iterator[DocsSection]:
     for path in sorted(each for pattern in PAGES for each in folder.glob(pattern)):
         page, text = path.relative_to(folder).as_posix(), path.read_text(encoding="utf-8")
-        starts = [match.start() for match in HEADING.finditer(text) if not _in_code(text, match.start())]
+        # Not those inside of code blocks.
+        starts = [
+            match.start() for match in HEADING.finditer(text) if text.count("\n```", 0, match.start()) % 2 == 0
+        ]
         for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
             title, _, body = text[start:end].partition("\n")
             yield DocsSection(page, title.lstrip("# ").strip(), body.strip())
-
-
-def _in_code(text: str, position: int) -> bool:
-    return text.count("\n```", 0, position) % 2 == 1

@@ -61,8 +61,6 @@ class ListedRuns(BaseModel):
 
 
 def add_plan_tool(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
-    """Add the search for a plan."""
-
     @server.tool(annotations=READS)
     async def plan(
         model: Model,
@@ -87,8 +85,6 @@ def add_plan_tool(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller
 
 
 def add_predict_tool(server: MCPServer[Any], caller: VerbCaller) -> None:
-    """Add what scores plans that are given."""
-
     @server.tool(annotations=READS)
     async def predict(
         questions: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000, description=(
@@ -105,8 +101,6 @@ def add_predict_tool(server: MCPServer[Any], caller: VerbCaller) -> None:
 
 
 def add_rehearse_tool(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
-    """Add what measures a plan here before a run exists."""
-
     @server.tool(annotations=ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world_hint=False))
     async def rehearse(
         model: Model,
@@ -128,8 +122,6 @@ def add_rehearse_tool(server: MCPServer[Any], limits: ToolLimits, caller: VerbCa
 
 
 def add_run_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
-    """Add what answers how runs stand."""
-
     @server.tool(annotations=READS)
     async def list_runs(
         search: Annotated[str, Field(description="Words that the name contains.")] = "",
@@ -148,8 +140,6 @@ def add_run_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller
 
 
 def add_diagnosis_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
-    """Add what answers why a run or this machine is slow or broken, and what earlier runs measured."""
-
     @server.tool(annotations=READS)
     async def doctor(
         run: Annotated[str, Field(description="The name of a run; empty checks this machine.")] = "",
@@ -181,8 +171,6 @@ def add_diagnosis_tools(server: MCPServer[Any], limits: ToolLimits, caller: Verb
 
 
 def add_docs_tools(server: MCPServer[Any], index: DocsIndex) -> None:
-    """Add search and reading of the documentation."""
-
     @server.tool(annotations=READS)
     async def search_docs(
         query: Annotated[str, Field(min_length=1, max_length=500, description="Words, a field or an error code.")],
@@ -200,7 +188,6 @@ def add_docs_tools(server: MCPServer[Any], index: DocsIndex) -> None:
 
 
 def _options(options: dict[str, Any], limits: ToolLimits | None = None) -> list[str]:
-    """Return the words of the options that are set."""
     words: list[str] = []
     for name, value in options.items():
         if value is not None and value != "":
@@ -220,7 +207,6 @@ class StartedAnswer(BaseModel):
 
 
 def add_write_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
-    """Add the tools that start, stop and change runs."""
     started: dict[str, StartedRun] = {}
 
     @server.tool(annotations=WRITES)

@@ -57,7 +57,6 @@ class ToolLimits:
         return [word for each in settings for word in ("--set", each)]
 
     def require_write(self, what: str) -> None:
-        """Raise ToolError unless the server may change something."""
         if not self.may_write:
             raise ToolError(f"this server only reads, so it cannot {what}: start it with `trimaran mcp --write`")
 
@@ -98,26 +97,21 @@ class VerbCaller:
         except TimeoutError:
             raise ToolError(f"`trimaran {verb}` took longer than {seconds:.0f} s and was ended") from None
         shown = shlex.join(["trimaran", verb, *words])
-        return VerbAnswer(command=shown, answer=_answer(done.stdout, done.stderr, done.returncode, shown))
-
-
-def _answer(stdout: bytes, stderr: bytes, code: int, shown: str) -> Any:
-    if len(stdout) > MAX_ANSWER_BYTES:
-        raise ToolError(f"the answer of `{shown}` has {len(stdout):,} bytes: ask for less")
-    text = stdout.decode(errors="replace")
-    try:
-        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except json.JSONDecodeError:
-        lines = []
-    if not lines:
-        reason = stderr.decode(errors="replace").strip()[-MAX_SHOWN_ERROR:] or f"exit code {code}"
-        raise ToolError(f"`{shown}` failed: {reason}")
-    answer = lines[0] if len(lines) == 1 else lines
-    if isinstance(answer, dict) and set(answer) == {"error"}:
-        raise ToolError(error_text(answer["error"]))
-    return answer
+        if len(done.stdout) > MAX_ANSWER_BYTES:
+            raise ToolError(f"the answer of `{shown}` has {len(done.stdout):,} bytes: ask for less")
+        text = done.stdout.decode(errors="replace")
+        try:
+            lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except json.JSONDecodeError:
+            lines = []
+        if not lines:
+            reason = done.stderr.decode(errors="replace").strip()[-MAX_SHOWN_ERROR:] or f"exit code {done.returncode}"
+            raise ToolError(f"`{shown}` failed: {reason}")
+        answer = lines[0] if len(lines) == 1 else lines
+        if isinstance(answer, dict) and set(answer) == {"error"}:
+            raise ToolError(error_text(answer["error"]))
+        return VerbAnswer(command=shown, answer=answer)
 
 
 def error_text(error: dict[str, Any]) -> str:
-    """Return a user's mistake in the three lines that the command line shows."""
     return f"{error['code']}: {error['what']}\n  where: {error['where']}\n  fix:   {error['fix']}"

@@ -1,14 +1,14 @@
 """Measured collectives as one self-contained HTML page."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from trimaran.app.machine.comm_answer import describe_group, fit_cells, headline, notes, rate_unit, show_rate, show_time
 from trimaran.core import show_bytes
-from trimaran.machine.comm_result import CommCurve, CommPoint, CommResult
+from trimaran.machine import CommCurve, CommPoint, CommResult
+from trimaran.ui.report.draw_figure import draw_figure
 from trimaran.ui.report.markup import Html, html_document, table, tag
-from trimaran.ui.report.plot import Curve, Plot, draw
+from trimaran.ui.viz.figures import Lines, Unit, ValueSeries
 
 KINDS = {"all_reduce": "blue", "all_gather": "green", "reduce_scatter": "orange", "all_to_all": "purple",
          "broadcast": "sky", "send_recv": "red"}  # fmt: skip
@@ -33,42 +33,17 @@ def comm_page(result: CommResult, against: CommResult | None) -> str:
 
 
 def _group(curves: Sequence[CommCurve], against: CommResult | None) -> Html:
-    plots = [_plot("Bus bandwidth", "bytes/s", curves, lambda curve, point: curve.bus_bandwidth(point)),
-             _plot("Time", "seconds", curves, lambda curve, point: point.seconds)]  # fmt: skip
-    plots += _comparison(curves, against) if against is not None else []
+    lines = [(each.collective.replace("_", "-"), KINDS[each.collective], each) for each in curves
+             if len(each.points) >= MIN_PLOTTED]  # fmt: skip
+    plots = [_plot("Bus bandwidth", "bytes/second", lines, CommCurve.bus_bandwidth),
+             _plot("Time", "seconds", lines, lambda curve, point: point.seconds)]  # fmt: skip
+    for each in curves:
+        if against is not None and (other := against.find(each.group, each.collective)) is not None:
+            title = f"{each.collective.replace('_', '-')}: bus bandwidth of both results"
+            both = [("other", "grey", other), ("this", KINDS[each.collective], each)]
+            plots.append(_plot(title, "bytes/second", both, CommCurve.bus_bandwidth))
     details = tag("details", None, tag("summary", None, "every size"), _points(curves))
     title = tag("h2", None, describe_group(curves[0]))
-    return tag("section", None, title, _fits(curves), tag("div", {"class": "plots"}, *plots), details)
-
-
-def _plot(title: str, unit: str, curves: Sequence[CommCurve], value: Value) -> Html:
-    lines = [
-        Curve(name=each.collective.replace("_", "-"), kind=KINDS[each.collective],
-              points=[(math.log2(point.num_bytes), value(each, point)) for point in each.points])
-        for each in curves
-        if len(each.points) >= MIN_PLOTTED
-    ]  # fmt: skip
-    return draw(Plot(title=title, unit=unit, curves=lines, may_log=True, wide=True, by_size=True))
-
-
-def _comparison(curves: Sequence[CommCurve], against: CommResult) -> list[Html]:
-    """Return a plot for each collective with both results."""
-    plots = []
-    for each in curves:
-        other = against.find(each.group, each.collective)
-        if other is None:
-            continue
-        lines = [
-            Curve(name=name, kind=kind,
-                  points=[(math.log2(point.num_bytes), which.bus_bandwidth(point)) for point in which.points])
-            for name, kind, which in (("other", "grey", other), ("this", KINDS[each.collective], each))
-        ]  # fmt: skip
-        title = f"{each.collective.replace('_', '-')}: bus bandwidth of both results"
-        plots.append(draw(Plot(title=title, unit="bytes/s", curves=lines, may_log=True, by_size=True)))
-    return plots
-
-
-def _fits(curves: Sequence[CommCurve]) -> Html:
     name, unit = rate_unit(curves)
     heads = ("collective", "latency", "±", f"bus {name}", "±", "best", "link", "planner expects", "residual")
     rows = []
@@ -79,7 +54,21 @@ def _fits(curves: Sequence[CommCurve]) -> Html:
         rows.append([each.collective.replace("_", "-"), *fit_cells(fit, unit),
                      show_rate(each.best_bus_bandwidth, unit), link, planned,
                      f"{fit.residual:.0%}" if fit else ""])  # fmt: skip
-    return table(heads, rows)
+    return tag("section", None, title, table(heads, rows), tag("div", {"class": "plots"}, *plots), details)
+
+
+def _plot(title: str, unit: Unit, curves: Sequence[tuple[str, str, CommCurve]], value: Value) -> Html:
+    """Return lines by size; a curve comes with its name and its colour."""
+    series = [
+        ValueSeries(name=name, color=color, at=[float(point.num_bytes) for point in each.points],
+                    values=[value(each, point) for point in each.points])
+        for name, color, each in curves
+    ]  # fmt: skip
+    if not series:
+        return Html("")
+    return draw_figure(
+        Lines(title=title, x_name="size", x_unit="bytes", unit=unit, series=series, log_x=True, log_y=True)
+    )
 
 
 def _points(curves: Sequence[CommCurve]) -> Html:

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trimaran.app.runs.run_state import RunState
-from trimaran.app.runs.step_history import StepHistory
+from trimaran.app import RunState, StepHistory
 from trimaran.app.show.text_chart import intervals
 from trimaran.core import PHASES
-from trimaran.runs.read.step_index import SCALARS, Extent, join_extents
+from trimaran.runs import SCALARS
+from trimaran.runs.read.step_index import Extent, join_extents
 from trimaran.runs.record_types import is_number
 
 Point = tuple[float, float]
@@ -84,14 +84,12 @@ def number(value: object) -> float:
 
 
 def tree(value: object) -> Tree:
-    """Return `value` if it is a dict, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def curves_of(
     history: StepHistory, evaluations: Sequence[tuple[int, float]], detailed: Sequence[DetailedStep]
 ) -> dict[str, Tree]:
-    """Return every curve over the steps by name, see `downsample.curve`."""
     found = {name: curve_of_extents(history.extents(name)) for name in SCALARS}
     found["held_out"] = curve([(float(step), loss) for step, loss in evaluations])
     for name in MEMORY:
@@ -139,7 +137,6 @@ def ranks_of(detailed: Sequence[DetailedStep]) -> Tree:
 
 
 def groups_of(state: RunState) -> list[Tree]:
-    """Return the latest gradient norm and update ratio of each weight group."""
     return [
         {"name": name} | {key: finite_or_none(number(tree(group).get(key))) for key in ("grad_norm", "update_ratio")}
         for name, group in tree(state.latest.get("groups")).items()

@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from trimaran.core.regular_files import open_regular_file
-from trimaran.runs import RunDirectory, RunReader
-from trimaran.runs.read.step_lines import StepLine, read_details, read_step
+from trimaran.core import open_regular_file
+from trimaran.runs import RunDirectory, RunReader, StepLine, read_details, read_step
 from trimaran.ui.report.curves import DetailedStep
 
 MAX_STEPS = 800

@@ -56,7 +56,6 @@ class FigureAxis(NamedTuple):
         return min(1.0, max(0.0, at))
 
     def ticks(self, most: int = MAX_TICKS) -> list[Tick]:
-        """Return ticks at round values."""
         if self.log:
             values = _log_values(self, most)
         else:
@@ -169,7 +168,6 @@ def percent(fraction: float) -> str:
 
 
 def x_axis(ticks: Sequence[Tick]) -> Html:
-    """Return the ticks below a figure with their labels."""
     shapes = []
     for tick in ticks:
         x = percent(tick.at)
@@ -180,7 +178,6 @@ def x_axis(ticks: Sequence[Tick]) -> Html:
 
 
 def y_axis(ticks: Sequence[Tick]) -> Html:
-    """Return the labels to the left of a figure."""
     shapes = []
     for tick in ticks:
         y = percent(1 - tick.at)
@@ -196,12 +193,16 @@ def grid_lines(across: Iterable[float], upwards: Iterable[float]) -> list[Html]:
                     for y in (round(SIZE * (1 - at)) for at in upwards)]  # fmt: skip
 
 
-def level_line(at: float, label: str = "", *, is_upright: bool = False) -> Html:
-    """Return a dashed line across a drawing at this place, with what it says under the pointer."""
-    here = round(SIZE * at) if is_upright else round(SIZE * (1 - at))
-    ends = (here, here, 0, SIZE) if is_upright else (0, SIZE, here, here)
+def level_line(at: float, label: str) -> Html:
+    """Return a dashed line across a drawing at this height, with what it says under the pointer."""
+    y = round(SIZE * (1 - at))
+    return tag("line", {"class": "level", "x1": 0, "x2": SIZE, "y1": y, "y2": y}, tag("title", None, label))
+
+
+def upright_line(at: float, kind: str, label: str = "") -> Html:
+    x = round(SIZE * at)
     title = [tag("title", None, label)] if label else []
-    return tag("line", {"class": "level", **dict(zip(("x1", "x2", "y1", "y2"), ends, strict=True))}, *title)
+    return tag("line", {"class": kind, "x1": x, "x2": x, "y1": 0, "y2": SIZE}, *title)
 
 
 def curve_shape(points: Sequence[tuple[float, float]], kind: str, *, is_dots: bool) -> Html:
@@ -226,7 +227,6 @@ def stretched(shapes: Iterable[Html], label: str, *, kind: str | None = None) ->
 
 
 def swatch(kind: str) -> Html:
-    """Return a small square in the colour of `kind`."""
     square = tag("rect", {"class": f"fill {kind}", "x": 0, "y": 0, "width": 10, "height": 10})
     return tag("svg", {"class": "swatch", "viewBox": "0 0 10 10", "aria-hidden": "true"}, square)
 

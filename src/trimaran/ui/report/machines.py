@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trimaran.core.regular_files import open_regular_file
+from trimaran.core import open_regular_file
 from trimaran.runs import RunDirectory, RunReader
 from trimaran.runs.journal import parse_lines
 from trimaran.ui.report.curves import Point, Spread, number, spread, tree

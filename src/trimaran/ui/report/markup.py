@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from trimaran.app.show.terminal import printable
-from trimaran.core import UserError
-from trimaran.core.regular_files import open_regular_file
+from trimaran.app import printable
+from trimaran.core import UserError, open_regular_file
 
 VOID = {"meta"}  # HTML elements without an end tag
 SHAPES = {"line", "rect", "circle", "polyline", "polygon"}
@@ -53,7 +52,6 @@ EMPTY_PLOTS = '<div class="plots"></div>'
 
 
 def section(title: str, *content: Html) -> Html:
-    """Return a section with its heading; empty if there is nothing to show."""
     if not any(each not in ("", EMPTY_PLOTS) for each in content):
         return Html("")
     return tag("section", None, tag("h2", None, title), *content)
@@ -87,7 +85,6 @@ def message(text: str) -> Html:
 
 
 def known(value: float | None, show: Callable[[float], str]) -> str:
-    """Return a value as text; a dash for None."""
     return "-" if value is None else show(value)
 
 
@@ -113,7 +110,6 @@ def html_document(title: str, parts: Iterable[Html]) -> str:
 
 
 def _asset(name: str) -> Html:
-    """Return one of our files unescaped."""
     return Html(files("trimaran.ui.report").joinpath(name).read_text(encoding="utf-8"))
 
 

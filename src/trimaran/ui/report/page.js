@@ -52,13 +52,13 @@
     const area = event.target.closest?.(".plot-area"), figure = area?.closest("figure[data-plot]") ?? null;
     if (figure !== active) leave();
     if (!figure) return;
-    const plot = plotOf(figure), { low, high, since, by_size, counted, x: across } = plot.axis;
+    const plot = plotOf(figure), { low, high, since, counted, x: across } = plot.axis;
     const box = area.getBoundingClientRect(), pointer = figure.querySelector(".pointer");
     const fraction = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
     const lead = plot.series[plot.series.length - 1].points;
     if (!lead.length) return;
     const at = nearest(lead, low + fraction * (high - low))[0];
-    const position = across ? across.name + " " + show[across.unit](across.log ? 2 ** at : at) : by_size ? size(2 ** at)
+    const position = across ? across.name + " " + show[across.unit](across.log ? 2 ** at : at)
       : counted ? count(at) + " " + counted : since === null ? say("step") + " " + at : span(at - since) + " " + say("after the start");
     const values = plot.series.filter((each) => each.points.length).map((each) => [each.name, ...nearest(each.points, at)])
       .filter(([, where]) => Math.abs(where - at) <= 0.02 * (high - low)).map(([name, , value]) => name + " " + show[plot.unit](value));

@@ -7,20 +7,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from trimaran.app import RunState, StepHistory, command_of_decision
 from trimaran.app.recipe.options import path_argument, program_name
-from trimaran.app.runs.decisions_view import command_of_decision, last_decision_text
-from trimaran.app.runs.run_state import RunState
-from trimaran.app.runs.step_history import StepHistory
-from trimaran.autopilot.proposal import describe
+from trimaran.app.runs.decisions_view import last_decision_text
+from trimaran.autopilot import describe
 from trimaran.checkpoint.checkpoint_list import count_drafts, list_checkpoints
-from trimaran.core import PHASES
-from trimaran.core.plan import predicted_comm
-from trimaran.core.regular_files import read_regular_text
+from trimaran.core import PHASES, predicted_comm, read_regular_text
 from trimaran.core.version import VERSION
-from trimaran.launch.supervise.investigate import incident_text
+from trimaran.launch import incident_text
 from trimaran.models.resolve import model_text
-from trimaran.runs import RunDirectory
-from trimaran.runs.read.rank_table import read_rank_table
+from trimaran.runs import RunDirectory, read_rank_table
 from trimaran.ui.report.curves import DetailedStep, curves_of, groups_of, number, phases_of, tree
 from trimaran.ui.report.state_facts import commands_of, ranks_now, views_of, waterfall_of
 
@@ -71,7 +67,6 @@ def state_facts(state: RunState) -> Tree:
 
 
 def curve_facts(state: RunState, detailed: Sequence[DetailedStep]) -> Tree:
-    """Return the curves over the whole run."""
     curves = curves_of(state.history, state.evaluations, detailed)
     return {"curves": curves, "not_finite": state.history.not_finite}
 
@@ -79,7 +74,6 @@ def curve_facts(state: RunState, detailed: Sequence[DetailedStep]) -> Tree:
 def range_facts(
     history: StepHistory, evaluations: Sequence[tuple[int, float]], detailed: Sequence[DetailedStep]
 ) -> Tree:
-    """Return the curves over the steps of `history`."""
     return {
         "curves": curves_of(history, evaluations, detailed),
         "not_finite": history.not_finite,
@@ -178,7 +172,6 @@ def _row(name: str, predicted: float | None, measured: float | None, error: floa
 
 
 def _timeline(state: RunState) -> Tree:
-    """Return the attempts and checkpoints with their times, in seconds since the epoch."""
     attempts = [
         {"number": each.number, "time": each.time, "ended": each.ended, "how": each.how, "step": each.step,
          "world_size": each.world_size} for each in state.attempts.attempts

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trimaran.ui.language import say
+from trimaran.ui.report.draw_figure import draw_lines
 from trimaran.ui.report.figure_axis import SHOW
 from trimaran.ui.report.markup import Html
-from trimaran.ui.report.plot import Curve, Mark, Plot, draw
+from trimaran.ui.viz.figures import Lines, Mark, Unit, ValueSeries
 
 Tree = dict[str, Any]
 PHASE_KINDS = {
@@ -18,14 +19,14 @@ PHASE_KINDS = {
     "checkpoint": "purple",
 }
 STEP_PLOTS = ("loss", "gradient", "speed", "time", "memory", "rate")
-SPREAD_TITLES = {
+SPREAD_TITLES: Mapping[str, tuple[str, Unit]] = {
     "busy_seconds": ("Compute per step", "seconds"),
     "wait_seconds": ("Waiting for other ranks", "seconds"),
     "data_seconds": ("Waiting for data", "seconds"),
     "peak_bytes": ("Peak memory", "bytes"),
     "tokens": ("Tokens per step", "count"),
 }
-MACHINE_TITLES = {
+MACHINE_TITLES: Mapping[str, tuple[str, Unit]] = {
     "cpu": ("CPU utilization", "share"),
     "ram": ("RAM in use", "share"),
     "disk_free": ("Free disk space of the run", "bytes"),
@@ -39,12 +40,11 @@ MACHINE_TITLES = {
 
 
 def step_plots(facts: Tree, *, names: Sequence[str] = STEP_PLOTS, may_zoom: bool = False) -> list[Html]:
-    """Return loss, gradient, throughput, memory, step time and learning rate over the steps, or only some of them."""
     curves, marks = facts["curves"], list(_marks(facts))
     expected = facts["prediction"] or {}
 
-    def line(name: str, kind: str, label: str) -> list[Curve]:
-        return _curves(curves[name], kind, say(label)) if name in curves else []
+    def line(name: str, color: str, label: str) -> list[ValueSeries]:
+        return _series(curves[name], color, say(label)) if name in curves else []
 
     def level(name: str) -> dict[str, float]:
         return {say("predicted"): expected[name]} if expected.get(name) else {}
@@ -59,22 +59,22 @@ def step_plots(facts: Tree, *, names: Sequence[str] = STEP_PLOTS, may_zoom: bool
     if facts["unit"] != "tokens":  # for scenes the prediction counts positions
         speed = {}
     plots = {
-        "loss": Plot(title=say("Loss"), unit="number", marks=marks, wide=True, stats=stats("loss", "number"),
-                     curves=[*line("held_out", "dots", "held out"), *line("loss", "blue", "loss")]),
-        "gradient": Plot(title=say("Gradient norm"), unit="number", may_log=True, marks=marks,
-                         curves=line("grad_norm", "blue", "norm"), stats=stats("grad_norm", "number")),
-        "speed": Plot(title=say(f"{facts['unit'].capitalize()} per second"), unit="count", marks=marks,
-                      curves=line("tokens_per_second", "blue", "measured"), levels=speed,
+        "loss": Lines(title=say("Loss"), unit="number", marks=marks, broad=True, stats=stats("loss", "number"),
+                     series=[*line("held_out", "dots", "held out"), *line("loss", "blue", "loss")]),
+        "gradient": Lines(title=say("Gradient norm"), unit="number", log_y=True, marks=marks,
+                         series=line("grad_norm", "blue", "norm"), stats=stats("grad_norm", "number")),
+        "speed": Lines(title=say(f"{facts['unit'].capitalize()} per second"), unit="count", marks=marks,
+                      series=line("tokens_per_second", "blue", "measured"), limits=speed,
                       stats=stats("tokens_per_second", "count", speed)),
-        "time": Plot(title=say("Step time"), unit="seconds", may_log=True, marks=marks,
-                     curves=line("step_seconds", "blue", "measured"), levels=seconds,
+        "time": Lines(title=say("Step time"), unit="seconds", log_y=True, marks=marks,
+                     series=line("step_seconds", "blue", "measured"), limits=seconds,
                      stats=stats("step_seconds", "seconds", seconds)),
-        "memory": Plot(title=say("Memory of a rank"), unit="bytes", marks=marks, curves=[*memory, *peak], levels=size,
+        "memory": Lines(title=say("Memory of a rank"), unit="bytes", marks=marks, series=[*memory, *peak], limits=size,
                        stats=stats("peak_bytes", "bytes", size)),
-        "rate": Plot(title=say("Learning rate"), unit="number", curves=line("lr", "blue", "rate"),
+        "rate": Lines(title=say("Learning rate"), unit="number", series=line("lr", "blue", "rate"),
                      stats=stats("lr", "number")),
     }  # fmt: skip
-    return [draw(plots[name], may_zoom=may_zoom) for name in names]
+    return [draw_lines(plots[name], may_zoom=may_zoom) for name in names]
 
 
 def downsample_note(facts: Tree) -> str:
@@ -84,17 +84,22 @@ def downsample_note(facts: Tree) -> str:
     return say(note) if is_downsampled else ""
 
 
-def _curves(found: Tree, kind: str, label: str) -> list[Curve]:
+def _series(found: Tree, color: str, label: str) -> list[ValueSeries]:
     """Return a line; if it is downsampled, the line of the means and the band from minimum to maximum."""
-    if "points" in found:
-        return [Curve(name=label, kind=kind, points=found["points"])]
-    lower, mean, upper = ([(row[0], row[each]) for row in found["spread"]] for each in (1, 2, 3))
-    band = Curve(name="", kind=f"shade {kind}", points=lower, upper=upper)
-    return [band, Curve(name=label, kind=kind, points=mean)]
+    if "points" not in found:
+        return _banded(found["spread"], color, ("", label))
+    at, values = zip(*found["points"], strict=True)
+    return [ValueSeries(name=label, color=color, at=at, values=values)]
+
+
+def _banded(rows: Sequence[Sequence[float]], color: str, names: tuple[str, str]) -> list[ValueSeries]:
+    """Return a band and the line in it; a row is: position, minimum, middle, maximum."""
+    at, lower, middle, upper = zip(*rows, strict=True)
+    band = ValueSeries(name=names[0], color=f"shade {color}", at=at, values=lower, upper=upper)
+    return [*([band] if lower != upper else []), ValueSeries(name=names[1], color=color, at=at, values=middle)]
 
 
 def _extremes(found: Tree, show: Callable[[float], str]) -> list[tuple[str, str]]:
-    """Return the first, last, smallest and largest value of a curve; one value if it never changes."""
     first, last, least, most = (found[name] for name in ("first", "last", "least", "most"))
     if least[1] == most[1]:
         return [(say("always"), show(first[1]))]
@@ -107,46 +112,38 @@ def _extremes(found: Tree, show: Callable[[float], str]) -> list[tuple[str, str]
 
 
 def phases_plot(facts: Tree) -> Html:
-    """Return the phases of a step over time, stacked: their sum is the step time."""
     phases = facts["phases_over_time"]
     if not phases:
         return Html("")
-    base, curves = [0.0] * len(phases["steps"]), []
+    base, parts = [0.0] * len(phases["steps"]), []
     for name, values in phases["seconds"].items():
         top = [below + value for below, value in zip(base, values, strict=True)]
-        lower, upper = (list(zip(phases["steps"], each, strict=True)) for each in (base, top))
-        curves.append(Curve(name=say(name), kind=PHASE_KINDS[name], points=lower, upper=upper))
+        parts.append(ValueSeries(name=say(name), color=PHASE_KINDS[name], at=phases["steps"], values=base, upper=top))
         base = top
-    return draw(Plot(title=say("Phases of a step"), unit="seconds", curves=curves, stacked=True))
+    return draw_lines(Lines(title=say("Phases of a step"), unit="seconds", series=parts, stacked=True))
 
 
 def spread_plots(facts: Tree) -> list[Html]:
     """Return the spread over ranks, a plot for each quantity that differs."""
-    spreads = facts["ranks_over_time"].get("spreads", {})
-    differing = [(SPREAD_TITLES[name], rows) for name, rows in spreads.items() if any(row[1] < row[3] for row in rows)]
-    return [_band(say(title), unit, rows, (say("min to max"), say("median"))) for (title, unit), rows in differing]
+    names = say("min to max"), say("median")
+    return [
+        draw_lines(Lines(title=say(SPREAD_TITLES[name][0]), unit=SPREAD_TITLES[name][1],
+                         series=_banded(rows, "blue", names)))
+        for name, rows in facts["ranks_over_time"].get("spreads", {}).items()
+        if any(row[1] < row[3] for row in rows)
+    ]  # fmt: skip
 
 
 def machine_plots(facts: Tree) -> list[Html]:
-    """Return the samples of the machines over the time since the start of the run."""
-    begin = facts["timeline"]["begin"]
-    found = facts["machines_over_time"]
-    rows = [(*MACHINE_TITLES[name], spreads) for name, spreads in found.items()]
+    begin, names = facts["timeline"]["begin"], (say("min to max"), say("mean"))
     return [
-        _band(say(title), unit, spreads, (say("min to max"), say("mean")), since=begin) for title, unit, spreads in rows
-    ]
-
-
-def _band(title: str, unit: str, rows: list[list[float]], names: tuple[str, str], since: float | None = None) -> Html:
-    """Return a line with a band around it; a row is: position, minimum, middle, maximum."""
-    lower, middle, upper = ([(row[0], row[each]) for row in rows] for each in (1, 2, 3))
-    band = [Curve(name=names[0], kind="shade blue", points=lower, upper=upper)] if lower != upper else []
-    line = Curve(name=names[1], kind="blue", points=middle)
-    return draw(Plot(title=title, unit=unit, curves=[*band, line], since=since))
+        draw_lines(Lines(title=say(MACHINE_TITLES[name][0]), unit=MACHINE_TITLES[name][1], x_unit="seconds",
+                         series=_banded([(at - begin, *rest) for at, *rest in rows], "blue", names)))
+        for name, rows in facts["machines_over_time"].items()
+    ]  # fmt: skip
 
 
 def _marks(facts: Tree) -> Iterator[Mark]:
-    """Yield incidents, restarts and steps with NaN or Inf."""
     for incident in facts["incidents"][:200]:
         yield Mark(at=incident["step"], kind="red", label=f"{say('incident')}: {incident['id']} {incident['what']}")
     for before, after in zip(facts["timeline"]["attempts"], facts["timeline"]["attempts"][1:], strict=False):

@@ -106,7 +106,6 @@ def _ages(ranks: Tree) -> list[float | None]:
 
 
 def level_of(value: float | None, limits: Sequence[float]) -> str:
-    """Return the class of a cell."""
     return UNKNOWN if value is None else LEVELS[sum(value >= limit for limit in limits)]
 
 
@@ -129,21 +128,16 @@ def _draw(grid: RankGrid, ranks: Tree, columns: int) -> Html:
     size = {"viewBox": f"0 0 {width} {height}", "class": "rank-grid", "width": width * 1.5}
     svg = tag("svg", size | about, *shapes, *numbers)
     title = tag("figcaption", None, tag("h3", None, grid.title))
-    return tag("div", {"class": "grid-box"}, title, svg, _legend(grid))
-
-
-def _legend(grid: RankGrid) -> Html:
     ends = [f"< {grid.show(grid.limits[0])}", *(grid.show(limit) for limit in grid.limits[1:])]
     names = [ends[0], *(f"< {end}" for end in ends[1:]), f"≥ {grid.show(grid.limits[-1])}"]
     items = [tag("li", None, tag("span", {"class": f"level-key {kind}"}, " "), name)
              for kind, name in zip(LEVELS, names, strict=True)]  # fmt: skip
     if any(each is None for each in grid.values):
         items.append(tag("li", None, tag("span", {"class": f"level-key {UNKNOWN}"}, " "), say("not known")))
-    return tag("ul", {"class": "legend"}, *items)
+    return tag("div", {"class": "grid-box"}, title, svg, tag("ul", {"class": "legend"}, *items))
 
 
 def _text(ranks: Tree, rank: int, ages: Sequence[float | None]) -> str:
-    """Return what is said about a rank under the pointer."""
     age = ages[rank]
     lag, memory, section = ranks["lag_seconds"][rank], ranks["memory_bytes"][rank], ranks["section"][rank]
     parts = [say("rank {rank}", rank=rank), say(STATES[ranks["state"][rank]][1])]
@@ -156,7 +150,6 @@ def _text(ranks: Tree, rank: int, ages: Sequence[float | None]) -> str:
 
 
 def _worst(ranks: Tree) -> Html:
-    """Return the ranks to look at first as a table; nothing if all are at work."""
     troubled = [rank for rank, state in enumerate(ranks["state"]) if state in TROUBLE]
     order = sorted(troubled, key=lambda rank: (TROUBLE.index(ranks["state"][rank]), -(ranks["lag_seconds"][rank] or 0)))
     if not order:
@@ -248,5 +241,4 @@ def _ranks(mesh: Mesh, stage: int | None, data: int) -> Iterator[Html]:
 
 
 def _shown(count: int, most: int = MAX_SHOWN) -> list[int | None]:
-    """Return the indices to show; None stands for those between."""
     return [*range(count)] if count <= most else [*range(most - 2), None, count - 1]

@@ -6,17 +6,18 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from trimaran.app.runs.step_history import StepHistory
+from trimaran.app import StepHistory
 from trimaran.core import UserError, show_bytes, show_count, show_seconds
 from trimaran.runs import RunDirectory
 from trimaran.ui.language import say
 from trimaran.ui.report.curves import finite_or_none
+from trimaran.ui.report.draw_figure import draw_lines
 from trimaran.ui.report.figure_axis import swatch
 from trimaran.ui.report.markup import Content, Html, command, html_document, note, plots, section, table, tag
 from trimaran.ui.report.part_facts import strict
-from trimaran.ui.report.plot import Curve, Plot, draw
 from trimaran.ui.report.run_feed import RunFeed
 from trimaran.ui.report.sections import GOOD
+from trimaran.ui.viz.figures import Lines, Unit, ValueSeries
 
 Tree = dict[str, Any]
 Knot = tuple[float, float]
@@ -37,7 +38,6 @@ def compare_runs(runs: Sequence[RunDirectory]) -> Tree:
 
 
 def compare_feeds(feeds: Sequence[RunFeed]) -> Tree:
-    """Return the facts about runs that are followed; what is new is read."""
     found = [feed.refresh(PARTS) for feed in feeds]
     recipes = [feed.state.recipe.model_dump(mode="json") for feed in feeds]
     plans = [feed.state.plan.model_dump(mode="json", exclude={"prediction"}) for feed in feeds]
@@ -118,8 +118,11 @@ def at_step(knots: Sequence[Sequence[float]], step: float) -> float | None:
 
 
 KINDS = ("blue", "orange", "green", "purple", "sky", "red", "brown", "grey")
+AXIS_UNITS: Mapping[str, Unit] = {"step": "step", "tokens": "tokens", "seconds": "seconds"}
 AXES = {"step": "by step", "tokens": "by tokens", "seconds": "by time in steps"}
-PLOTS = {  # of each curve: its title, its unit, and whether its scale may be logarithmic
+PLOTS: Mapping[
+    str, tuple[str, Unit, bool]
+] = {  # of each curve: its title, its unit, and whether its scale may be logarithmic
     "loss": ("Loss", "number", False),
     "held_out": ("Loss on held-out data", "number", False),
     "tokens_per_second": ("Tokens per second", "count", False),
@@ -132,13 +135,11 @@ MAX_VALUE = 60  # characters of a value of a recipe
 
 
 def compare_page(facts: Tree) -> str:
-    """Return the comparison as one HTML page."""
     title = say("Comparison of {count} runs", count=len(facts["runs"]))
     return html_document(title, [tag("h1", None, title), *comparison_parts(facts, axis="step")])
 
 
 def comparison_parts(facts: Tree, *, axis: str) -> list[Html]:
-    """Return all sections of the comparison."""
     return [
         legend(facts),
         section(say("Curves"), curve_plots(facts, axis=axis)),
@@ -154,7 +155,6 @@ def json_command(facts: Tree) -> str:
 
 
 def legend(facts: Tree) -> Html:
-    """Return the runs with their colours."""
     items = [
         tag("li", None, swatch(KINDS[number]), tag("b", None, each["path_name"]), " ",
             tag("span", {"class": f"badge {GOOD.get(each['status'], 'fair')}"}, say(each["status"])))
@@ -164,7 +164,6 @@ def legend(facts: Tree) -> Html:
 
 
 def curve_plots(facts: Tree, *, axis: str) -> Html:
-    """Return the curves of all runs over each other, by step, by tokens or by time."""
     found = [_plot(facts, name, axis) for name in PLOTS]
     remark = "A line of a long run is the mean of neighbouring steps."
     is_long = any("spread" in each for curves in facts["curves"].values() for each in curves)
@@ -181,10 +180,10 @@ def _plot(facts: Tree, name: str, axis: str) -> Html:
                   if (at := step if knots is None else at_step(knots, step)) is not None]  # fmt: skip
         if points:
             label = facts["runs"][number]["path_name"]
-            curves.append(Curve(name=label, kind=KINDS[number], points=points))
-    since, counted = (0.0 if axis == "seconds" else None), say("tokens") if axis == "tokens" else ""
-    return draw(Plot(title=say(title), unit=unit, curves=curves, may_log=may_log, wide=name == "loss", since=since,
-                     counted=counted))  # fmt: skip
+            at, values = zip(*points, strict=True)
+            curves.append(ValueSeries(name=label, color=KINDS[number], at=at, values=values))
+    return draw_lines(Lines(title=say(title), unit=unit, series=curves, log_y=may_log, broad=name == "loss",
+                            x_unit=AXIS_UNITS[axis]))  # fmt: skip
 
 
 def results(facts: Tree) -> Html:
@@ -231,7 +230,6 @@ def _best(
 
 
 def difference_table(facts: Tree, rows: Sequence[Tree], none: str) -> Html:
-    """Return the fields that differ."""
     if not rows:
         return tag("p", None, none)
     shown: list[list[Content]] = []

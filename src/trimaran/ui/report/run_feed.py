@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimaran.app.runs.run_findings import FindingsPoller
-from trimaran.app.runs.run_state import ACTIVE_STATUSES, RunState
-from trimaran.app.runs.step_history import StepHistory
+from trimaran.app import FindingsPoller, RunState, StepHistory
+from trimaran.app.runs.run_state import ACTIVE_STATUSES
 from trimaran.core import UserError
 from trimaran.runs import RunDirectory
 from trimaran.ui.report.curves import phases_of, ranks_of
@@ -89,7 +88,6 @@ class RunFeed:
         return self.facts
 
     def _update(self, part: FeedPart) -> None:
-        """Read a part again if it has changed."""
         if (key := part.key()) == part.seen:
             return
         found = {name: each if name in STRICT else strict(each) for name, each in part.read().items()}
@@ -108,7 +106,6 @@ class RunFeed:
             return strict(range_facts(self._pyramid.history(first, last), evaluations, detailed))
 
     def is_read(self, part: str) -> bool:
-        """Whether the facts of a part were read before."""
         return self._parts[part].seen is not NEVER
 
     def versions(self, parts: Iterable[str]) -> tuple[int, ...]:
@@ -159,7 +156,6 @@ class RunFeed:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return when a file or folder was changed; None if it does not exist."""
     try:
         status = path.stat()
         return status.st_mtime_ns, status.st_size

@@ -7,9 +7,9 @@ from typing import Any
 from trimaran.core import show_seconds
 from trimaran.runs import RunDirectory
 from trimaran.ui.language import say
+from trimaran.ui.report.draw_figure import stacked_bar
 from trimaran.ui.report.figure_axis import SIZE, FigureAxis, legend, stretched
 from trimaran.ui.report.markup import Html, clock, html_document, note, plots, section, tag
-from trimaran.ui.report.plot import stacked_bar
 from trimaran.ui.report.plots import PHASE_KINDS, downsample_note, machine_plots, phases_plot, spread_plots, step_plots
 from trimaran.ui.report.rank_pictures import rank_layout, rank_matrix
 from trimaran.ui.report.run_feed import RunFeed
@@ -98,7 +98,6 @@ def ledger(facts: Tree) -> Html:
 
 
 def timeline(facts: Tree) -> Html:
-    """Return a bar of time that shows attempts, checkpoints and incidents."""
     found = facts["timeline"]
     if not found["attempts"] or found["end"] <= found["begin"]:
         return Html("")
@@ -146,7 +145,6 @@ def _layout(facts: Tree) -> Html:
 
 
 def training(facts: Tree, *, may_zoom: bool = False) -> Html:
-    """Return the plots over the steps."""
     return section(say("Training"), note(downsample_note(facts)), plots(step_plots(facts, may_zoom=may_zoom)))
 
 
@@ -200,5 +198,4 @@ REPORT = (
 
 
 def page_of(facts: Tree) -> str:
-    """Return the page about `facts`."""
     return html_document(f"{facts['name']}: {facts['status']}", [SECTIONS[name].draw(facts) for name in REPORT])

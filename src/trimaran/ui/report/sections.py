@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from trimaran.app.runs.summary import readable_sample
+from trimaran.app import readable_sample
 from trimaran.core import Mesh, show_bytes, show_count, show_seconds
 from trimaran.runs.record_types import is_number
 from trimaran.ui.language import say
@@ -21,7 +21,6 @@ SIGNS = {"fault": "✗", "warning": "!", "note": "i"}  # a sign each, not only a
 
 
 def header(facts: Tree) -> Html:
-    """Return the name and the status of the run, its result in one sentence, and its main numbers."""
     status = facts["status"]
     badge = tag("span", {"class": f"badge {GOOD.get(status, 'fair')}"}, say(status))
     lines = [tag("p", {"class": "lead"}, headline(facts)), tag("p", {"class": "quiet"}, facts["model"])]
@@ -57,7 +56,6 @@ def unread(facts: Tree) -> list[Html]:
 
 
 def tiles(facts: Tree) -> Html:
-    """Return the main numbers of the run."""
     measured, unit = facts["measured"] or {}, say(facts["unit"])
     losses = [_number(facts[name]) for name in ("first_loss", "final_loss")]
     counts = {name: f" / {count:,.0f}" for name, count in facts["accuracy_counts"].items()}
@@ -82,7 +80,6 @@ def tiles(facts: Tree) -> Html:
 
 
 def headline(facts: Tree) -> str:
-    """Return the result of the run in one sentence."""
     timeline, ranks = facts["timeline"], Mesh.model_validate(facts["plan"]["mesh"]).world_size
     where = say("1 rank") if ranks == 1 else say("{count} ranks", count=ranks)
     if not facts["steps"]:
@@ -97,7 +94,6 @@ def headline(facts: Tree) -> str:
 
 
 def findings(facts: Tree) -> Html:
-    """Return the doctor's findings: verdict, evidence, and the command that fixes it."""
     title = say("Findings")
     if facts["doctor_trouble"]:
         return section(title, tag("p", {"class": "fair"}, facts["doctor_trouble"]))
@@ -108,7 +104,6 @@ def findings(facts: Tree) -> Html:
 
 
 def _targets(facts: Tree) -> list[Html]:
-    """Return the targets that were measured, each with whether it is met; nothing without any."""
     rows = [tag("li", {"class": "good" if each["met"] else "fair"},
                 say("Target met: {what}", what=each["text"]) if each["met"]
                 else say("Target missed: {what}", what=each["text"])) for each in facts["targets"]]  # fmt: skip
@@ -145,7 +140,6 @@ def split_verdict(verdict: str) -> tuple[str, str]:
 
 
 def comparison(facts: Tree) -> Html:
-    """Return the predicted and the measured values, and their difference."""
     found = facts["comparison"]
     if not found:
         return tag("p", {"class": "quiet"}, say("This plan has no prediction."))
@@ -186,7 +180,6 @@ def _compared(row: Tree, unit: str, *, name: str) -> list[Content]:
 
 
 def outliers(facts: Tree) -> Html:
-    """Return which ranks were outliers, and how often."""
     ranks = facts["ranks_over_time"]
     if not ranks:
         return Html("")
@@ -198,26 +191,22 @@ def outliers(facts: Tree) -> Html:
 
 
 def weights(facts: Tree) -> Html:
-    """Return the latest norms and update ratios of each weight group."""
     rows = [[each["name"], _number(each["grad_norm"]), _number(each["update_ratio"])] for each in facts["groups"]]
     return table([say("group"), say("gradient norm"), say("update / weight")], rows) if rows else Html("")
 
 
 def commands(facts: Tree) -> Html:
-    """Return the commands behind the page, each with what it is for."""
     rows = [tag("div", {"class": "command-row"}, purposed(each)) for each in facts["commands"]]
     return tag("div", {"class": "commands"}, *rows)
 
 
 def purposed(each: Tree, *, kind: str | None = None) -> Html:
-    """Return a command below what it is for."""
     purpose = say(each["purpose"])
     title = tag("p", {"class": kind}, f"{purpose[:1].upper()}{purpose[1:]}:")
     return Html(title + command(each["command"]))
 
 
 def reproduction(facts: Tree) -> Html:
-    """Return how to reproduce the run: the command, the recipe, the hosts and the versions."""
     used = [[name, ", ".join(values[:8])] for name, values in facts["machines_used"].items()]
     title = tag("summary", None, say("The recipe with all defaults"))
     return tag("section", None, tag("h2", None, say("Reproduce it")),
@@ -264,7 +253,6 @@ STATUSES = {"complete": "good", "damaged": "bad", "refused": "bad"}
 
 
 def incidents(facts: Tree) -> Html:
-    """Return the newest incidents as cards: what happened, and the lines about it."""
     found = facts["incidents"]
     left = len(found) - MAX_ROWS
     more = say("{count} earlier incidents: trimaran incidents {run}", count=left, run=facts["run_dir"])
@@ -282,7 +270,6 @@ def incidents(facts: Tree) -> Html:
 
 
 def last_decision(facts: Tree) -> Html:
-    """Return the autopilot's decisions as a section; nothing if it decided nothing."""
     if not facts["last_decision"]:
         return Html("")
     kept = sum(each["outcome"] == "kept" for each in facts["decisions"])
@@ -292,7 +279,6 @@ def last_decision(facts: Tree) -> Html:
 
 
 def decisions(facts: Tree) -> Html:
-    """Return the newest decisions as cards: before and after, expected and measured, and the command."""
     found = facts["decisions"]
     return Html("".join(_decision(each) for each in reversed(found[-MAX_ROWS:])))
 
@@ -303,7 +289,20 @@ def _decision(each: Tree) -> Html:
     where = say("decision {number}, after step {step}", number=each["id"], step=f"{each['step']:,}")
     changes: list[list[Content]] = [[name.removeprefix("plan."), str(each["undo"].get(name)), str(value)]
                for name, value in each["patch"].items() if each["undo"].get(name) != value]  # fmt: skip
-    effect = _effect(each)
+    expected, measured, before = each["expected"], each["measured"] or {}, each["baseline"].get("step_seconds")
+    effect: list[list[Content]] = []
+    if before:
+        effect.append([say("before"), show_seconds(before), show_seconds(before)])
+    if "step_seconds" in expected or "step_seconds" in measured:
+        effect.append([say("after"), *(known(each.get("step_seconds"), show_seconds) for each in (expected, measured))])
+    if "gain" in expected or "gain" in measured:
+        effect.append(
+            [say("shorter by"), *(known(each.get("gain"), "{:+.1%}".format) for each in (expected, measured))]
+        )
+    if "uncertainty" in expected or "confidence" in measured:
+        error = f"±{expected['uncertainty']:.0%}" if "uncertainty" in expected else "-"
+        sure = say("{sure} sure", sure=f"{measured['confidence']:.1%}") if "confidence" in measured else "-"
+        effect.append([say("certainty"), error, sure])
     parts = [tag("h3", None, where, " ", badge), message(each["reason"])]
     tables = [table([say("setting"), say("before"), say("after")], changes)] if changes else []
     tables += [table([say("step time"), say("expected"), say("measured")], effect)] if effect else []
@@ -314,25 +313,7 @@ def _decision(each: Tree) -> Html:
     return tag("article", {"class": f"card {'note' if kind == 'good' else 'warning'}"}, *parts)
 
 
-def _effect(each: Tree) -> list[list[Content]]:
-    """Return rows of the expected and the measured effect."""
-    expected, measured, before = each["expected"], each["measured"] or {}, each["baseline"].get("step_seconds")
-    rows: list[list[Content]] = []
-    if before:
-        rows.append([say("before"), show_seconds(before), show_seconds(before)])
-    if "step_seconds" in expected or "step_seconds" in measured:
-        rows.append([say("after"), *(known(each.get("step_seconds"), show_seconds) for each in (expected, measured))])
-    if "gain" in expected or "gain" in measured:
-        rows.append([say("shorter by"), *(known(each.get("gain"), "{:+.1%}".format) for each in (expected, measured))])
-    if "uncertainty" in expected or "confidence" in measured:
-        error = f"±{expected['uncertainty']:.0%}" if "uncertainty" in expected else "-"
-        sure = say("{sure} sure", sure=f"{measured['confidence']:.1%}") if "confidence" in measured else "-"
-        rows.append([say("certainty"), error, sure])
-    return rows
-
-
 def checkpoints(facts: Tree) -> Html:
-    """Return the ledger of checkpoints: complete, verified, tier, size, age."""
     stalls = {each["step"]: each["stall_seconds"] for each in facts["timeline"]["saved"]}
     rows = [_checkpoint(each, stalls.get(each["step"])) for each in reversed(facts["checkpoints"][-MAX_ROWS:])]
     if not rows:
@@ -361,7 +342,6 @@ def _checkpoint(each: Tree, stall: object) -> Sequence[Content]:
 
 
 def samples(facts: Tree) -> Html:
-    """Return what the model generated: texts, and answers beside the expected ones; the newest first."""
     return Html("".join(_sample(each) for each in reversed(facts["samples"][-MAX_ROWS:]) if "text" in each))
 
 
@@ -384,7 +364,6 @@ MAX_NODES, MAX_GPUS = 16, 32  # rows; the rest is in the plots and in the matrix
 
 
 def machine_tables(facts: Tree) -> Html:
-    """Return a table of the nodes and one of the GPUs; nothing without samples."""
     nodes = [each for each in facts["machines"] if isinstance(each, dict)]
     nodes.sort(key=lambda each: each["node"] if is_number(each.get("node")) else 0)
     if not nodes:

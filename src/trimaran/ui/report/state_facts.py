@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from trimaran.app import RunState, generate_command
 from trimaran.app.recipe.options import path_argument, program_name
-from trimaran.app.runs.run_prompt import generate_command
-from trimaran.app.runs.run_state import ACTIVE_STATUSES, RunState
-from trimaran.core import Event, Plan, UserError
-from trimaran.core.regular_files import read_regular_text
-from trimaran.runs import RunDirectory
+from trimaran.app.runs.run_state import ACTIVE_STATUSES
+from trimaran.core import Event, Plan, UserError, read_regular_text
+from trimaran.runs import MARKER, RunDirectory
 from trimaran.runs.read.rank_table import RankTable
 from trimaran.runs.record_types import is_number, is_time
-from trimaran.runs.run_directory import MARKER
 from trimaran.ui.report.curves import number, tree
 from trimaran.ui.viz.catalogue import build_view
 from trimaran.ui.viz.figures import PlanView, view_as_dict
@@ -55,7 +53,9 @@ def ranks_now(state: RunState, table: RankTable | None) -> Tree:
     if per_node and world_size % per_node:  # rows of the matrix would not be nodes
         per_node = 0
     about = {"world_size": world_size, "measured_step": table.step if measures and table else None}
-    about |= {"per_node": per_node, "memory_total": _memory_total(state)}
+    gpus = [gpu for sample in state.samples.values() for gpu in sample.get("gpus") or () if isinstance(gpu, dict)]
+    totals = [float(gpu["memory"]) for gpu in gpus if is_number(gpu.get("memory"))]
+    about |= {"per_node": per_node, "memory_total": (min(totals) if totals else None)}
     return about | {"step_seconds": step_seconds, "is_live": state.status in ACTIVE_STATUSES} | columns
 
 
@@ -67,7 +67,6 @@ def _lags(measures: Tree, stages: int) -> list[float]:
 
 
 def _rank_samples(state: RunState) -> dict[int, Tree]:
-    """Return the newest sample of each rank, with the time and the node of its node's sample."""
     found: dict[int, Tree] = {}
     for sample in state.samples.values():
         at = number(sample.get("time"))
@@ -107,13 +106,6 @@ def _state(rank: int, events: Sequence[Event], row: Tree, state: RunState, start
     return "ended"
 
 
-def _memory_total(state: RunState) -> float | None:
-    """Return the memory of a rank's device; that of the whole machine is shared by its ranks."""
-    gpus = [gpu for sample in state.samples.values() for gpu in sample.get("gpus") or () if isinstance(gpu, dict)]
-    totals = [float(gpu["memory"]) for gpu in gpus if is_number(gpu.get("memory"))]
-    return min(totals) if totals else None
-
-
 GROUPS = {  # categories of the ledger, in the order of the drawing
     "queue": ("idle",),
     "start": ("init", "compile"),
@@ -142,7 +134,6 @@ def waterfall_of(state: RunState) -> Tree:
 
 
 def created_time(run: RunDirectory) -> float | None:
-    """Return when the run directory was made; None if it does not say."""
     try:
         created = json.loads(read_regular_text(run.path / MARKER))["created"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -191,7 +182,6 @@ def commands_of(state: RunState) -> list[Tree]:
 
 
 def view_names(plan: Plan) -> list[str]:
-    """Return the short names of the views that say something about `plan`."""
     mesh = plan.mesh
     return [
         "need",

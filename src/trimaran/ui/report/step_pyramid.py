@@ -7,12 +7,11 @@ four blocks of the one below. A short range is read line by line, a long one fro
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
-from trimaran.app.runs.step_history import StepHistory
-from trimaran.core.regular_files import open_regular_file
-from trimaran.runs import RunDirectory
+from trimaran.app import StepHistory
+from trimaran.core import open_regular_file
+from trimaran.runs import RunDirectory, StepBlock, StepLine, read_step
 from trimaran.runs.line_files import next_line
-from trimaran.runs.read.step_index import IndexedBlock, IndexFollower, StepBlock
-from trimaran.runs.read.step_lines import StepLine, read_step
+from trimaran.runs.read.step_index import IndexedBlock, IndexFollower
 
 FANOUT = 4  # blocks that are joined to one of the level above
 MAX_SINGLE_STEPS = 4096  # of a range that is read line by line: about 2 MB
@@ -32,7 +31,6 @@ class StepPyramid:
 
     @property
     def levels(self) -> list[int]:
-        """How many blocks each level has."""
         return [len(level) for level in self._levels]
 
     def refresh(self) -> None:
@@ -96,7 +94,6 @@ class StepPyramid:
                 begin += 1
 
     def _lines(self, begin: int, stop: int | None, first: int, last: int) -> Iterator[StepLine]:
-        """Yield the steps from `first` to `last` of the lines in a range of bytes."""
         stop = begin + MAX_UNINDEXED_BYTES if stop is None else stop
         try:
             with open_regular_file(self._run.metrics) as metrics:

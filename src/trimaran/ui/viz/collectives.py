@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from trimaran.cost.collective import Ring, all_gather_seconds, all_reduce_seconds, ring_of
-from trimaran.machine.comm_result import CommCurve
+from trimaran.cost import Ring, all_gather_seconds, all_reduce_seconds, ring_of
+from trimaran.machine import CommCurve
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import (
     Formula,
@@ -71,7 +71,6 @@ def _frozen(held: list[list[Parts]]) -> tuple[tuple[Parts, ...], ...]:
 
 
 def _before(operation: str, ranks: int) -> list[list[Parts]]:
-    """Return what the ranks hold at first."""
     nothing: Parts = frozenset()
     match operation:
         case "all-gather":
@@ -160,7 +159,6 @@ ROUNDS = {"ring": _ring_rounds, "tree": _tree_rounds, "hierarchical": _hierarchi
 
 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
-    """Return the modes: the steps of one collective, its time by size on the subject's links, and as measured."""
     operation = controls.choice("operation", "operation", "all-reduce", OPERATIONS)
     algorithms = ALGORITHMS if operation == "all-reduce" else ALGORITHMS[:2] if operation == "broadcast" else ("ring",)
     algorithm = controls.choice("algorithm", "algorithm", "ring", algorithms)
@@ -238,7 +236,6 @@ def _explain(
 
 
 def _graph(steps: Sequence[CollectiveStep], at: int) -> NodeGraph:
-    """Return the ranks on a circle, and who sends which chunks to whom in one step."""
     step, ranks = steps[at], len(steps[0].held)
     places = [(0.5 + 0.4 * math.sin(2 * math.pi * rank / ranks), 0.5 - 0.4 * math.cos(2 * math.pi * rank / ranks))
               for rank in range(ranks)]  # fmt: skip
@@ -390,6 +387,5 @@ def _measured_lines(subject: Subject, operation: str, curve: CommCurve) -> Lines
 
 
 def _bus_rates(operation: str, ranks: int, seconds: Sequence[float | None]) -> tuple[float | None, ...]:
-    """Return the bytes a second on the link of a rank, for each of `SIZES`."""
     factor = (2 if operation == "all-reduce" else 1) * (ranks - 1) / ranks
     return tuple(factor * size / value if value else None for size, value in zip(SIZES, seconds, strict=True))

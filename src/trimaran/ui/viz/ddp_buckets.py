@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from trimaran.cost.collective import Ring, all_reduce_seconds, ring_of
+from trimaran.cost import Ring, all_reduce_seconds, ring_of
 from trimaran.cost.step_time import pipeline_times_of
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Formula, Lines, Mode, ModeName, Span, Timeline, ValueSeries, as_modes, show_duration
@@ -86,7 +86,6 @@ def exposed_seconds(blocks: Sequence[BackwardBlock], buckets: Sequence[Bucket]) 
 
 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
-    """Return the modes: one bucket after the other beside backward, what another size would expose, and a run."""
     plan = subject.plan
     size = controls.number("bucket_mb", "MiB of gradients in a bucket", plan.comm.bucket_mb, least=1, most=4096,
                            log=True)  # fmt: skip
@@ -103,7 +102,17 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     )
     blocks = backward_blocks(subject)
     buckets = reduce_in_buckets(slowed(blocks, straggler), size * MIB, ring)
-    timeline = _timeline(blocks, size, straggler, buckets)
+    # Backward beside the buckets. A bucket starts when the slowest rank has its gradients, too.
+    rows = ["backward", *(["backward of the slowest rank"] if straggler > 1 else []), "all-reduce of buckets"]
+    spans = [*_backward_spans(blocks, 0)]
+    if straggler > 1:
+        spans += _backward_spans(slowed(blocks, straggler), 1)
+    spans += [
+        Span(row=len(rows) - 1, start=each.start, end=each.end, label=as_is(number), kind="all-reduce")
+        for number, each in enumerate(_joined(buckets))
+    ]
+    title = say("{count:,} buckets of {size:g} MiB beside backward", count=len(buckets), size=size)
+    timeline = Timeline(title=title, unit="seconds", rows=tuple(rows), spans=tuple(spans))
     live = _live(subject, subject.run) if subject.run is not None else None
     return as_modes(
         _explain(blocks, size, ring, buckets, timeline),
@@ -150,22 +159,7 @@ def _explain(
 
 
 def slowed(blocks: Sequence[BackwardBlock], factor: float) -> list[BackwardBlock]:
-    """Return the blocks on a rank that is so many times as slow."""
     return [each._replace(seconds=factor * each.seconds) for each in blocks]
-
-
-def _timeline(blocks: Sequence[BackwardBlock], size: float, straggler: float, buckets: Sequence[Bucket]) -> Timeline:
-    """Return backward beside the buckets. A bucket starts when the slowest rank has its gradients, too."""
-    rows = ["backward", *(["backward of the slowest rank"] if straggler > 1 else []), "all-reduce of buckets"]
-    spans = [*_backward_spans(blocks, 0)]
-    if straggler > 1:
-        spans += _backward_spans(slowed(blocks, straggler), 1)
-    spans += [
-        Span(row=len(rows) - 1, start=each.start, end=each.end, label=as_is(number), kind="all-reduce")
-        for number, each in enumerate(_joined(buckets))
-    ]
-    title = say("{count:,} buckets of {size:g} MiB beside backward", count=len(buckets), size=size)
-    return Timeline(title=title, unit="seconds", rows=tuple(rows), spans=tuple(spans))
 
 
 def _joined(buckets: Sequence[Bucket]) -> list[Bucket]:

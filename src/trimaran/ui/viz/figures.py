@@ -3,13 +3,16 @@
 It is data. The terminal, the HTML page and the web page draw the same.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from trimaran.core import show_bytes, show_count, show_seconds
 
-Unit = Literal["bytes", "seconds", "bytes/second", "count", "fraction", "currency", ""]
+Unit = Literal["bytes", "seconds", "bytes/second", "count", "fraction", "currency", "",
+               "number", "share", "bytes/s", "W", "C", "step", "tokens"]  # fmt: skip
+"""Units of views, then those that only reports have."""
+
 ModeName = Literal["explain", "simulate", "live"]
 ControlKind = Literal["number", "choice"]
 
@@ -27,10 +30,17 @@ class Formula:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSeries:
-    """Values with one name, one for each category or position of the x axis; None where there is none."""
+    """Values with one name, one for each category or position of the x axis; None where there is none.
+
+    A line of a report has positions of its own, `at`, and a CSS class of `page.css`, `color`; with `upper` it is a band
+    from `values` up to there. One without a name is neither in the legend nor shown under the pointer.
+    """
 
     name: str
-    values: tuple[float | None, ...]
+    values: Sequence[float | None]
+    at: Sequence[float] = ()
+    upper: Sequence[float] = ()
+    color: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,22 +55,40 @@ class Bars:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """An event at one position of the x axis of a report."""
+
+    at: float
+    kind: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
     """Lines over a common x axis. `dots`: names of series that are drawn as points, such as measured ones.
 
-    `limits` are horizontal lines by name, such as what was predicted.
+    `limits` are horizontal lines by name, such as what was predicted. Without `x_name` it is a plot of a report over
+    steps, seconds or tokens: `stats` are names and values below it, a `broad` one takes a whole row, the parts of a
+    `stacked` one are bands, and `log_y` counts only if the range is wide.
     """
 
     title: str
-    x_name: str
-    x_unit: Unit
     unit: Unit
-    x: tuple[float, ...]
-    series: tuple[ValueSeries, ...]
+    series: Sequence[ValueSeries]
+    x_name: str = ""
+    x_unit: Unit = "step"
+    x: tuple[float, ...] = ()
     log_x: bool = False
     log_y: bool = False
     dots: tuple[str, ...] = ()
     limits: Mapping[str, float] = field(default_factory=dict)
+    marks: Sequence[Mark] = ()
+    stats: Sequence[tuple[str, str]] = ()
+    stacked: bool = False
+    broad: bool = False
+
+
+REPORT_FIELDS = {"at", "upper", "color", "marks", "stats", "stacked", "broad"}  # not in the JSON of a view
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +162,6 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of text, with a header."""
-
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -173,8 +199,6 @@ class NodeGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileText:
-    """A file or a command, to read and to copy."""
-
     title: str
     content: str
 
@@ -222,7 +246,6 @@ class PlanView:
 
 
 def as_modes(explain: Mode, simulate: Mode, live: Mode | None) -> dict[ModeName, Mode]:
-    """Return the modes of a view; without a run there is none of what one measured."""
     modes: dict[ModeName, Mode] = {"explain": explain, "simulate": simulate}
     if live is not None:
         modes["live"] = live
@@ -254,7 +277,7 @@ def stacked_bars(
 
 def view_as_dict(view: PlanView) -> dict[str, Any]:
     """Return a view as JSON values; each figure says its kind."""
-    tree = asdict(view)
+    tree = asdict(view, dict_factory=lambda pairs: {name: each for name, each in pairs if name not in REPORT_FIELDS})
     for name, mode in view.modes.items():
         kinds = [type(each).__name__.lower() for each in mode.figures]
         pairs = zip(kinds, tree["modes"][name]["figures"], strict=True)

@@ -1,7 +1,7 @@
 """What a run measured beside the prediction: its last steps, its waits by axis, and which ranks are late."""
 
-from trimaran.core import Plan, show_bytes
-from trimaran.core.plan import WORLD, predicted_comm
+from trimaran.core import Plan, predicted_comm, show_bytes
+from trimaran.core.plan import WORLD
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Figure, Lines, Table, Unit, ValueSeries, plain_bars, show_duration
 from trimaran.ui.viz.subject import RunMedians, Subject
@@ -32,7 +32,6 @@ def run_table(subject: Subject, run: RunMedians, *names: str) -> Table:
 
 
 def predicted_waits(subject: Subject) -> dict[str, float]:
-    """Return the predicted seconds of a step that a rank waits, by axis."""
     plan: Plan = subject.plan.model_copy(update={"prediction": subject.prediction})
     return predicted_comm(plan)
 
@@ -91,10 +90,8 @@ def measured_lines(title: str, unit: Unit, run: RunMedians, values: tuple[float,
 
 
 def peak_lines(run: RunMedians, predicted: float) -> list[Lines]:
-    """Return the peak memory of the last steps."""
     return measured_lines("Peak memory over the last steps", "bytes", run, run.last.peak_bytes, predicted)
 
 
 def comm_lines(run: RunMedians, predicted: float) -> list[Lines]:
-    """Return the exposed communication of the last steps."""
     return measured_lines("Exposed communication over the last steps", "seconds", run, run.last.comm, predicted)

@@ -6,7 +6,8 @@ from typing import Literal, get_args
 from trimaran.core import Plan, Prediction, show_bytes, show_count
 from trimaran.cost import STATE_BYTES, Job, predict
 from trimaran.machine import DEVICES, Cluster
-from trimaran.planner.hints import cluster_sizes, first_that_fits, resized_cluster
+from trimaran.planner import resized_cluster
+from trimaran.planner.hints import cluster_sizes, first_that_fits
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import (
     Bars,
@@ -52,7 +53,6 @@ class _Need:
 
 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
-    """Return the modes: explained for one device, simulated for the plan, live for a run."""
     need = _asked(subject, controls)
     live = _live(subject, subject.run, need) if subject.run is not None else None
     return as_modes(_explain(need), _simulate(subject, need), live)

@@ -23,7 +23,6 @@ MOVES = {
 
 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
-    """Return the modes: the time to copy states over PCIe, the plan with each kind of offload, and a run."""
     usual = subject.cluster.device.pcie_bandwidth / 1e9 or 0.1
     pcie = 1e9 * controls.number("pcie", "GB/s of PCIe in one direction", usual, least=0.1, most=1e4, log=True)
     host = subject.cluster.host_bandwidth / 1e9
@@ -99,7 +98,6 @@ def _simulate(subject: Subject, cluster: Cluster) -> Mode:
 
 
 def _live(subject: Subject, run: RunMedians) -> Mode:
-    """Return what a run that offloads takes, beside the same plan without offload."""
     if subject.plan.offload == "none":
         return Mode(sentences=("This run offloads nothing. Start one that does with `--set plan.offload=optimizer`.",))
     without = subject.predict(subject.plan.model_copy(update={"offload": "none", "prediction": None}))

@@ -3,10 +3,10 @@
 from typing import get_args
 
 from trimaran.core import Plan
-from trimaran.cost.simulate.pipeline_order import Order, Schedule, pipeline_order
-from trimaran.cost.simulate.step_costs import Demands, StageCost, StepCosts, step_costs_of, with_other_compute
-from trimaran.cost.simulate.step_simulation import SimulatedStep, simulate_step
-from trimaran.planner.balance_stages import MeasuredStages, balanced_cut, present_cut
+from trimaran.cost import Demands, Order, Schedule, StageCost, StepCosts, pipeline_order, simulate_step, step_costs_of
+from trimaran.cost.simulate.step_costs import with_other_compute
+from trimaran.cost.simulate.step_simulation import SimulatedStep
+from trimaran.planner import MeasuredStages, balanced_cut, present_cut
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Bars, Formula, Mode, ModeName, Span, Timeline, as_modes, plain_bars, stacked_bars
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject
@@ -21,7 +21,6 @@ MAX_EXPLAINED = 16  # micro-batches of the first picture, unless more are asked 
 
 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
-    """Return the modes: equal stages in units of one forward, the plan's stages by the cost model, and a run's."""
     plan = subject.plan
     has_pipeline = plan.mesh.pp > 1
     schedule = controls.choice("schedule", "schedule", plan.pipeline.schedule, SCHEDULES)

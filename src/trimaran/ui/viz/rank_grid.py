@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from trimaran.core import Mesh, UserError
-from trimaran.cost.collective import all_reduce_seconds, ring_of
+from trimaran.cost import all_reduce_seconds, ring_of
 from trimaran.planner import check_plan
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Matrix, Mode, ModeName, Table, plain_bars, show_duration
@@ -35,7 +35,6 @@ SCORED_BYTES = float(1 << 26)  # of the collective with which placements are com
 
 
 def coordinates_of(rank: int, mesh: Mesh, order: Sequence[str] = ORDER) -> dict[str, int]:
-    """Return the position of a rank along each axis."""
     found = {}
     for axis in reversed(order):
         rank, found[axis] = divmod(rank, getattr(mesh, axis))
@@ -43,7 +42,6 @@ def coordinates_of(rank: int, mesh: Mesh, order: Sequence[str] = ORDER) -> dict[
 
 
 def groups_of(mesh: Mesh, axis: str, order: Sequence[str] = ORDER) -> list[list[int]]:
-    """Return the groups of ranks that differ along `axis` only."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.world_size):
         others = tuple(at for name, at in coordinates_of(rank, mesh, order).items() if name != axis)
@@ -60,7 +58,6 @@ def stride_of(mesh: Mesh, axis: str, order: Sequence[str] = ORDER) -> int:
 
 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
-    """Return the modes: which rank is where, what the placement costs, and which ranks of a run are late."""
     mesh = subject.plan.mesh
     degrees = {
         axis: controls.whole(axis, MEANINGS[axis], getattr(mesh, axis), least=1, most=1024, log=True) for axis in ORDER
@@ -89,7 +86,26 @@ def _explain(subject: Subject, mesh: Mesh, colored: str, order: Sequence[str]) -
         sentences.append(say("The trainer numbers its ranks as pp-dp-cp-tp; this is another order."))
     columns = ("axis", "meaning", "groups", "ranks in each", "link", "all-reduce of 64 MiB", "the first groups")
     table = Table(title="Groups", columns=columns, rows=tuple(_rows(subject, mesh, order)))
-    figures = (_matrix(subject, mesh, colored, order), table)
+    # A row for each node and a column for each of its devices; equal colours are equal coordinates.
+    cells = _cells(subject, mesh)
+    used = [axis for axis in order if getattr(mesh, axis) > 1]
+
+    def label(rank: int) -> str:
+        position = coordinates_of(rank, mesh, order)
+        return as_is(f"{rank}: " + " ".join(f"{axis}{position[axis]}" for axis in used))
+
+    labels = [["" if rank is None else label(rank) for rank in row] for row in cells]
+    colors = [[0 if rank is None else 1 + coordinates_of(rank, mesh, order)[colored] for rank in row] for row in cells]
+    figures = (
+        Matrix(
+            title=say("Ranks by node, coloured by {axis}", axis=say(MEANINGS[colored])),
+            labels=tuple(map(tuple, labels)),
+            colors=tuple(map(tuple, colors)),
+            rows=_nodes(cells),
+            columns=_devices(cells),
+        ),
+        table,
+    )
     return Mode(sentences=tuple(sentences), figures=figures)
 
 
@@ -107,26 +123,6 @@ def _nodes(cells: list[list[int | None]]) -> tuple[str, ...]:
 
 def _devices(cells: list[list[int | None]]) -> tuple[str, ...]:
     return tuple(say("device {device}", device=device) for device in range(len(cells[0])))
-
-
-def _matrix(subject: Subject, mesh: Mesh, colored: str, order: Sequence[str]) -> Matrix:
-    """Return a row for each node and a column for each of its devices; equal colours are equal coordinates."""
-    cells = _cells(subject, mesh)
-    used = [axis for axis in order if getattr(mesh, axis) > 1]
-
-    def label(rank: int) -> str:
-        position = coordinates_of(rank, mesh, order)
-        return as_is(f"{rank}: " + " ".join(f"{axis}{position[axis]}" for axis in used))
-
-    labels = [["" if rank is None else label(rank) for rank in row] for row in cells]
-    colors = [[0 if rank is None else 1 + coordinates_of(rank, mesh, order)[colored] for rank in row] for row in cells]
-    return Matrix(
-        title=say("Ranks by node, coloured by {axis}", axis=say(MEANINGS[colored])),
-        labels=tuple(map(tuple, labels)),
-        colors=tuple(map(tuple, colors)),
-        rows=_nodes(cells),
-        columns=_devices(cells),
-    )
 
 
 def _rows(subject: Subject, mesh: Mesh, order: Sequence[str]) -> Iterator[tuple[str, ...]]:

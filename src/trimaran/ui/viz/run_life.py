@@ -48,7 +48,6 @@ NO_TARGET = "none"
 
 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
-    """Return the modes: the phases and the files of a target, how long each phase should take, and a run's own life."""
     targets = tuple(subject.launches) or (NO_TARGET,)
     usual = "slurm" if subject.cluster.num_nodes > 1 and "slurm" in targets else targets[0]
     target = controls.choice("target", "where it is launched", usual, targets)

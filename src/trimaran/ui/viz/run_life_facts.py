@@ -6,11 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trimaran.app.runs.run_state import ACTIVE_STATUSES, RunState
-from trimaran.core import Event
-from trimaran.core.regular_files import read_regular_text
-from trimaran.runs import RunDirectory
-from trimaran.runs.run_directory import MARKER
+from trimaran.app import RunState
+from trimaran.app.runs.run_state import ACTIVE_STATUSES
+from trimaran.core import Event, read_regular_text
+from trimaran.runs import MARKER, RunDirectory
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.subject import PhaseSpan, RunLife
 
@@ -20,7 +19,6 @@ LAUNCH_FOLDER = "launch"
 
 
 def life_of(run: RunDirectory, *, now: float | None = None) -> RunLife:
-    """Return what has happened to the run so far."""
     state = RunState(run, only_status=True)
     state.refresh()
     now = time.time() if now is None else now
@@ -47,7 +45,6 @@ def life_of(run: RunDirectory, *, now: float | None = None) -> RunLife:
 
 
 def _newest(spans: Sequence[PhaseSpan]) -> Iterator[PhaseSpan]:
-    """Yield the newest spans of each phase."""
     for phase in dict.fromkeys(each.phase for each in spans):
         yield from [each for each in spans if each.phase == phase][-MAX_SPANS:]
 

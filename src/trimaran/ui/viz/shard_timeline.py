@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trimaran.core import show_bytes
-from trimaran.cost.collective import Ring, all_gather_seconds, all_reduce_seconds, ring_of
+from trimaran.cost import Ring, all_gather_seconds, all_reduce_seconds, ring_of
 from trimaran.cost.job import ELEMENT_BYTES
 from trimaran.cost.step_time import pipeline_times_of
 from trimaran.ui.language import as_is, say
@@ -115,7 +115,6 @@ def joined_blocks(units: Sequence[GatheredBlock], layers: int) -> list[GatheredB
 
 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
-    """Return the modes: who holds which shard, gathers, passes and reductions over time, and what a run measured."""
     plan = subject.plan
     default = plan.mesh.shards if plan.mesh.shards > 1 else max(2, plan.mesh.dp)
     ranks = controls.whole("ranks", "ranks that share the weights", default, least=2, most=1 << 16, log=True)
@@ -216,7 +215,6 @@ def _simulate(units: Sequence[GatheredBlock], ring: Ring, among: Ring | None, *,
 
 
 def _live(subject: Subject, run: RunMedians) -> Mode:
-    """Return what a run that shards its weights waits for them, and its memory over time."""
     peaks = peak_lines(run, subject.prediction.peak_bytes)
     if subject.plan.mesh.dp_shard == 1:
         said = say("This run does not shard its weights (`plan.mesh.dp_shard` is 1). Start one that does with "

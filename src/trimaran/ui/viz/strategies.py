@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from trimaran.core import Mesh, Plan, UserError, show_bytes
-from trimaran.planner import GOALS, PlanAnswer, Question
-from trimaran.planner.search.goals import search
+from trimaran.planner import GOALS, PlanAnswer, Question, search
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Mode, ModeName, Point, Scatter, Table, as_modes, show_duration
 from trimaran.ui.viz.planner_texts import planner_text
@@ -32,7 +31,6 @@ COLORS = {CHOSEN: 0, "fits": 8, "does not fit": 5, "this run, predicted": 3, "th
 
 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
-    """Return the modes: the best plan of each mesh, and the plans that lost with the reason."""
     goal = controls.choice("goal", "what counts", subject.question.goal, GOALS)
     world = subject.cluster.world_size
     possible = (FREE, *(str(each) for each in range(1, min(world, 1024) + 1) if world % each == 0))
@@ -96,7 +94,6 @@ def _plans(answer: PlanAnswer) -> list[tuple[Plan, str]]:
 
 
 def _slower(plan: Plan, best: object) -> str:
-    """Return how much slower a plan is than the best one."""
     fastest = getattr(best, "step_seconds", 0.0)
     mine = plan.prediction.step_seconds if plan.prediction else 0.0
     return say("{times:.2f} times as long", times=mine / fastest) if fastest and mine else ""
@@ -117,7 +114,6 @@ def _scatter(answer: PlanAnswer, points: tuple[Point, ...]) -> Scatter:
 
 
 def _live(subject: Subject, run: RunMedians, answer: PlanAnswer | UserError) -> Mode:
-    """Return the run among the plans: where it was predicted, and where it is."""
     predicted = subject.prediction
     off = predicted.step_seconds / run.step_seconds - 1 if run.step_seconds else 0.0
     sentence = say("A step takes {measured}; the prediction is off by {error:+.1%}.",

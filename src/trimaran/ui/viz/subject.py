@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from trimaran.core import Plan, Prediction, UserError, show_count
 from trimaran.cost import Job, predict
-from trimaran.machine import Cluster
-from trimaran.machine.comm_result import CommResult
+from trimaran.machine import Cluster, CommResult
 from trimaran.planner import Question
 from trimaran.ui.language import say
 from trimaran.ui.viz.figures import Control

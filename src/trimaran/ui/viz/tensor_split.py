@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 from trimaran.core import show_bytes
-from trimaran.cost.collective import all_gather_seconds, all_reduce_seconds, ring_of
+from trimaran.cost import all_gather_seconds, all_reduce_seconds, ring_of
 from trimaran.cost.job import ELEMENT_BYTES
-from trimaran.models import OutlineLayer
-from trimaran.models.outline import linears_of
+from trimaran.models import OutlineLayer, linears_of
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Formula, Mode, ModeName, Table, as_modes, plain_bars, show_duration
 from trimaran.ui.viz.measured_figures import predicted_waits, waits_table
@@ -29,7 +28,6 @@ WHOLE_SEQUENCE = (
 
 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
-    """Return the modes: the split of every linear of a block, the traffic by degree, and what a run waits."""
     plan = subject.plan
     tp = controls.whole("tp", "ranks that split each matrix", plan.mesh.tp if plan.mesh.tp > 1 else 2, least=1, most=64,
                         log=True)  # fmt: skip
@@ -39,7 +37,6 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
 
 
 def layers_of(subject: Subject) -> list[tuple[str, OutlineLayer]]:
-    """Return the kinds of blocks of the model, each with the name of its tower."""
     return [
         (tower.name, block)
         for tower in subject.job.outline.towers

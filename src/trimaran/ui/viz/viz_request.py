@@ -9,17 +9,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from trimaran.app import Request, find_run, read_plan_request
 from trimaran.app.plan.simulate_answer import PLAN_FILE, read_simulate_request
-from trimaran.app.recipe.options import find_run
-from trimaran.app.recipe.plan_request import read_plan_request
-from trimaran.app.recipe.request import Request
 from trimaran.app.train.launch_answer import launch_request, preview_options, resolve_launch
 from trimaran.core import UserError
-from trimaran.launch.targets.target import TARGET_CLASSES, open_target
-from trimaran.machine.comm_result import read_comm_result
-from trimaran.runs import RunDirectory
+from trimaran.launch import TARGET_CLASSES, open_target
+from trimaran.machine import read_comm_result
+from trimaran.runs import RunDirectory, last_lines
 from trimaran.runs.journal import parse_lines
-from trimaran.runs.line_files import last_lines
 from trimaran.runs.record_types import is_number
 from trimaran.ui.viz.run_life_facts import life_of
 from trimaran.ui.viz.subject import Launches, LaunchText, MeasuredSteps, RankSpread, RunMedians, Subject
@@ -68,7 +65,6 @@ def plan_subject(what: str | None, cluster: str | None, settings: Sequence[str])
 
 
 def run_subject(run: RunDirectory, cluster: str | None = None, settings: Sequence[str] = ()) -> Subject:
-    """Return a run as the subject of a view, with what it has measured."""
     request = read_simulate_request(str(run.path), {"cluster": cluster}, settings)
     given = [f"cluster={cluster}"] if cluster else []
     plan, own = request.plan, run.read_plan()

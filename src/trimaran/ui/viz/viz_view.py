@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from trimaran.app.show.text_chart import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve, stacked_bar
+from trimaran.app import stacked_bar
+from trimaran.app.show.text_chart import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve
 from trimaran.ui.viz.catalogue import SHORT_NAMES
 from trimaran.ui.viz.figures import (
     Bars,
@@ -14,7 +15,6 @@ from trimaran.ui.viz.figures import (
     FileText,
     Lines,
     Matrix,
-    Mode,
     NodeGraph,
     PlanView,
     Scatter,
@@ -29,7 +29,6 @@ MAX_ROWS = 40
 
 
 def list_views(console: Console) -> None:
-    """Print all views: their short names, and what each answers."""
     table = RichTable.grid(padding=(0, 2, 0, 0))
     for name, module in SHORT_NAMES.items():
         table.add_row(Text(name, style="bold"), module.QUESTION)
@@ -37,13 +36,24 @@ def list_views(console: Console) -> None:
 
 
 def show_view(view: PlanView, console: Console) -> None:
-    """Print all modes of a view, one after the other."""
     console.print(Text(view.title, style="bold"))
     console.print(Text(view.about, style="dim"))
     for name, mode in view.modes.items():
         console.print()
         console.print(Text(name, style="bold underline"))
-        _show_mode(mode, console)
+        for sentence in mode.sentences:
+            console.print(sentence, markup=False)
+        if mode.formulas:
+            table = RichTable.grid(padding=(0, 2, 0, 0))
+            for each in mode.formulas:
+                table.add_row(each.name, Text(each.symbols, style="dim"), each.numbers,
+                              Text(show_value(each.value, each.unit), style="bold"))  # fmt: skip
+            console.print(table)
+        for figure in mode.figures:
+            console.print()
+            console.print(Text(figure.title, style="bold"))
+            for line in _figure(figure):
+                console.print(line)
     if view.controls:
         console.print()
         values = {each.name: each.value for each in view.controls}
@@ -51,22 +61,6 @@ def show_view(view: PlanView, console: Console) -> None:
             f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
         )
         console.print(Text(f"controls (--with): {shown}", style="dim"))
-
-
-def _show_mode(mode: Mode, console: Console) -> None:
-    for sentence in mode.sentences:
-        console.print(sentence, markup=False)
-    if mode.formulas:
-        table = RichTable.grid(padding=(0, 2, 0, 0))
-        for each in mode.formulas:
-            table.add_row(each.name, Text(each.symbols, style="dim"), each.numbers,
-                          Text(show_value(each.value, each.unit), style="bold"))  # fmt: skip
-        console.print(table)
-    for figure in mode.figures:
-        console.print()
-        console.print(Text(figure.title, style="bold"))
-        for line in _figure(figure):
-            console.print(line)
 
 
 def _figure(figure: Figure) -> Iterator[RichTable | Text | str]:
@@ -85,7 +79,23 @@ def _figure(figure: Figure) -> Iterator[RichTable | Text | str]:
         case Lines():
             yield from _lines(figure)
         case Timeline():
-            yield _timeline(figure)
+            # One line of characters for each row: the number of what is done in each moment.
+            end = max((each.end for each in figure.spans), default=1.0)
+            cells, table = 2 * BAR_CELLS, RichTable.grid(padding=(0, 1, 0, 0))
+            kinds = list(dict.fromkeys(each.kind for each in figure.spans))
+            for number, row in enumerate(figure.rows):
+                line, at = Text(), 0
+                for span in sorted((each for each in figure.spans if each.row == number), key=lambda each: each.start):
+                    first, last = round(cells * span.start / end), round(cells * span.end / end)
+                    last = max(last, first + (span.start == span.end))  # a moment has one cell
+                    first = max(first, at)
+                    line.append(" " * (first - at))
+                    style = f"{COLORS[kinds.index(span.kind) % len(COLORS)]} reverse"
+                    line.append(span.label[: max(0, last - first)].ljust(max(0, last - first)), style=style)
+                    at = max(at, last)
+                table.add_row(row, line)
+            table.add_row("", Text("  ".join(kinds), style="dim"))
+            yield table
         case NodeGraph():
             names = [node.name for node in figure.nodes]
             arrows = [f"{names[each.source]} -> {names[each.target]} {each.text}".rstrip() for each in figure.arrows]
@@ -133,23 +143,3 @@ def _bars(figure: Bars) -> Iterator[RichTable | Text]:
     for name, limit in figure.limits.items():
         legend.append(f"{name}: {show_value(limit, figure.unit)}")
     yield legend
-
-
-def _timeline(figure: Timeline) -> RichTable:
-    """Return one line of characters for each row: the number of what is done in each moment."""
-    end = max((each.end for each in figure.spans), default=1.0)
-    cells, table = 2 * BAR_CELLS, RichTable.grid(padding=(0, 1, 0, 0))
-    kinds = list(dict.fromkeys(each.kind for each in figure.spans))
-    for number, row in enumerate(figure.rows):
-        line, at = Text(), 0
-        for span in sorted((each for each in figure.spans if each.row == number), key=lambda each: each.start):
-            first, last = round(cells * span.start / end), round(cells * span.end / end)
-            last = max(last, first + (span.start == span.end))  # a moment has one cell
-            first = max(first, at)
-            line.append(" " * (first - at))
-            style = f"{COLORS[kinds.index(span.kind) % len(COLORS)]} reverse"
-            line.append(span.label[: max(0, last - first)].ljust(max(0, last - first)), style=style)
-            at = max(at, last)
-        table.add_row(row, line)
-    table.add_row("", Text("  ".join(kinds), style="dim"))
-    return table

@@ -70,7 +70,6 @@ def least_ranks(stage: int, parameters: float, memory: float, each: StateBytes =
 
 
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
-    """Return the modes: the usual arithmetic, our trainer by the cost model, and what a run measured."""
     ranks = controls.whole("ranks", "data ranks", max(2, subject.plan.mesh.dp), least=1, most=MAX_RANKS, log=True)
     billions = subject.job.outline.num_parameters / 1e9
     parameters = 1e9 * controls.number("parameters", "billions of parameters", billions, least=1e-6, most=1e5, log=True)

@@ -32,7 +32,6 @@ class ComparedRuns:
 
 
 def add_page(state: WebState) -> None:
-    """Register the comparison at `/compare`; without runs it shows a list to choose from."""
     feeds = RunFeeds(state.runs)
 
     @ui.page("/compare")
@@ -72,8 +71,6 @@ async def _show_comparison(compared: ComparedRuns) -> None:
 
 
 async def _show_choice(state: WebState, chosen: list[str]) -> None:
-    """Show the newest runs as buttons, and a link to the comparison of those that are chosen."""
-
     def toggle(slug: str) -> None:
         chosen.remove(slug) if slug in chosen else chosen.append(slug)
         shown[0].press(*chosen)

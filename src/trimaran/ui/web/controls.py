@@ -29,10 +29,9 @@ def text_field(
     value: str = "",
     hint: str = "",
     is_search: bool = False,
-    is_secret: bool = False,
 ) -> ui.element:
-    """Add a field for text; `on_change` is called while the user types. A secret is not shown."""
-    kind = "search" if is_search else "password" if is_secret else "text"
+    """Add a field for text; `on_change` is called while the user types."""
+    kind = "search" if is_search else "text"
     with _labelled(label):
         field = _element("input", type=kind, defaultValue=value, placeholder=hint,
                          autocomplete="off", spellcheck="false")  # fmt: skip
@@ -41,8 +40,6 @@ def text_field(
 
 
 def choice(label: str, options: Mapping[str, str], on_change: OnText, *, value: str = "") -> ui.element:
-    """Add a list of options to choose one from; `options` are values and what is shown for each."""
-
     def chosen(text: str) -> Awaitable[None] | None:
         return on_change(text) if text in options else None  # a browser can send anything
 
@@ -77,7 +74,6 @@ def slider(label: str, values: Sequence[str], on_change: OnText, *, value: str) 
 
 
 def button(text: str, on_click: OnClick, *, is_main: bool = False) -> ui.element:
-    """Add a button."""
     field = TextElement(tag="button", text=text).classes("main" if is_main else "plain")
     field.props["type"] = "button"
     return field.on("click", lambda _: on_click(), [])
@@ -95,7 +91,6 @@ class Chips:
         self.press(*pressed)
 
     def press(self, *pressed: str) -> None:
-        """Show that these are pressed, and no other."""
         for name, chip in self._chips.items():
             is_pressed = str(name in pressed).lower()
             if chip.props.get("aria-pressed") != is_pressed:
@@ -103,7 +98,6 @@ class Chips:
 
 
 def show_age(seconds: float) -> str:
-    """Return how long ago something was."""
     if seconds < 60:
         return say("{count} s ago", count=max(0, int(seconds)))
     if seconds < 3600:
@@ -160,7 +154,6 @@ def slider_values(control: Control) -> Mapping[str, str]:
 
 
 def show_setting(control: Control, value: float) -> str:
-    """Return a value in few letters."""
     if control.name == "bytes":
         return show_bytes(value)
     return show_count(value) if abs(value) >= 1e5 else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

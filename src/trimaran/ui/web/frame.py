@@ -15,7 +15,8 @@ from importlib.resources import files
 
 from nicegui import Client, ui
 
-from trimaran.app.show.error_language import Language, shown_errors
+from trimaran.app import shown_errors
+from trimaran.app.show.error_language import Language
 from trimaran.core import UserError
 from trimaran.ui.language import LANGUAGES, current_language, say
 from trimaran.ui.report.markup import Html, tag
@@ -35,7 +36,6 @@ PAGES = (
     ("/workshop", "Workshop", "w"),
     ("/views", "Views", "v"),
     ("/compare", "Compare", "c"),
-    ("/chat", "Chat", "m"),
 )
 # Three hulls, seen from above.
 LOGO = (
@@ -67,14 +67,21 @@ def page_frame(title: str, *, active: str) -> Iterator[None]:
     `title` is shown to people, so it is in their language; `active` is the address of the page in the navigation.
     """
     ui.page_title(f"{title} · Trimaran")
-    ui.add_head_html(_head())
+    language = current_language()
+    parts = [
+        tag("meta", {"name": "trimaran-language", "content": language}),
+        Html(f'<link rel="stylesheet" href="{_asset_url("page.css")}">'),
+        Html(f'<link rel="stylesheet" href="{_asset_url("web.css")}">'),
+        tag("script", {"src": _asset_url("web.js")}, ""),  # at once: it sets the theme before anything is drawn
+        tag("script", {"src": _asset_url("page.js"), "defer": True}, ""),
+    ]
+    ui.add_head_html("\n".join(parts))
     Markup(_header(active), tag="div").classes("top-bar")
     with ui.element("div").props("id=content").classes("page"):  # Quasar's page around it is the `main` element
         yield
 
 
 def show_error(error: UserError) -> None:
-    """Show a mistake: what, where and the fix."""
     Markup(error_state(error))
 
 
@@ -114,18 +121,6 @@ def _asset_url(name: str) -> str:
     return f"{ASSET_PATH}{name}?{hashlib.sha256(asset(name)).hexdigest()[:16]}"
 
 
-def _head() -> str:
-    language = current_language()
-    parts = [
-        tag("meta", {"name": "trimaran-language", "content": language}),
-        Html(f'<link rel="stylesheet" href="{_asset_url("page.css")}">'),
-        Html(f'<link rel="stylesheet" href="{_asset_url("web.css")}">'),
-        tag("script", {"src": _asset_url("web.js")}, ""),  # at once: it sets the theme before anything is drawn
-        tag("script", {"src": _asset_url("page.js"), "defer": True}, ""),
-    ]
-    return "\n".join(parts)
-
-
 def _header(active: str) -> Html:
     known = set(Client.page_routes.values())
     links = [
@@ -144,16 +139,12 @@ def _header(active: str) -> Html:
     brand = tag("a", {"class": "brand", "href": "/"}, Html(LOGO), tag("span", None, "Trimaran"))
     nav = tag("nav", {"aria-label": say("Pages")}, *links)
     top = tag("header", {"class": "top"}, skip, brand, nav, tag("div", {"class": "tools"}, *tools))
-    return Html(top + _shortcuts())
-
-
-def _shortcuts() -> Html:
     keys = [(key, say(name)) for _, name, key in PAGES]
     keys += [("/", say("Search")), ("t", say("Theme")), ("l", say("Language")), ("?", say("Keyboard shortcuts"))]
     rows = [tag("tr", None, tag("th", None, tag("kbd", None, key)), tag("td", None, name)) for key, name in keys]
     close = tag("button", {"type": "button", "data-action": "close", "class": "plain"}, say("Close"))
     table = tag("table", None, tag("tbody", None, *rows))
-    return tag("dialog", {"id": "shortcuts"}, tag("h3", None, say("Keyboard shortcuts")), table, close)
+    return Html(top + tag("dialog", {"id": "shortcuts"}, tag("h3", None, say("Keyboard shortcuts")), table, close))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 from nicegui import run, ui
 
-from trimaran.app.runs.run_state import ACTIVE_STATUSES, Status
+from trimaran.app import Status
+from trimaran.app.runs.run_state import ACTIVE_STATUSES
 from trimaran.core import show_count
 from trimaran.ui.language import Language, current_language, say, speaking
 from trimaran.ui.report.markup import Html, tag
@@ -64,8 +65,6 @@ class RunList:
 
 
 def add_page(state: WebState) -> None:
-    """Register the list of runs at `/`."""
-
     @ui.page("/", response_timeout=RESPONSE_SECONDS)
     async def home() -> None:
         shown = RunList(state.runs, current_language())

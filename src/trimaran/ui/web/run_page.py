@@ -15,7 +15,7 @@ from nicegui.events import GenericEventArguments
 from trimaran.app.recipe.options import path_argument, program_name
 from trimaran.app.runs.run_state import ACTIVE_STATUSES
 from trimaran.core import UserError, show_seconds
-from trimaran.runs.run_directory import MARKER
+from trimaran.runs import MARKER
 from trimaran.ui.language import Language, current_language, say, speaking
 from trimaran.ui.report.markup import Html, note, plots, section, tag
 from trimaran.ui.report.plots import downsample_note, step_plots
@@ -84,7 +84,16 @@ def banner(facts: Tree) -> Html:
         case "starting":
             return _busy(say("Starting: {activity}", activity=facts["activity"]))
         case "training":
-            return _training(facts)
+            left = facts["remaining_seconds"]
+            done, total = facts["steps"], facts["total_steps"]
+            text = say("Step {step} of {total}", step=f"{done:,}", total=f"{total:,}")
+            text += say(", about {time} left", time=show_seconds(left)) if left else ""
+            newest = max([each.get("time") or 0.0 for each in facts["machines"]] + [facts["timeline"]["end"] or 0.0])
+            quiet = time.time() - newest
+            said = say("Nothing was written for {time}.", time=show_seconds(quiet)) if quiet > QUIET_SECONDS else ""
+            note = tag("p", {"class": "fair"}, said) if said else Html("")
+            bar = tag("progress", {"value": done, "max": total, "aria-label": say("steps")}, "")
+            return tag("div", {"class": "banner good-side"}, tag("p", {"class": "lead"}, text), bar, note)
         case "restarting" if facts["incidents"] and (last := facts["incidents"][-1]["what"]):
             return _busy(say("Restarting after: {what}", what=last))
         case "restarting":
@@ -92,24 +101,6 @@ def banner(facts: Tree) -> Html:
         case "done":
             lead = tag("p", {"class": "lead"}, headline(facts))
             return tag("div", {"class": "banner good-side"}, lead, _next(facts))
-    return _ended(facts)
-
-
-def _training(facts: Tree) -> Html:
-    left = facts["remaining_seconds"]
-    done, total = facts["steps"], facts["total_steps"]
-    text = say("Step {step} of {total}", step=f"{done:,}", total=f"{total:,}")
-    text += say(", about {time} left", time=show_seconds(left)) if left else ""
-    newest = max([each.get("time") or 0.0 for each in facts["machines"]] + [facts["timeline"]["end"] or 0.0])
-    quiet = time.time() - newest
-    said = say("Nothing was written for {time}.", time=show_seconds(quiet)) if quiet > QUIET_SECONDS else ""
-    note = tag("p", {"class": "fair"}, said) if said else Html("")
-    bar = tag("progress", {"value": done, "max": total, "aria-label": say("steps")}, "")
-    return tag("div", {"class": "banner good-side"}, tag("p", {"class": "lead"}, text), bar, note)
-
-
-def _ended(facts: Tree) -> Html:
-    """Return the banner of a run that stopped, failed or vanished: why, and how to go on."""
     error = facts["error"] or {}
     reason = str(error.get("what") or error.get("message") or facts["why"] or "")
     where = say("rank {rank}", rank=error["rank"]) + ": " if "rank" in error else ""
@@ -126,12 +117,10 @@ def _ended(facts: Tree) -> Html:
 
 
 def _next(facts: Tree) -> Html:
-    """Return the first command, which suits the status, with what it is for."""
     return tag("div", {"class": "next"}, purposed(facts["commands"][0], kind="quiet"))
 
 
 def _busy(text: str) -> Html:
-    """Return the banner of a run that is about to do something."""
     spinner = tag("span", {"class": "spinner"}, "")
     return tag("div", {"class": "banner fair-side"}, tag("p", {"class": "lead busy"}, spinner, text))
 
@@ -150,7 +139,6 @@ class RunTab:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of the facts that its sections need."""
         return tuple(dict.fromkeys(part for each in self.sections for part in each.parts))
 
 
@@ -214,7 +202,6 @@ FIRST_TAB = "overview"
 
 
 def tab_bar(slug: str, active: str, facts: Tree) -> Html:
-    """Return the links to all tabs, with how much there is to see in some."""
     links = [
         tag("a", {"href": f"/runs/{slug}?tab={name}", "data-tab": name, "role": "tab",
                   "aria-selected": str(name == active).lower()}, say(tab.title), _count(name, facts))
@@ -224,7 +211,6 @@ def tab_bar(slug: str, active: str, facts: Tree) -> Html:
 
 
 def _count(name: str, facts: Tree) -> Html:
-    """Return a number beside the name of a tab: what happened, or what is wrong."""
     counts = {
         "incidents": len(facts.get("incidents", ())),
         "autopilot": len(facts.get("decisions", ())),
@@ -280,7 +266,6 @@ class RunView:
 
 
 def add_page(state: WebState) -> None:
-    """Register the page of a run at `/runs/{slug}`."""
     feeds = RunFeeds(state.runs)
 
     @ui.page("/runs/{slug}")
@@ -343,7 +328,6 @@ async def _draw(view: RunView, header: Markup, bar: Markup, content: Markup) -> 
 
 
 def _zoom_controls(view: RunView, update: Callable[[], Any]) -> None:
-    """Add what chooses a range of steps without a pointer."""
     ends = {"first": "", "last": ""}
 
     async def set_end(name: str, text: str) -> None:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from trimaran.app.recipe.request import refuse_other_machine, resolve
-from trimaran.app.runs.run_state import ACTIVE_STATUSES, RunState, Status, finite
+from trimaran.app import RunState, Status, resolve
+from trimaran.app.recipe.request import refuse_other_machine
+from trimaran.app.runs.run_state import ACTIVE_STATUSES, finite
 from trimaran.app.show.terminal import tail
 from trimaran.core import UserError, did_you_mean
 from trimaran.core.errors import file_error
-from trimaran.runs import RunDirectory, open_run
-from trimaran.runs.run_directory import MARKER, free_run_path, holds_run
+from trimaran.runs import MARKER, RunDirectory, free_run_path, holds_run, open_run
 
 SLUG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 SETTLED_SECONDS = 2.0  # a folder that changed this recently may change again without a new time stamp
@@ -55,8 +55,6 @@ class RecentValues(Generic[Key, Value]):
 
 
 class ListedRun(NamedTuple):
-    """A run by its name, and when it was created."""
-
     created: float
     slug: str
 
@@ -115,7 +113,19 @@ class RunsRoot:
     def names(self) -> Sequence[ListedRun]:
         """Return all runs, newest first. The folder is read again only if its entries have changed."""
         with self._lock:
-            return self._scan()
+            try:
+                changed = os.stat(self.path).st_mtime_ns
+            except FileNotFoundError:
+                return []  # the default folder, before the first run
+            if self._scanned == changed:
+                return self._newest
+            names, created = _read_folder(self.path, self._created)
+            self._created = created
+            pairs = sorted(zip(created.values(), created, strict=True), reverse=True)
+            self._newest = list(map(ListedRun._make, pairs))
+            is_settled = time.time() - changed / 1e9 > SETTLED_SECONDS and len(created) == names
+            self._scanned = changed if is_settled else None
+            return self._newest
 
     def open(self, slug: str) -> RunDirectory:
         """Return the run of that name; raise UserError if it is no name, a link, or no run."""
@@ -132,21 +142,6 @@ class RunsRoot:
             raise UserError("W003", f"there is no run '{slug}'{near}", where=str(self.path),
                             fix="choose a run from the list")  # fmt: skip
         return open_run(path)
-
-    def _scan(self) -> Sequence[ListedRun]:
-        try:
-            changed = os.stat(self.path).st_mtime_ns
-        except FileNotFoundError:
-            return []  # the default folder, before the first run
-        if self._scanned == changed:
-            return self._newest
-        names, created = _read_folder(self.path, self._created)
-        self._created = created
-        pairs = sorted(zip(created.values(), created, strict=True), reverse=True)
-        self._newest = list(map(ListedRun._make, pairs))
-        is_settled = time.time() - changed / 1e9 > SETTLED_SECONDS and len(created) == names
-        self._scanned = changed if is_settled else None
-        return self._newest
 
     def _facts_of(self, run: ListedRun) -> RunRow:
         """Return what the run's files say now; they are read again only if they have changed, or it is at work."""
@@ -251,12 +246,10 @@ class StartedRun:
 
     @property
     def recipe(self) -> Path:
-        """The file of its recipe."""
         return self.log.with_suffix(".yaml")
 
     @property
     def exists(self) -> bool:
-        """Whether its run directory is there, so that its page can be opened."""
         return holds_run(self.path)
 
     @property

@@ -151,7 +151,6 @@ def content_policy(host: str, nonce: str) -> str:
 
 
 def _header(headers: RawHeaders, wanted: bytes) -> bytes:
-    """Return the values of a header, joined; empty if there is none."""
     return b"; ".join(value for name, value in headers if name == wanted)
 
 

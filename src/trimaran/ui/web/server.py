@@ -15,11 +15,12 @@ from nicegui import app as nicegui_app
 from nicegui import run, ui
 
 from trimaran.core import UserError
+from trimaran.serve import ConnectionGuard, guarded_http
 from trimaran.serve.server.api_error import status_of
-from trimaran.serve.server.connection_guard import ConnectionGuard, guarded_http, limits_of_process
+from trimaran.serve.server.connection_guard import limits_of_process
 from trimaran.ui.language import LANGUAGE_COOKIE, language_of, say, set_server_language, speaking
 from trimaran.ui.report.markup import html_document, tag
-from trimaran.ui.web import chat_page, compare_page, home_page, run_page, views_page, workshop_page
+from trimaran.ui.web import compare_page, home_page, run_page, views_page, workshop_page
 from trimaran.ui.web.frame import ASSET_PATH, ASSETS, LOGO, WebState, asset, page_frame, show_error
 from trimaran.ui.web.security import Application, Credentials, SecurityMiddleware
 
@@ -32,7 +33,6 @@ PAGES = (
     compare_page,
     views_page,
     workshop_page,
-    chat_page,
 )
 
 
@@ -88,7 +88,6 @@ def serve(state: WebState, listening: socket.socket, on_start: Callable[[str], N
 
 
 def http_config(application: Application, guard: ConnectionGuard) -> uvicorn.Config:
-    """Return how uvicorn serves the pages."""
     return uvicorn.Config(
         application,
         http=guarded_http(guard),

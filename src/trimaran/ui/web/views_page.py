@@ -52,7 +52,6 @@ def model_names() -> list[str]:
 
 
 def recipe_names() -> list[str]:
-    """Return the recipes in the folder `recipes` of the current folder."""
     return sorted(each.name for each in RECIPES.glob("*.yaml")) if RECIPES.is_dir() else []
 
 
@@ -78,7 +77,6 @@ class SubjectCache:
         return subject
 
     def command(self, view: str, name: SubjectName, settings: Mapping[str, str]) -> str:
-        """Return the command that answers the same."""
         words = ["trimaran", "viz", view]
         if name.run:
             path = self._runs.path / name.run
@@ -143,7 +141,6 @@ class ShownView:
             return build_view(self.short, replace(subject, settings=self.settings))
 
     def draw(self, view: PlanView) -> Html:
-        """Return the chosen mode as markup, in the language of the page."""
         with speaking(self.language):
             shown = translate_view(view)
             if self.mode not in shown.modes:
@@ -153,14 +150,33 @@ class ShownView:
 
 
 def add_page(state: WebState) -> None:
-    """Register the gallery at `/views`, and each view at `/views/NAME`."""
     subjects = SubjectCache(state.runs)
 
     @ui.page("/views")
     async def gallery(plan: str = "", cluster: str = "", run: str = "") -> None:
         name = SubjectName(plan=plan, cluster=cluster, run=run)
         with page_frame(say("Views"), active="/views"):
-            Markup(_gallery(name))
+            cards = [
+                tag("a", {"class": "view-card", "href": _address(short, name), "id": f"view-{short}"},
+                    tag("svg", {"class": "view-icon", "viewBox": "0 0 120 64", "aria-hidden": "true"},
+                        Html(_icons()[short])),
+                    tag("h3", None, say(module.TITLE)), tag("p", None, say(module.QUESTION)),
+                    tag("code", None, short))
+                for short, module in SHORT_NAMES.items()
+            ]  # fmt: skip
+            lead = say("Eleven questions about how a model is split and trained. Each is explained with a formula, "
+                       "simulated by the cost model, and measured by a run.")  # fmt: skip
+            about = [tag("p", {"class": "quiet"}, " ".join(name.query.values()))] if name.query else []
+            Markup(
+                tag(
+                    "div",
+                    None,
+                    tag("h1", None, say("Views")),
+                    tag("p", {"class": "lead"}, lead),
+                    *about,
+                    tag("div", {"class": "view-cards"}, *cards),
+                )
+            )
 
     @ui.page("/views/{short}")
     async def view_page(short: str, plan: str = "", cluster: str = "", run: str = "", mode: str = "") -> None:
@@ -189,21 +205,6 @@ def _icons() -> Mapping[str, str]:
     return json.loads(files("trimaran.ui.web").joinpath("view_icons.json").read_text(encoding="utf-8"))
 
 
-def _gallery(name: SubjectName) -> Html:
-    cards = [
-        tag("a", {"class": "view-card", "href": _address(short, name), "id": f"view-{short}"},
-            tag("svg", {"class": "view-icon", "viewBox": "0 0 120 64", "aria-hidden": "true"}, Html(_icons()[short])),
-            tag("h3", None, say(module.TITLE)), tag("p", None, say(module.QUESTION)),
-            tag("code", None, short))
-        for short, module in SHORT_NAMES.items()
-    ]  # fmt: skip
-    lead = say("Eleven questions about how a model is split and trained. Each is explained with a formula, simulated "
-               "by the cost model, and measured by a run.")  # fmt: skip
-    about = [tag("p", {"class": "quiet"}, " ".join(name.query.values()))] if name.query else []
-    return tag("div", None, tag("h1", None, say("Views")), tag("p", {"class": "lead"}, lead), *about,
-               tag("div", {"class": "view-cards"}, *cards))  # fmt: skip
-
-
 class _ViewPage:
     """One open page of a view: its elements, and what happens when a control is moved."""
 
@@ -212,7 +213,6 @@ class _ViewPage:
         self._version: tuple[int, ...] = ()
 
     async def add(self) -> None:
-        """Add the elements and draw the view."""
         await self._add_subject()
         with ui.element("div").classes("chips modes").props('role="group"'):
             self._chips = Chips({mode: say(TITLES[mode]) for mode in MODES}, self._choose_mode, prefix="mode-")
@@ -229,7 +229,6 @@ class _ViewPage:
             ui.timer(REFRESH_SECONDS, self._refresh)
 
     async def _add_subject(self) -> None:
-        """Add what chooses the subject; another subject is another address."""
         name = self._shown.name
         self._cluster = name.cluster
 
@@ -284,10 +283,7 @@ class _ViewPage:
         command = self._subjects.command(self._shown.short, self._shown.name, self._shown.settings)
         title = tag("h3", None, say("The same in a terminal"))
         self._command.show(tag("div", {"class": "same-command"}, title, tag("pre", {"class": "command"}, command)))
-        self._show_controls(view)
-
-    def _show_controls(self, view: PlanView) -> None:
-        """Show the controls again if they are others than before: the options of one may depend on another."""
+        # Show the controls again if they are others than before: the options of one may depend on another.
         kinds = tuple((each.name, each.options, each.least, each.most) for each in view.controls)
         if kinds == self._shown.controls:
             return
@@ -302,7 +298,6 @@ class _ViewPage:
         return files_version(self._state.runs.open(self._shown.name.run))
 
     async def _refresh(self) -> None:
-        """Draw again if the run's files have changed."""
         try:
             version = await run.io_bound(self._run_version)
         except UserError as error:

@@ -10,27 +10,27 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from trimaran.app.plan.plan_answer import (
+from trimaran.app import (
     PlanReport,
+    PlanRequest,
+    adapter_setting,
     all_plans,
     build_plan_report,
-    pinned_recipe_text,
+    complete_setting,
     read_cost_terms,
-    run_settings,
+    read_plan_request,
     with_goal,
     with_top,
 )
-from trimaran.app.recipe.options import complete_setting
-from trimaran.app.recipe.plan_request import PlanRequest, adapter_setting, read_plan_request
+from trimaran.app.plan.plan_answer import pinned_recipe_text, run_settings
 from trimaran.app.recipe.request import read_recipe
 from trimaran.app.train.launch_answer import preview_options
 from trimaran.core import Mesh, Plan, UserError, show_count
-from trimaran.launch.targets.target import open_target
+from trimaran.launch import open_target
 from trimaran.machine import DEVICES
 from trimaran.models import PRESETS, VLM_PRESETS
-from trimaran.planner import NearMiss, PlanAnswer, Question
+from trimaran.planner import NearMiss, PlanAnswer, Question, predicted
 from trimaran.planner.rules.legal import check_question
-from trimaran.planner.search.goals import predicted
 from trimaran.planner.search.rejections import reason_lost, too_big
 from trimaran.ui.web.runs_root import RecentValues
 
@@ -179,7 +179,6 @@ class PlanInputs:
         return shlex.join(["trimaran", *self.plan_words])
 
     def with_pin(self, field: str, value: str) -> "PlanInputs":
-        """Return the inputs with a field of the plan pinned; an empty value leaves it to the planner."""
         others = {name: pinned for name, pinned in self.pins if name != field}
         return replace(self, pins=tuple(sorted((others | ({field: value} if value else {})).items())))
 
@@ -215,7 +214,6 @@ class PlanDesk:
 
 
 def search_plans(inputs: PlanInputs) -> PlanReport:
-    """Return the answer of `trimaran plan` for the inputs."""
     return build_plan_report(_request(inputs), NO_TERMS, tool=None)
 
 
@@ -234,7 +232,6 @@ def _request(inputs: PlanInputs) -> PlanRequest:
 
 @cache
 def pin_values(field: str) -> tuple[str, ...]:
-    """Return the values that a field of the plan can be pinned to."""
     if values := PIN_VALUES[field]:
         return tuple(values)
     prefix = f"plan.{field}="
@@ -242,7 +239,6 @@ def pin_values(field: str) -> tuple[str, ...]:
 
 
 def model_options() -> dict[str, str]:
-    """Return the models and recipes that can be chosen, and what is shown for each."""
     recipes = {str(path): str(path) for path in recipe_files()}
     presets: dict[str, str] = {}
     for name, spec in (*PRESETS.items(), *VLM_PRESETS.items()):
@@ -277,7 +273,6 @@ def recipe_text(report: PlanReport) -> str:
 
 
 def launch_words(report: PlanReport, target: str) -> list[str]:
-    """Return the arguments of `trimaran` that show the files of a launch."""
     settings = [word for each in run_settings(report.request, report.answer, _best(report)) for word in ("--set", each)]
     file = [report.request.file] if report.request.file else []
     site = [word for each in preview_options(open_target(target)).site for word in ("--site", each)]

@@ -10,14 +10,13 @@ from typing import Any
 from nicegui import app, background_tasks, run, ui
 from nicegui.events import GenericEventArguments
 
-from trimaran.app.plan.plan_answer import PlanReport, all_plans, pareto_set
+from trimaran.app import PlanReport, all_plans, pareto_set
 from trimaran.app.plan.plan_view import occupancy, unit_of
 from trimaran.core import Plan, UserError, show_bytes, show_count, show_seconds
-from trimaran.planner import GOALS
-from trimaran.planner.search.goals import no_fit_error
+from trimaran.planner import GOALS, no_fit_error
 from trimaran.ui.language import Language, current_language, say, speaking
+from trimaran.ui.report.draw_figure import draw_figure
 from trimaran.ui.report.markup import Html, tag
-from trimaran.ui.report.view_page import draw_figure
 from trimaran.ui.viz.figures import Bars, Point, Scatter, stacked_bars
 from trimaran.ui.web import workshop as desk_of
 from trimaran.ui.web.controls import Chips, button, choice, slider
@@ -45,7 +44,12 @@ def answer_markup(report: PlanReport, command: str, note: str) -> Html:
             tag("div", {"class": "side"}, draw_figure(memory_stack(shown, report)), draw_figure(time_stack(shown))),
             draw_figure(pareto_figure(plans, report)),
         ]
-    parts += [_plans_table(plans, report), *_notes(report)]
+    unit = say("{unit}/s", unit=say(unit_of(report.request.question.outline)))
+    names = (say("plan"), say("batch"), say("memory"), say("step"), unit, "")
+    head = tag("tr", None, *(tag("th", None, name) for name in names))
+    rows = [_plan_row(number, plan, why, report) for number, (plan, why) in enumerate(plans)]
+    table = tag("table", {"class": "plans"}, tag("thead", None, head), tag("tbody", None, *rows))
+    parts += [Html(tag("h2", None, say("All plans")) + tag("div", {"class": "scroll"}, table)), *_notes(report)]
     parts += [tag("p", {"class": "quiet"}, note), tag("pre", {"class": "command"}, command)]
     return Html("".join(parts))
 
@@ -61,13 +65,11 @@ def memory_stack(plans: Sequence[Plan], report: PlanReport) -> Bars:
 
 
 def time_stack(plans: Sequence[Plan]) -> Bars:
-    """Return the terms of a step's time, for the same plans."""
     terms = {name: plan.prediction.time for name, plan in _named(plans).items() if plan.prediction}
     return _in_language(stacked_bars(say("Time of a step"), "seconds", terms))
 
 
 def pareto_figure(plans: Sequence[tuple[Plan, str]], report: PlanReport) -> Scatter:
-    """Return step time against memory; the Pareto set are plans that no other beats in both."""
     best = set(map(id, pareto_set([plan for plan, _ in plans])))
     points = [_point(plan, why, report, on_front=id(plan) in best) for plan, why in plans if plan.prediction]
     points.sort(key=lambda each: [say(kind) for kind in POINT_KINDS].index(each.kind))  # a kind keeps its colour
@@ -139,15 +141,6 @@ def _tiles(report: PlanReport) -> Html:
     return tag("div", {"class": "tiles"}, *shown)
 
 
-def _plans_table(plans: Sequence[tuple[Plan, str]], report: PlanReport) -> Html:
-    unit = say("{unit}/s", unit=say(unit_of(report.request.question.outline)))
-    names = (say("plan"), say("batch"), say("memory"), say("step"), unit, "")
-    head = tag("tr", None, *(tag("th", None, name) for name in names))
-    rows = [_plan_row(number, plan, why, report) for number, (plan, why) in enumerate(plans)]
-    table = tag("table", {"class": "plans"}, tag("thead", None, head), tag("tbody", None, *rows))
-    return Html(tag("h2", None, say("All plans")) + tag("div", {"class": "scroll"}, table))
-
-
 def _plan_row(number: int, plan: Plan, why: str, report: PlanReport) -> Html:
     prediction, is_best = plan.prediction, plan is report.best
     numbers = ["", "", ""]
@@ -206,7 +199,19 @@ class Workshop:
                 self.answer = Markup().on("click", self._pin_plan, ["value"])
                 self.texts = ui.element("section").classes("texts")
         self._build_panel()
-        self._build_texts()
+        with self.texts:
+            Markup(tag("h2", None, say("Run it")))
+            with ui.element("div").classes("tabs"):
+                names = {kind: say(name) for kind, name in TEXTS.items()}
+                self.tabs = Chips(names, self._choose_text, pressed=[self.text_kind])
+            self.text = Markup()
+            with ui.element("div").classes("more-runs"):
+                self.start = button(say("Start the run here"), self._start, is_main=True)
+                self.started = Markup()
+            if not self.state.may_write:
+                self.start.props["disabled"] = True
+                self.started.show(tag("p", {"class": "quiet"}, say("This page only reads. To start runs from it:"),
+                                      tag("pre", {"class": "command"}, "trimaran ui --write")))  # fmt: skip
 
     def _build_panel(self) -> None:
         self.panel.clear()
@@ -227,16 +232,13 @@ class Workshop:
             slider(say("Steps of the run"), with_value(desk_of.STEPS, steps), self._set("steps"), value=str(steps))
             Markup(tag("h3", None, say("Pinned fields of the plan")))
             with ui.element("div").classes("pair"):
-                self._build_pins()
+                pinned = dict(self.inputs.pins)
+                for field in PIN_VALUES:
+                    values = dict.fromkeys((*pin_values(field), *([pinned[field]] if field in pinned else [])))
+                    options = {"": say("automatic"), **{each: each for each in values}}
+                    choice(field, options, lambda value, field=field: self._ask(self.inputs.with_pin(field, value)),
+                           value=pinned.get(field, ""))  # fmt: skip
             button(say("Release all pins"), self._release)
-
-    def _build_pins(self) -> None:
-        pinned = dict(self.inputs.pins)
-        for field in PIN_VALUES:
-            values = dict.fromkeys((*pin_values(field), *([pinned[field]] if field in pinned else [])))
-            options = {"": say("automatic"), **{each: each for each in values}}
-            choice(field, options, lambda value, field=field: self._ask(self.inputs.with_pin(field, value)),
-                   value=pinned.get(field, ""))  # fmt: skip
 
     def _set(self, field: str) -> Callable[[str], Awaitable[None]]:
         is_number = isinstance(getattr(self.inputs, field), int)
@@ -331,21 +333,6 @@ class Workshop:
             searched = say("{count} plans were searched ({took}). The same answer in a terminal:",
                            count=f"{report.answer.num_considered:,}", took=took)  # fmt: skip
             return report, answer_markup(report, inputs.command, searched)
-
-    def _build_texts(self) -> None:
-        with self.texts:
-            Markup(tag("h2", None, say("Run it")))
-            with ui.element("div").classes("tabs"):
-                names = {kind: say(name) for kind, name in TEXTS.items()}
-                self.tabs = Chips(names, self._choose_text, pressed=[self.text_kind])
-            self.text = Markup()
-            with ui.element("div").classes("more-runs"):
-                self.start = button(say("Start the run here"), self._start, is_main=True)
-                self.started = Markup()
-            if not self.state.may_write:
-                self.start.props["disabled"] = True
-                self.started.show(tag("p", {"class": "quiet"}, say("This page only reads. To start runs from it:"),
-                                      tag("pre", {"class": "command"}, "trimaran ui --write")))  # fmt: skip
 
     async def _choose_text(self, kind: str) -> None:
         self.text_kind = kind

@@ -75,7 +75,7 @@ class FixedRateEngine:
         return outputs
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self.missing), waiting=0, pages_used=0, pages_total=4096, prefix_hit_tokens=0,
+        return EngineStats(running=len(self.missing), waiting=0, used_pages=0, num_pages=4096, prefix_hit_tokens=0,
                            preemptions=0, prompt_tokens=0, generated_tokens=self.num_generated)  # fmt: skip
 
 

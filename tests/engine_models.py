@@ -149,7 +149,7 @@ def answers_of(
             outputs[output.request].append(output)
         step += 1
         assert step < 5000, "every request ends"
-    assert engine.stats().pages_used == 0
+    assert engine.stats().used_pages == 0
     return outputs
 
 

@@ -13,7 +13,6 @@ from trimaran.serve import (
     EngineRequest,
     EngineSettings,
     EngineStats,
-    PartSettings,
     RankedRunner,
     RankPlace,
     Runner,
@@ -40,13 +39,10 @@ def accept_adapters() -> None:
 
 
 def served(folder: Path, family: Any = "decoder", **fields: Any) -> ServedModel:
-    """Return a model to serve, in pages of 4; `dtype`, `adapters` and `quantise` are those of `PartSettings`."""
-    given: dict[str, Any] = {"page_size": PAGE_SIZE, "num_pages": 16} | fields
-    own: dict[str, Any] = {"dtype": torch.float32, "check_adapters": accept_adapters}
-    own |= {name: given.pop(name) for name in ("dtype", "adapters", "quantise") if name in given}
-    given["settings"] = PartSettings(**own)
-    section = ModelSection(family=family, path=str(folder)) if "section" not in given else given.pop("section")
-    return ServedModel(section=section, folder=folder, **given)
+    """Return a model to serve, in pages of 4."""
+    given: dict[str, Any] = {"page_size": PAGE_SIZE, "num_pages": 16, "dtype": torch.float32}
+    given |= {"section": ModelSection(family=family, path=str(folder)), "check_adapters": accept_adapters}
+    return ServedModel(folder=folder, **given | fields)
 
 
 def on_ranks(model: ServedModel, tp: int, pp: int, use: Callable[..., Any], *args: Any, device: str = "cpu") -> Any:

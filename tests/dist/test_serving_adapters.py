@@ -86,16 +86,16 @@ def alone(model: ServedModel) -> ModelRunner:
     """Return the runner of one process, with the adapters, or quantised linear layers, of the model."""
     network = load_trained(model.section, model.folder, CPU)
     network.module.eval().requires_grad_(False)
-    bank = AdapterBank(network, output_head(network)) if model.settings.adapters else None
-    for name, folder in model.settings.adapters.items():
+    bank = AdapterBank(network, output_head(network)) if model.adapters else None
+    for name, folder in model.adapters.items():
         assert bank is not None
         load_peft_folder(network, bank, name, folder)
-    if (kind := model.settings.quantise) is not None:
+    if (kind := model.quantise) is not None:
         for _, layer in quantised_layers(network):
             quantise_linear(layer, kind)
     assert isinstance(model.num_pages, int)
     cache = PagedCache(model.num_pages, model.page_size)
-    return ModelRunner(network, CPU, model.settings.dtype, cache, traits_of(network), bank)
+    return ModelRunner(network, CPU, model.dtype, cache, traits_of(network), bank)
 
 
 def quantised_layers(network: Network) -> list[tuple[str, nn.Linear]]:
@@ -123,7 +123,7 @@ def test_adapters_in_one_batch_answer_as_in_one_process(tp: int, pp: int, tmp_pa
     folder = save_spec(SPEC, tmp_path / "model")
     section = ModelSection(path=str(folder))
     model = served(folder, num_pages=64, adapters=save_adapters(section, folder, tmp_path / "adapters"))
-    requests = mixed_requests(model.settings.adapters)
+    requests = mixed_requests(model.adapters)
     names, found = run_ranks(tp * pp, on_ranks, model, tp, pp, names_and_answers, requests)[0]
     assert names == tuple(SECTIONS)
     assert found == answers(alone(model), requests)[0]
@@ -137,7 +137,7 @@ def test_adapters_of_a_transformers_model_answer_alike(tmp_path: Path) -> None:
     folder = hf_models.save_model("llama", tmp_path / "model")
     section = ModelSection(family="hf", path=str(folder))
     model = served(folder, "hf", num_pages=64, adapters=save_adapters(section, folder, tmp_path / "adapters"))
-    requests = mixed_requests(model.settings.adapters, [[each % 96 for each in prompt] for prompt in PROMPTS[:3]])
+    requests = mixed_requests(model.adapters, [[each % 96 for each in prompt] for prompt in PROMPTS[:3]])
     _, found = run_ranks(2, on_ranks, model, 2, 1, names_and_answers, requests)[0]
     assert found == answers(alone(model), requests)[0]
 
@@ -145,7 +145,7 @@ def test_adapters_of_a_transformers_model_answer_alike(tmp_path: Path) -> None:
 def restored_slices(model: ServedModel, tp: int) -> dict[str, Tensor]:
     """Return what this rank's quantised weights stand for."""
     ranks, watch = join_ranks(place_of(tp, 1))
-    part = open_part(model.weights, ranks, model.settings).network.module
+    part = open_part(model, ranks)[0].module
     found = {name: restored_weight(each.weight, each.scales, each.zeros)
              for name, each in part.named_modules() if isinstance(each, QuantisedLinear)}  # fmt: skip
     watch.close()
@@ -189,7 +189,7 @@ def refusal(model: ServedModel, tp: int, pp: int) -> str:
 def test_slices_and_adapters_that_do_not_fit_are_refused_on_every_rank(tmp_path: Path) -> None:
     narrow = served(save_spec(replace(WIDE, ffn=128), tmp_path / "narrow"), quantise="int4")
     assert run_ranks(2, refusal, narrow, 2, 1) == ["U020"] * 2
-    assert run_ranks(2, refusal, replace(narrow, settings=replace(narrow.settings, quantise=None)), 2, 1) == [""] * 2
+    assert run_ranks(2, refusal, replace(narrow, quantise=None), 2, 1) == [""] * 2
     small = save_spec(replace(SPEC, hidden=24, head_dim=6), tmp_path / "small")
     other = save_adapters(ModelSection(path=str(small)), small, tmp_path / "other")
     wrong = served(save_spec(SPEC, tmp_path / "model"), adapters=other)
@@ -207,6 +207,6 @@ def test_an_adapter_is_gone_from_its_layers_once_it_is_taken(tmp_path: Path) -> 
 
 def lora_layers(model: ServedModel, tp: int) -> int:
     ranks, watch = join_ranks(place_of(tp, 1))
-    part = open_part(model.weights, ranks, model.settings).network.module
+    part = open_part(model, ranks)[0].module
     watch.close()
     return sum(isinstance(each, LoraLinear) for each in part.modules())

@@ -57,9 +57,9 @@ def alone(model: ServedModel) -> ModelRunner:
     assert isinstance(model.num_pages, int)
     assert not network.paged_difference(torch.device("cpu"))
     cache = PagedCache(model.num_pages, model.page_size)
-    if model.settings.dtype == torch.bfloat16:
+    if model.dtype == torch.bfloat16:
         compute_in_bf16(network.module)
-    return ModelRunner(network, torch.device("cpu"), model.settings.dtype, cache, traits_of(network))
+    return ModelRunner(network, torch.device("cpu"), model.dtype, cache, traits_of(network))
 
 
 def by_transformers(folder: Path, prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS) -> dict[str, list[int]]:
@@ -144,8 +144,8 @@ def test_ranks_load_the_checkpoints_of_a_run_between_two_steps(tmp_path: Path) -
 def part_of(model: ServedModel, tp: int, pp: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of this rank's own tensors."""
     ranks, watch = join_ranks(place_of(tp, pp))
-    part = open_part(model.weights, ranks, model.settings)
-    shapes = {name: tuple(local_part(each).shape) for name, each in part.network.module.named_parameters()}
+    network, _ = open_part(model, ranks)
+    shapes = {name: tuple(local_part(each).shape) for name, each in network.module.named_parameters()}
     watch.close()
     return shapes
 

@@ -79,7 +79,7 @@ def test_every_request_ends_with_its_own_tokens_whatever_comes_together(
         if step > 40 and not engine.has_work:
             break
     assert not engine.has_work
-    assert engine.stats().pages_used == engine.stats().running == engine.stats().waiting == 0
+    assert engine.stats().used_pages == engine.stats().running == engine.stats().waiting == 0
     assert_held(runner, max_running=max_running, max_step_tokens=budget)
     for request in requests:
         found = outputs[request.id]
@@ -150,11 +150,11 @@ def test_an_abort_frees_the_pages_now() -> None:
         engine.add(request)
     engine.step()
     assert (engine.stats().running, engine.stats().waiting) == (1, 1)
-    assert engine.stats().pages_used == 3
+    assert engine.stats().used_pages == 3
     engine.abort("0")
     engine.abort("1")
     engine.abort("unknown")
-    assert (engine.stats().running, engine.stats().waiting, engine.stats().pages_used) == (0, 0, 0)
+    assert (engine.stats().running, engine.stats().waiting, engine.stats().used_pages) == (0, 0, 0)
     assert not engine.has_work
     assert engine.step() == []
 
@@ -179,7 +179,7 @@ def test_the_token_after_a_stop_id_is_dropped_and_its_page_is_free() -> None:
     while not found or not found[-1].finish:
         found += engine.step()
     assert [each.token for each in found] == whole[: whole.index(whole[5]) + 1]
-    assert engine.stats().pages_used == engine.stats().running == 0
+    assert engine.stats().used_pages == engine.stats().running == 0
     assert engine.has_work  # the token after it is still computed
     assert engine.step() == []
     assert not engine.has_work
@@ -205,7 +205,7 @@ def test_an_aborted_request_in_flight_leaves_nothing_and_its_id_is_free() -> Non
     engine.step()
     engine.step()
     engine.abort(first.id)
-    assert engine.stats().pages_used == 0
+    assert engine.stats().used_pages == 0
     engine.add(again := replace(second, id=first.id))
     found = [output.token for _ in range(9) for output in engine.step()]
     assert found == expected_tokens(again, 4)

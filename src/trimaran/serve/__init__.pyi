@@ -1,8 +1,5 @@
 """Public names of `trimaran.serve`, and the modules that they come from. They are imported on first use."""
 
-from .adapted_network import (
-    base_of_peft as base_of_peft, fill_from_peft as fill_from_peft, load_adapted as load_adapted,
-)
 from .app.talk import show_generation as show_generation
 from .app.trained_weights import find_weights as find_weights
 from .app.vllm import (
@@ -36,10 +33,10 @@ from .engine.peer_watch import (
 )
 from .engine.scheduler import BlockPool as BlockPool, EngineSettings as EngineSettings, page_digest as page_digest
 from .engine.serving_rank import (
-    RankPlace as RankPlace, RankedRunner as RankedRunner, ServedModel as ServedModel, join_ranks as join_ranks,
+    RankPlace as RankPlace, RankedRunner as RankedRunner, join_ranks as join_ranks,
     open_ranked_runner as open_ranked_runner, serve_rank as serve_rank,
 )
-from .engine.sharded_weights import PartSettings as PartSettings, open_part as open_part
+from .engine.sharded_weights import ServedModel as ServedModel, open_part as open_part
 from .engine.token_choice import (
     NOT_A_TOKEN as NOT_A_TOKEN, PendingTokens as PendingTokens, TokenChooser as TokenChooser,
     choose_on_device as choose_on_device, choose_tokens as choose_tokens, logprobs_of as logprobs_of,
@@ -55,7 +52,6 @@ from .exports.graph_exports import (
 )
 from .exports.torchao_weights import quantise_linears as quantise_linears
 from .harness_model import HarnessModel as HarnessModel
-from .open_weights import open_trained as open_trained
 from .planning.serving import (
     Layout as Layout, Traffic as Traffic, captures_steps as captures_steps, serving_memory as serving_memory,
 )
@@ -91,6 +87,7 @@ from .serving_layers import (
 from .settings import TrainedWeights as TrainedWeights
 from .text_stream import MAX_WAITING as MAX_WAITING, TextStream as TextStream, UNDECODABLE as UNDECODABLE
 from .trained_model import (
-    ModelTexts as ModelTexts, TrainedModel as TrainedModel, compute_in_bf16 as compute_in_bf16,
-    section_of_folder as section_of_folder, stored_dtype as stored_dtype,
+    ModelTexts as ModelTexts, TrainedModel as TrainedModel, base_of_peft as base_of_peft,
+    compute_in_bf16 as compute_in_bf16, fill_from_peft as fill_from_peft, load_adapted as load_adapted,
+    open_trained as open_trained, section_of_folder as section_of_folder, stored_dtype as stored_dtype,
 )

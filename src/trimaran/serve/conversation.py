@@ -6,19 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from trimaran.core import ImageRules, UserError
-from trimaran.core.regular_files import read_regular_bytes
-from trimaran.data.quarantine import BadSampleError
-from trimaran.data.row_arrays import SamplePacker
+from trimaran.core import ImageRules, UserError, read_regular_bytes
+from trimaran.data import BadImageError, BadSampleError, ChatTokenizer, SamplePacker, Turn, fill_patches, upright_size
 from trimaran.data.samples.parse_chat import MARKER
-from trimaran.data.samples.raw_sample import Turn
-from trimaran.data.samples.tokenize_chat import ChatTokenizer
-from trimaran.data.vision.decode import BadImageError, upright_size
-from trimaran.data.vision.patches import fill_patches
 from trimaran.serve.trained_model import ModelTexts, TrainedModel
-from trimaran.train.generation.generate import Generation
-from trimaran.train.generation.next_token import PlacedImage
-from trimaran.train.generation.sampling import TokenSampler
+from trimaran.train import Generation, PlacedImage, TokenSampler
 
 MAX_TOKENS = 1 << 30  # nothing is truncated here: a prompt that is too long is refused
 
@@ -45,7 +37,6 @@ class UnplacedTokens:
 
 
 def read_image(file: Path, rules: ImageRules) -> PromptImage:
-    """Return the patches of an image file."""
     try:
         return decode_image(read_regular_bytes(file, follow_links=True), rules)
     except OSError as error:
@@ -108,7 +99,6 @@ class PromptBuilder:
         return self._trained.stop_ids | self.chat.end_of_turn
 
     def read_images(self, files: Sequence[Path]) -> list[PromptImage]:
-        """Return the images in `files`. Raises if the model does not see."""
         if files and self._trained.rules is None:
             raise UserError("A031", "this model takes no images", where="--image",
                             fix="leave --image out, or name a vision-language model")  # fmt: skip
@@ -175,12 +165,10 @@ class Conversation:
         return generation
 
     def add_answer(self, text: str) -> None:
-        """Add what the model said, so that later turns follow it."""
         self._turns.append(Turn("assistant", (text,)))
 
 
 def refuse_long_prompt(trained: TrainedModel, length: int) -> None:
-    """Raise if a prompt has more tokens than the model has positions."""
     if length > trained.network.max_seq_len:
         positions = trained.network.max_seq_len
         raise UserError("A032", f"the prompt has {length} tokens, and the model {positions} positions",

@@ -9,8 +9,7 @@ from lm_eval.api.model import TemplateLM  # pyrefly: ignore[missing-import]
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyrefly: ignore[missing-import]
 
 from trimaran.serve.trained_model import TrainedModel
-from trimaran.train.generation.generate import Generation
-from trimaran.train.generation.sampling import Sampling, TokenSampler
+from trimaran.train import Generation, Sampling, TokenSampler
 
 ROWS = 8  # sequences of a forward
 DEFAULT_MAX_TOKENS = 256
@@ -85,7 +84,6 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the text that follows each context, up to the first of the texts that end it."""
         return [self._continue(*request.args) for request in requests]
 
     def _continue(self, context: str, options: dict[str, Any]) -> str:

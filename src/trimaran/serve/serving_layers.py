@@ -11,12 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from trimaran.core import UserError
 from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.nets import Network
-from trimaran.nets.decoder.attention import Attention, RMSNorm
-from trimaran.nets.decoder.decoder import Decoder, DecoderLayer
+from trimaran.nets import Attention, Decoder, DecoderLayer, FeedForward, Network, RMSNorm, local_part
 from trimaran.nets.decoder.joint_projections import Rotation
-from trimaran.nets.decoder.moe import FeedForward
-from trimaran.nets.local_shards import is_sharded_by_inputs, local_part
+from trimaran.nets.local_shards import is_sharded_by_inputs
 
 Quantisation = Literal["fp8", "int8", "int4"]
 FP8 = torch.float8_e4m3fn
@@ -65,7 +62,6 @@ def replace_projections(layer: DecoderLayer) -> None:
 
 @torch.no_grad()
 def joined_linear(parts: Sequence[nn.Linear]) -> nn.Linear:
-    """Return one linear layer with the rows of all of `parts`."""
     weight = torch.cat([each.weight for each in parts])
     biases: list[Tensor] = [each.bias for each in parts if each.bias is not None]
     joined = nn.Linear(weight.shape[1], len(weight), bias=bool(biases), device="meta")
@@ -236,7 +232,14 @@ def quantised_weight(
     """
     weight = weight.float()
     if kind == "int4":
-        return _quantised_in_groups(weight)
+        groups = weight.unflatten(1, (-1, GROUP))
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scales = ((high - low) / 15).clamp(min=1e-12).to(torch.bfloat16)
+        zeros = (-low / scales.float()).round().clamp(0, 15)
+        numbers = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15).to(torch.uint8)
+        first, second = numbers.chunk(2, dim=-1)
+        packed = (first | (second << 4)).flatten(1).contiguous()
+        return packed, scales.t().contiguous(), zeros.t().to(torch.uint8).contiguous()
     largest = torch.finfo(FP8).max if kind == "fp8" else 127.0
     maxima = weight.abs().amax(dim=1) if row_maxima is None else row_maxima
     scales = maxima.clamp(min=1e-12) / largest
@@ -245,7 +248,6 @@ def quantised_weight(
 
 
 def restored_weight(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """Return what a quantised weight stands for, in fp32."""
     if zeros is None:
         return weight.float() * scales[:, None]
     grouped = weight.unflatten(1, (-1, GROUP // 2))
@@ -253,19 +255,7 @@ def restored_weight(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Ten
     return ((values - zeros.t()[:, :, None].float()) * scales.t()[:, :, None].float()).flatten(1)
 
 
-def _quantised_in_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    groups = weight.unflatten(1, (-1, GROUP))
-    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    scales = ((high - low) / 15).clamp(min=1e-12).to(torch.bfloat16)
-    zeros = (-low / scales.float()).round().clamp(0, 15)
-    numbers = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15).to(torch.uint8)
-    first, second = numbers.chunk(2, dim=-1)
-    packed = (first | (second << 4)).flatten(1).contiguous()
-    return packed, scales.t().contiguous(), zeros.t().to(torch.uint8).contiguous()
-
-
 def refuse_device(kind: Quantisation, device: torch.device) -> None:
-    """Raise UserError unless the device has kernels for these weights."""
     if not DEVICE_TRAITS[device.type].has_kernels:
         raise UserError("E050", f"{kind} weights need an NVIDIA GPU, and the model is on a CPU", where="--quantise",
                         fix="leave --quantise out, or serve on a GPU")  # fmt: skip
@@ -276,12 +266,10 @@ def refuse_device(kind: Quantisation, device: torch.device) -> None:
 
 
 def is_supported(layer: nn.Linear) -> bool:
-    """Return whether the kernels take a linear layer of this size."""
     return layer.in_features % GROUP == 0 and layer.out_features % OUTPUTS == 0
 
 
 def nothing_to_quantise(kind: Quantisation) -> UserError:
-    """Return what to say of a model without a layer that can be quantised."""
     return UserError("E052", f"no layer of this model can be quantised to {kind}", where="--quantise",
                      fix=f"leave --quantise out: only linear layers with a multiple of {GROUP} inputs and of {OUTPUTS} "
                      "outputs have a kernel")  # fmt: skip

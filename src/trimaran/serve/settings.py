@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trimaran.core import Recipe
 from trimaran.runs import RunDirectory
 
 
@@ -26,6 +27,10 @@ class TrainedWeights:
     def from_dict(values: Mapping[str, Any]) -> "TrainedWeights":
         run = None if values["run"] is None else RunDirectory(Path(values["run"]))
         return TrainedWeights(path=Path(values["path"]), run=run, step=values["step"])
+
+    @property
+    def recipe(self) -> Recipe | None:
+        return self.run.read_recipe() if self.run else None
 
     @property
     def label(self) -> str:

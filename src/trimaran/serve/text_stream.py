@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from trimaran.data.text.tokenizer import Tokenizer
+from trimaran.data import Tokenizer
 
 UNDECODABLE = "\ufffd"
 MAX_BEFORE = 8  # tokens of the prompt that the first part is decoded with
@@ -31,7 +31,6 @@ class TextStream:
         return "".join(self._add_few(tokens[start : start + MAX_TOGETHER]) for start in starts)
 
     def finish(self) -> str:
-        """Return the rest of the text. Bytes of a character that was never completed are left out."""
         return self._shown_part(self._decoded())
 
     def _add_few(self, tokens: Sequence[int]) -> str:

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, cast
 import typer
 
 from trimaran.app.recipe.options import Json, TrainedModelName, complete_data
-from trimaran.core import DataSection, Recipe, UserError
+from trimaran.core import DataSection, UserError
 from trimaran.core.regular_files import expand_user
-from trimaran.runs.compile_cache import refuse_unusable
+from trimaran.runs import refuse_unusable
 from trimaran.serve.app.trained_weights import find_weights
 from trimaran.serve.settings import TrainedWeights
 
@@ -35,12 +35,8 @@ class EvalRequest:
     seq_len: int | None = None
     batches: int | None = None
 
-    def recipe(self) -> Recipe | None:
-        return self.weights.run.read_recipe() if self.weights.run else None
-
     def section(self, data: str) -> DataSection:
-        """Return the data section of `--data`."""
-        recipe = self.recipe()
+        recipe = self.weights.recipe
         usual = recipe.data.seq_len if recipe else DEFAULT_SEQ_LEN
         return DataSection(source=self.source or guess_source(data), path=data, seq_len=max(2, self.seq_len or usual),
                            isolate_documents=recipe.data.isolate_documents if recipe else False,
@@ -107,7 +103,8 @@ def eval(
     weights = find_weights(model, step, for_text=tasks is not None or data is not None)
     request = EvalRequest(weights=weights, data=data, source=source, seq_len=seq_len, batches=batches)
     refuse_unusable(os.environ)
-    from trimaran.app.show.clean_console import open_console, progress_bar
+    from trimaran.app import open_console
+    from trimaran.app.show.clean_console import progress_bar
     from trimaran.serve.app.evaluate_trained import evaluate_loss, evaluate_tasks, save_evaluation
 
     began = time.monotonic()
@@ -124,7 +121,6 @@ def eval(
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    """Return what a person reads."""
     at = f"step {found['step']} of {found['run_dir']}" if found["step"] is not None else found["model"]
     if "tasks" in found:
         rows = [f"{at}, {found['samples']} samples:"]

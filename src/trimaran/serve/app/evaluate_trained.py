@@ -17,8 +17,7 @@ from trimaran.data.text.tokenizer import is_same_tokenizer
 from trimaran.runs import append_line
 from trimaran.serve.app.eval import EvalRequest
 from trimaran.serve.app.trained_weights import saved_step
-from trimaran.serve.open_weights import open_trained
-from trimaran.serve.trained_model import TrainedModel
+from trimaran.serve.trained_model import TrainedModel, open_trained
 from trimaran.train.evaluate_weights import EvaluatedNetwork, HeldOutLoss, held_out_loss, text_loss
 
 Progress = Callable[[str, float], None]
@@ -27,7 +26,7 @@ HELD_OUT = "held-out"
 
 def evaluate_loss(request: EvalRequest, progress: Progress) -> dict[str, Any]:
     """Return the loss of the weights on the held-out data of their run, or on `request.data`."""
-    recipe, weights = request.recipe(), request.weights
+    recipe, weights = request.weights.recipe, request.weights
     if recipe is None and request.data is None:
         raise UserError("A045", "there is nothing to evaluate on: these weights come without a run",
                         where=str(weights.path),
@@ -111,7 +110,6 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def about(request: EvalRequest) -> dict[str, Any]:
-    """Return which weights were evaluated, and with what."""
     weights = request.weights
     run_dir = str(weights.run.path) if weights.run else None
     step = weights.step

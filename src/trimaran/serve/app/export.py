@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from trimaran.app.recipe.options import Json, RunName, find_run
+from trimaran.app import find_run
+from trimaran.app.recipe.options import Json, RunName
+from trimaran.checkpoint import DamagedError
 from trimaran.checkpoint.checkpoint_list import verify_all, with_step
-from trimaran.checkpoint.manifest import DamagedError
 from trimaran.core import UserError, show_bytes
-from trimaran.runs import RunDirectory
-from trimaran.runs.compile_cache import refuse_unusable
+from trimaran.runs import RunDirectory, refuse_unusable
 
 Format = Literal["hf", "dcp", "gguf", "onnx", "torch-export"]
 Dtype = Literal["fp32", "fp16", "bf16"]
@@ -64,7 +64,6 @@ class ExportRequest:
         return self.dtype or "fp32"
 
     def folder(self, step_name: str) -> Path:
-        """Return the default folder for the checkpoint of that name."""
         suffix = f"-{self.precision}" if self.quantise else ""
         return self.run.path / "exports" / f"{step_name}-{self.form}{suffix}"
 
@@ -96,7 +95,6 @@ def make_request(
 
 
 def _form(run: RunDirectory, to: Format, *, merge: bool, quantise: Quantise | None) -> Form:
-    """Return what the folder holds."""
     has_adapter = run.read_recipe().model.adapter is not None
     if merge and not has_adapter:
         raise UserError("A001", "this run has no adapter to merge: an export has its whole weights", where="--merge",
@@ -146,7 +144,8 @@ def export(
     directory = find_run(run)
     request = make_request(directory, to, dtype=dtype, quantise=quantise, merge=merge, check=not no_check)
     refuse_unusable(os.environ)
-    from trimaran.app.show.clean_console import open_console, progress_bar
+    from trimaran.app import open_console
+    from trimaran.app.show.clean_console import progress_bar
 
     began = time.monotonic()
     # What other packages print is not part of the answer.

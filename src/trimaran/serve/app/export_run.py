@@ -15,30 +15,28 @@ import torch
 import yaml
 from torch import Tensor
 
-from trimaran.app.runs.run_state import RunState
-from trimaran.checkpoint.convert.convert import (
+from trimaran.app import RunState
+from trimaran.checkpoint import (
+    DcpSource,
+    DiskSource,
+    Manifest,
     dcp_key,
     export_adapter,
     export_dcp,
     export_hf,
     export_merged,
-    not_written,
     read_full_tensor,
-    refuse_occupied,
 )
-from trimaran.checkpoint.convert.dcp_read import DcpSource
+from trimaran.checkpoint.convert.convert import not_written, refuse_occupied
 from trimaran.checkpoint.convert.export_hf import write_folder
-from trimaran.checkpoint.load_state import DiskSource
-from trimaran.checkpoint.manifest import Manifest
 from trimaran.checkpoint.step_dirs import step_of
 from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import Recipe, UserError, show_count, show_seconds
 from trimaran.core.version import VERSION
-from trimaran.data.text.prepare_text import cache_folder
-from trimaran.data.text.tokenizer import Tokenizer
+from trimaran.data import Tokenizer, cache_folder
 from trimaran.models.resolve import model_text
 from trimaran.nets import Network
-from trimaran.runs.run_records import read_evaluations
+from trimaran.runs import read_evaluations
 from trimaran.serve.app.export import ExportRequest
 from trimaran.serve.exports.compare_logits import (
     Logits,
@@ -59,10 +57,9 @@ from trimaran.serve.exports.graph_exports import (
     write_program,
 )
 from trimaran.serve.exports.torchao_weights import hf_logits, quantise_hf_folder, quantise_linears
-from trimaran.serve.open_weights import open_trained, tokenizer_of
 from trimaran.serve.settings import TrainedWeights
-from trimaran.serve.trained_model import TrainedModel, stored_dtype
-from trimaran.train.generation.generate import save_tokenizer
+from trimaran.serve.trained_model import TrainedModel, open_trained, refuse_other_base, stored_dtype, tokenizer_of
+from trimaran.train import save_tokenizer
 
 CARD = "README.md"
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -91,7 +88,6 @@ Progress = Callable[[str, float], None]
 
 
 def write_model_card(request: ExportRequest, manifest: Manifest, folder: Path) -> None:
-    """Write the card into the folder of an export. `manifest` is that of the checkpoint."""
     (folder / CARD).write_text(model_card(request, manifest, folder.name), encoding="utf-8")
 
 
@@ -124,7 +120,6 @@ def model_card(request: ExportRequest, manifest: Manifest, folder: str) -> str:
 
 
 def _front_matter(request: ExportRequest, state: RunState, manifest: Manifest) -> dict[str, Any]:
-    """Return the metadata that the Hub reads."""
     tree: dict[str, Any] = {"library_name": LIBRARY_NAMES.get(request.form, "transformers")}
     if tag := state.recipe.model.kind.pipeline_tag:
         tree["pipeline_tag"] = tag
@@ -223,24 +218,22 @@ def export_step(request: ExportRequest, path: Path, target: Path, progress: Prog
     refuse_occupied(target)
     refuse_damaged_weights(path)
     if request.form == "dcp":
-        return _write_dcp(request, path, target, progress)
+        source = DiskSource(path)
+        keys = export_dcp(source, request.run.read_recipe().model, target, progress=progress)
+        if not request.check:
+            return {}
+        written = DcpSource(target)
+        for number, (exported, key) in enumerate(keys.items(), 1):
+            if not torch.equal(
+                _bits(read_full_tensor(source, key)), _bits(read_full_tensor(written, dcp_key(exported)))
+            ):
+                raise UserError("K072", f"the export differs from the checkpoint in {key}", where=str(target),
+                                fix="do not use it, and check the disk")  # fmt: skip
+            progress("comparing the tensors", number / len(keys))
+        return {"check": {"tensors": len(keys), "largest_difference": 0.0}}
     if request.form in ("hf", "merged", "adapter"):
         return _write_hf(request, path, target, progress)
     return _write_file(request, path, target, progress)
-
-
-def _write_dcp(request: ExportRequest, path: Path, target: Path, progress: Progress) -> dict[str, Any]:
-    source = DiskSource(path)
-    keys = export_dcp(source, request.run.read_recipe().model, target, progress=progress)
-    if not request.check:
-        return {}
-    written = DcpSource(target)
-    for number, (exported, key) in enumerate(keys.items(), 1):
-        if not torch.equal(_bits(read_full_tensor(source, key)), _bits(read_full_tensor(written, dcp_key(exported)))):
-            raise UserError("K072", f"the export differs from the checkpoint in {key}", where=str(target),
-                            fix="do not use it, and check the disk")  # fmt: skip
-        progress("comparing the tensors", number / len(keys))
-    return {"check": {"tensors": len(keys), "largest_difference": 0.0}}
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -250,7 +243,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _write_hf(request: ExportRequest, path: Path, target: Path, progress: Progress) -> dict[str, Any]:
     recipe = request.run.read_recipe()
-    add_files = partial(_add_files, request, path, tokenizer_of(_weights(request, path), recipe))
+    add_files = partial(_add_files, request, path, tokenizer_of(_weights(request, path)))
     width = request.quantise
     if width not in ("int8", "int4"):
         _write_weights(request, recipe, path, target, add_files, progress)
@@ -284,20 +277,19 @@ def _write_weights(
     add_files: Callable[[Path], None],
     progress: Progress,
 ) -> None:
-    """Write a Hugging Face or PEFT folder, one tensor at a time."""
     source, dtype = DiskSource(path), request.dtype
     if request.form == "hf":
         export_hf(source, recipe.model, target, dtype=dtype or "fp32", add_files=add_files, progress=progress)
     elif request.form == "adapter":
         export_adapter(source, recipe.model, target, dtype=dtype or "fp32", add_files=add_files, progress=progress)
     else:
-        refuse_other_base_of(recipe, source.progress.get("base") or {}, progress)
         seed = recipe.train.seed
+        refuse_other_base(recipe.model, source.progress.get("base") or {}, seed=seed, cache=cache_folder(os.environ),
+                          report_progress=lambda fraction: progress("hashing the base", fraction))  # fmt: skip
         export_merged(source, recipe.model, target, seed=seed, dtype=dtype, add_files=add_files, progress=progress)
 
 
 def _write_file(request: ExportRequest, path: Path, target: Path, progress: Progress) -> dict[str, Any]:
-    """Write a folder with one model file: GGUF, ONNX or an archive of torch.export."""
     trained = _open(request, path)
     facts: dict[str, Any] = {}
 
@@ -365,14 +357,5 @@ def _open(request: ExportRequest, path: Path) -> TrainedModel:
 
 
 def _add_files(request: ExportRequest, path: Path, tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Add the tokenizer and the model card to the folder of an export."""
     save_tokenizer(tokenizer, folder)
     write_model_card(request, DiskSource(path).manifest, folder)
-
-
-def refuse_other_base_of(recipe: Recipe, saved: dict[str, Any], progress: Progress) -> None:
-    """Raise UserError if the base of an adapter is not the one it was trained on."""
-    from trimaran.serve.adapted_network import refuse_other_base
-
-    refuse_other_base(recipe.model, saved, seed=recipe.train.seed, cache=cache_folder(os.environ),
-                      report_progress=lambda fraction: progress("hashing the base", fraction))  # fmt: skip

@@ -11,7 +11,7 @@ import typer
 
 from trimaran.app.recipe.options import Json, TrainedModelName
 from trimaran.core import UserError
-from trimaran.runs.compile_cache import refuse_unusable
+from trimaran.runs import refuse_unusable
 from trimaran.serve.app.trained_weights import TrainedWeights, find_weights
 
 if TYPE_CHECKING:
@@ -75,10 +75,10 @@ def generate(
     weights = find_weights(model, step)
     text = prompt if prompt is not None or chat else _own_prompt(weights)
     refuse_unusable(os.environ)
-    from trimaran.data.text.prepare_text import cache_folder
+    from trimaran.data import cache_folder
     from trimaran.serve.app.talk import answer_once, continue_text, talk
-    from trimaran.serve.open_weights import open_trained
-    from trimaran.train.generation.sampling import Sampling
+    from trimaran.serve.trained_model import open_trained
+    from trimaran.train import Sampling
 
     if greedy and temperature:
         raise UserError("A001", "--greedy is --temperature 0", where="--temperature",
@@ -103,7 +103,6 @@ def generate(
 
 
 def _own_prompt(weights: TrainedWeights) -> str:
-    """Return the prompt of the run's own sample. Raises if the weights come without a run."""
     if weights.run is None:
         raise UserError("A001", "there is no text to continue", where="--prompt",
                         fix="write --prompt 'TEXT', or talk with --chat")  # fmt: skip

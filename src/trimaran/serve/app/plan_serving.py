@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trimaran.app import open_console, read_plan_request
 from trimaran.app.plan.plan_view import add_model, facts_table
-from trimaran.app.recipe.plan_request import read_plan_request, say_reference
-from trimaran.app.show.clean_console import open_console
+from trimaran.app.recipe.plan_request import say_reference
 from trimaran.app.show.text_chart import GREEN, ORANGE
 from trimaran.core import EXIT_DONE, UserError, did_you_mean, show_bytes, show_count, show_seconds
 from trimaran.models import outline_for
@@ -84,7 +84,6 @@ def read_serving_question(what: str | None, options: ServingOptions, settings: S
 
 
 def refuse_training_options(given: Mapping[str, object]) -> None:
-    """Raise if an option is given that only plans for training have."""
     if named := [name for name, value in given.items() if value]:
         raise UserError("A013", f"{named[0]} is for plans that train, and --serve asks for one that serves",
                         where=named[0], fix=f"leave out {' and '.join(named)}")  # fmt: skip
@@ -96,7 +95,6 @@ def price_per_million(plan: ServingPlan, cluster_size: int, price: float) -> flo
 
 
 def serving_as_dict(answer: ServingAnswer, *, price: float | None) -> dict[str, Any]:
-    """Return what `plan --serve --json` prints."""
     question = answer.question
     best = answer.best
     cost = None if price is None else price_per_million(best, question.cluster.world_size, price)
@@ -118,7 +116,6 @@ def serving_as_dict(answer: ServingAnswer, *, price: float | None) -> dict[str, 
 
 
 def serve_command(plan: ServingPlan) -> str:
-    """Return the command that starts one engine of the plan."""
     layout = plan.layout
     degrees = [f"--{name} {degree}" for name, degree in (("tp", layout.tp), ("pp", layout.pp)) if degree > 1]
     quantised = [f"--quantise {layout.weights}"] if layout.weights in QUANTISED else []
@@ -157,7 +154,6 @@ def _choice(text: str, choices: Sequence[Choice], where: str) -> Choice:
 
 
 def show_serving(answer: ServingAnswer, console: Console, *, price: float | None) -> None:
-    """Print the answer."""
     question, best = answer.question, answer.best
     traffic, facts = question.traffic, facts_table()
     layout = f"tp {best.layout.tp} x pp {best.layout.pp}, {best.layout.weights} weights"
@@ -185,7 +181,15 @@ def show_serving(answer: ServingAnswer, console: Console, *, price: float | None
     console.print(
         Text("\none replica by load: time to the first token, between tokens, and in steps with a prompt", style="dim")
     )
-    console.print(_load_table(best))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    columns = ("requests", "running", "first", "between", "with prompt", "tokens/s", "answers/s")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for load in best.loads:
+        seconds = (load.first_token, load.between_tokens, load.slow_between_tokens)
+        table.add_row(str(load.concurrent), str(load.running), *(_show_latency(each) for each in seconds),
+                      show_count(load.tokens_per_second), f"{load.requests_per_second:,.2f}")  # fmt: skip
+    console.print(table)
     _show_lines(console, "why", answer.reasons)
     lost = [f"{layout}: {why}" for layout, why in answer.lost]
     _show_lines(console, "why others lost", lost[:MAX_SHOWN_LOST])
@@ -193,18 +197,6 @@ def show_serving(answer: ServingAnswer, console: Console, *, price: float | None
     if warning := caution(best):
         console.print(Text.assemble(("\nwarning  ", ORANGE), warning), soft_wrap=True)
     console.print(Text(f"\nnext  {serve_command(best)}"), soft_wrap=True)
-
-
-def _load_table(plan: ServingPlan) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    columns = ("requests", "running", "first", "between", "with prompt", "tokens/s", "answers/s")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for load in plan.loads:
-        seconds = (load.first_token, load.between_tokens, load.slow_between_tokens)
-        table.add_row(str(load.concurrent), str(load.running), *(_show_latency(each) for each in seconds),
-                      show_count(load.tokens_per_second), f"{load.requests_per_second:,.2f}")  # fmt: skip
-    return table
 
 
 def _show_latency(seconds: float) -> str:
@@ -222,7 +214,6 @@ def _show_lines(console: Console, title: str, lines: tuple[str, ...] | list[str]
 def plan_serving_command(
     what: str | None, asked: dict[str, Any], unused: Mapping[str, object], settings: list[str], *, as_json: bool
 ) -> int:
-    """Answer `plan --serve`."""
     refuse_training_options(unused)
     options = ServingOptions(**asked)
     answer = plan_serving(read_serving_question(what, options, settings))

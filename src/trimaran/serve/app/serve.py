@@ -14,10 +14,10 @@ from typing import Annotated, Literal
 import typer
 
 from trimaran.app.recipe.options import Json, TrainedModelName
-from trimaran.checkpoint.step_dirs import newest_step
+from trimaran.checkpoint import newest_step
 from trimaran.core import UserError
 from trimaran.core.regular_files import expand_user
-from trimaran.runs.compile_cache import refuse_unusable
+from trimaran.runs import refuse_unusable
 from trimaran.runs.process_control import raise_soft_limits
 from trimaran.serve.app.trained_weights import ADAPTER_CONFIG, find_weights
 from trimaran.serve.settings import EngineConfig, EngineSizes, ServerSettings, TrainedWeights
@@ -148,7 +148,6 @@ def _refuse_contradictions(
 
 
 def _adapters(values: list[str]) -> dict[str, str]:
-    """Return the PEFT folders by their names. Raises UserError for a wrong or repeated one."""
     found: dict[str, str] = {}
     for value in values:
         name, separator, folder = value.partition("=")
@@ -175,7 +174,7 @@ def _newest_step(weights: TrainedWeights) -> int:
 
 def serve_model(config: EngineConfig, settings: ServerSettings, port: int, *, has_token: bool, as_json: bool) -> int:
     """Serve until a signal and return the exit code. A token that the user chose is not printed. Imports torch."""
-    from trimaran.data.text.prepare_text import cache_folder
+    from trimaran.data import cache_folder
     from trimaran.serve.server.run_server import serve as serve_until_signal
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -12,11 +12,11 @@ from trimaran.app.show.terminal import raw_stream
 from trimaran.core import UserError
 from trimaran.serve.conversation import Conversation, continuation
 from trimaran.serve.trained_model import TrainedModel
-from trimaran.train.generation.sampling import Sampling, TokenSampler
+from trimaran.train import Sampling, TokenSampler
 
 if TYPE_CHECKING:
-    from trimaran.data.text.tokenizer import Tokenizer
-    from trimaran.train.generation.generate import Generation
+    from trimaran.data import Tokenizer
+    from trimaran.train import Generation
 
 EXIT_INTERRUPTED = 130
 EXIT_WORDS = ("/exit", "/quit")
@@ -49,7 +49,6 @@ class GeneratedText:
         return "; ".join(parts)
 
     def numbers(self) -> dict[str, Any]:
-        """Return the fields for JSON, except the text."""
         return {
             "tokens": self.num_tokens,
             "prompt_tokens": self.num_prompt_tokens,
@@ -99,7 +98,6 @@ def continue_text(
     trained: TrainedModel, sampling: Sampling, prompt: str, *, images: Sequence[Path], max_tokens: int,
     shown: TextIO | None
 ) -> GeneratedText:  # fmt: skip
-    """Return the continuation of a text. The text and then the continuation are written to `shown`."""
     generation = continuation(trained, prompt, images, TokenSampler(sampling), max_tokens=max_tokens)
     if shown is not None:
         shown.write(prompt)
@@ -111,7 +109,6 @@ def answer_once(
     trained: TrainedModel, sampling: Sampling, question: str, *, system: str, images: Sequence[Path],
     max_tokens: int, shown: TextIO | None
 ) -> GeneratedText:  # fmt: skip
-    """Return the answer to one question, written to `shown` as it comes."""
     conversation = Conversation(trained, system=system)
     generation = conversation.ask(question, images, TokenSampler(sampling), max_tokens=max_tokens)
     return _shown(show_generation(generation, trained.tokenizer, shown), shown)

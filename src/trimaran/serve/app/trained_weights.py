@@ -4,18 +4,19 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from trimaran.app.recipe.options import find_run, path_argument, program_name
+from trimaran.app import find_run
+from trimaran.app.recipe.options import path_argument, program_name
+from trimaran.checkpoint import newest_step
 from trimaran.checkpoint.checkpoint_list import find_step
 from trimaran.checkpoint.manifest import STEP_NAME
-from trimaran.checkpoint.step_dirs import newest_step, step_of
+from trimaran.checkpoint.step_dirs import step_of
 from trimaran.core import UserError
 from trimaran.core.regular_files import expand_user
-from trimaran.runs import RunDirectory
-from trimaran.runs.run_directory import MARKER
+from trimaran.runs import MARKER, RunDirectory
 from trimaran.serve.settings import TrainedWeights
 
 if TYPE_CHECKING:
-    from trimaran.app.runs.run_state import RunState
+    from trimaran.app import RunState
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 STATUS_TEXT = {
@@ -57,34 +58,29 @@ def find_weights(name: str, step: int | None, *, for_text: bool = True) -> Train
         found = find_step(run.checkpoints, step, where=str(run.path))
         return TrainedWeights(path=found, run=run, step=step_of(found))
     if not run.model.is_dir():
-        raise _no_weights(run)
+        from trimaran.app import RunState
+
+        state = RunState(run, only_status=True)
+        state.refresh()
+        train = state.recipe.train
+        unsaved = "" if train.save else ", and train.save is false"
+        what = f"{STATUS_TEXT[state.status]} at step {state.step} of {train.steps}{unsaved}"
+        raise UserError(
+            "A009", f"this run has no trained weights: {what}", where=str(run.model), fix=", or ".join(_fixes(state))
+        )
     return TrainedWeights(path=run.model, run=run)
 
 
 def saved_step(run: RunDirectory) -> int | None:
     """Return the step whose weights the run saved at its end; None if nobody knows."""
-    from trimaran.app.runs.run_state import RunState
+    from trimaran.app import RunState
 
     state = RunState(run, only_status=True)
     state.refresh()
     return max((event.step for event in state.events_of_kind("saved")), default=None)
 
 
-def _no_weights(run: RunDirectory) -> UserError:
-    """Return the error for a run without weights: its status, and the commands that lead to some."""
-    from trimaran.app.runs.run_state import RunState
-
-    state = RunState(run, only_status=True)
-    state.refresh()
-    train = state.recipe.train
-    unsaved = "" if train.save else ", and train.save is false"
-    what = f"{STATUS_TEXT[state.status]} at step {state.step} of {train.steps}{unsaved}"
-    return UserError("A009", f"this run has no trained weights: {what}", where=str(run.model),
-                     fix=", or ".join(_fixes(state)))  # fmt: skip
-
-
 def _fixes(state: "RunState") -> Iterator[str]:
-    """Yield what the user can do: wait, resume or train again."""
     from trimaran.app.runs.run_state import ACTIVE_STATUSES
 
     def command(name: str, *words: str) -> str:

@@ -47,8 +47,6 @@ CONFIG = "vllm.yaml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmRequest:
-    """What to serve with vLLM, and how."""
-
     folder: Path
     name: str
     host: str
@@ -83,7 +81,19 @@ def vllm_options(request: VllmRequest) -> dict[str, Any]:
     if request.max_step_tokens is not None:
         options["max-num-batched-tokens"] = request.max_step_tokens
     if request.adapters:
-        options |= _adapter_options(request.adapters)
+        ranks = [_rank(name, folder) for name, folder in request.adapters.items()]
+        rank = next((each for each in LORA_RANKS if each >= max(ranks)), None)
+        if rank is None:
+            raise UserError("U013", f"an adapter has rank {max(ranks)}, and vLLM takes at most {LORA_RANKS[-1]}",
+                            where="--adapter", fix="use --engine own, or merge it: trimaran export RUN --merge"
+                            )  # fmt: skip
+        modules = [json.dumps({"name": name, "path": str(folder)}) for name, folder in request.adapters.items()]
+        options |= {
+            "enable-lora": True,
+            "lora-modules": modules,
+            "max-loras": len(request.adapters),
+            "max-lora-rank": rank,
+        }
     for name, value in options.items():
         assert name in OPTIONS, f"vllm serve has no --{name}"
         assert type(value) is OPTIONS[name], f"--{name} takes {OPTIONS[name].__name__}, not {value!r}"
@@ -91,7 +101,6 @@ def vllm_options(request: VllmRequest) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError if vLLM could not load the folder."""
     config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
     if not config.get("architectures"):
         raise UserError("U013", "config.json names no architecture, and vLLM chooses the model by it",
@@ -107,24 +116,12 @@ def vllm_command(folder: Path, config: Path) -> list[str]:
 
 
 def config_text(options: Mapping[str, Any]) -> str:
-    """Return the options as the YAML file that `--config` reads."""
     return yaml.safe_dump(dict(options), sort_keys=False)
 
 
 def shown_command(command: list[str]) -> str:
     """Return the command as a person types it; the token is in the environment."""
     return f"{API_KEY}=TOKEN {shlex.join(command)}"
-
-
-def _adapter_options(adapters: Mapping[str, Path]) -> dict[str, Any]:
-    ranks = [_rank(name, folder) for name, folder in adapters.items()]
-    rank = next((each for each in LORA_RANKS if each >= max(ranks)), None)
-    if rank is None:
-        raise UserError("U013", f"an adapter has rank {max(ranks)}, and vLLM takes at most {LORA_RANKS[-1]}",
-                        where="--adapter", fix="use --engine own, or merge it: trimaran export RUN --merge"
-                        )  # fmt: skip
-    modules = [json.dumps({"name": name, "path": str(folder)}) for name, folder in adapters.items()]
-    return {"enable-lora": True, "lora-modules": modules, "max-loras": len(adapters), "max-lora-rank": rank}
 
 
 def _rank(name: str, folder: Path) -> int:
@@ -148,7 +145,6 @@ def find_folder(weights: TrainedWeights) -> tuple[Path, list[str]]:
 
 
 def plan_vllm(request: VllmRequest, export: list[str]) -> dict[str, Any]:
-    """Return what would be run, as facts: the export, the command of vLLM and its configuration."""
     options = vllm_options(request)
     command = vllm_command(request.folder, Path(CONFIG))
     return {"export": export, "command": command, "shown": shown_command(command), "config": options,
@@ -179,7 +175,6 @@ def serve_with_vllm(request: VllmRequest, export: list[str], token: str) -> int:
 
 
 def _export_failed(answer: str) -> UserError:
-    """Return the mistake that `trimaran export --json` printed."""
     try:
         error = json.loads(answer.splitlines()[-1])["error"]
         return UserError(error["code"], error["what"], where=error["where"], fix=error["fix"])

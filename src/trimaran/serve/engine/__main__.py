@@ -12,9 +12,9 @@ from collections.abc import Sequence
 if __name__ == "__main__":
     gc.disable()  # imports leave little garbage, and looking for it takes a seventh of their time
 
-from trimaran.core import UserError
-from trimaran.core.errors import EXIT_USER, file_error
-from trimaran.runs.process_control import die_with_parent, set_process_name
+from trimaran.core import EXIT_USER, UserError
+from trimaran.core.errors import file_error
+from trimaran.runs import die_with_parent, set_process_name
 from trimaran.serve.engine.engine_loop import EngineLoop, EngineSocket
 from trimaran.serve.engine.open_engine import OpenEngine, open_engine
 from trimaran.serve.settings import EngineConfig
@@ -35,10 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     config = EngineConfig.parse(options.config)
     if options.rank:
-        from trimaran.serve.engine.serving_rank import serve_other_rank  # noqa: PLC0415 - other ranks only
+        from trimaran.serve.engine.serving_rank import place_and_model, serve_rank  # noqa: PLC0415 - other ranks only
 
         try:
-            return serve_other_rank(config, options.rank, options.address)
+            return serve_rank(*place_and_model(config, options.rank, options.address))
         except UserError:
             return EXIT_USER  # rank 0 makes the same mistake, and tells the server
     return _serve(config, options.address, EngineSocket(socket.socket(fileno=options.fd)))

@@ -54,16 +54,6 @@ def refuse_impossible(
     if request.adapter is not None and request.adapter not in traits.adapters:
         raise UserError("E005", f"no adapter is called {request.adapter!r}", where="model",
                         fix=f"loaded are: {', '.join(traits.adapters) or 'none'}")  # fmt: skip
-    _refuse_images(request, traits, max_image_tokens)
-    if request.embed and not traits.embeds:
-        raise UserError("E007", "this model returns no embeddings", where="the request",
-                        fix="use a model whose attention can be paged; the log says why this one's cannot")  # fmt: skip
-    if request.grammar is not None and not has_constraints:
-        raise UserError("E008", "answers that follow a schema need a package that is not installed",
-                        where="the request", fix="install it, or leave the schema out")  # fmt: skip
-
-
-def _refuse_images(request: EngineRequest, traits: RunnerTraits, max_image_tokens: int) -> None:
     sizes = [image.stop - image.first for image in request.images]
     if sizes and max(sizes) > max_image_tokens:
         raise UserError("E006", f"an image has {max(sizes)} tokens, and a step has room for {max_image_tokens}",
@@ -73,6 +63,12 @@ def _refuse_images(request: EngineRequest, traits: RunnerTraits, max_image_token
         raise UserError("E006", f"the prompt has {expected} image tokens, and its images have {sum(sizes)}",
                         where="the prompt",
                         fix="leave image tokens out of the text: an image brings its own")  # fmt: skip
+    if request.embed and not traits.embeds:
+        raise UserError("E007", "this model returns no embeddings", where="the request",
+                        fix="use a model whose attention can be paged; the log says why this one's cannot")  # fmt: skip
+    if request.grammar is not None and not has_constraints:
+        raise UserError("E008", "answers that follow a schema need a package that is not installed",
+                        where="the request", fix="install it, or leave the schema out")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +77,8 @@ class EngineStats:
 
     running: int
     waiting: int
-    pages_used: int
-    pages_total: int
+    used_pages: int
+    num_pages: int
     prefix_hit_tokens: int
     preemptions: int
     prompt_tokens: int
@@ -110,10 +106,10 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LaunchedStep:
-    """A step in flight: its tokens, and for each that is wanted the answer, its number in the step, and its index."""
+    """A step in flight: its tokens, and for each that is wanted the answer and its number in the step."""
 
     tokens: PendingTokens
-    wanted: list[tuple[_Answer, int, int]]
+    wanted: list[tuple[_Answer, int]]
 
 
 class BatchingEngine:
@@ -193,7 +189,6 @@ class BatchingEngine:
         self._early += self._read(before)
 
     def _run(self) -> list[TokenOutput]:
-        """Plan a step, compute it, and return what is new."""
         parts = self._scheduler.plan()
         if not parts:
             return []
@@ -202,11 +197,22 @@ class BatchingEngine:
         starts = [part.sequence.num_computed for part in parts]
         self._scheduler.commit(parts)
         outputs = self._embedding_outputs(parts, wants, result)
-        rows = self._rows_to_choose(parts, wants, starts, result.logits)
+        # The answers whose next token is chosen now, and their rows of the logits; keep those of prompts.
+        rows, row = [], 0
+        for part, want, start in zip(parts, wants, starts, strict=True):
+            if want == LAST:
+                rows.append((self._answer(part), row))
+                row += 1
+            elif want == ALL:
+                answer = self._answer(part)
+                _keep_prompt_logprobs(answer, start, result.logits[row : row + part.num_tokens])
+                row += part.num_tokens
+                if not part.sequence.num_left:
+                    rows.append((answer, row - 1))
         return [*outputs, *self._token_outputs(rows, result.logits)]
 
     def _launch(self, launcher: LaunchingRunner) -> _LaunchedStep | None:
-        """Plan a step and launch it. Its tokens are numbers of themselves until they are read."""
+        """Plan a step and launch it. Only the device knows its tokens until they are read."""
         parts = self._scheduler.plan()
         if not parts:
             return None
@@ -215,14 +221,11 @@ class BatchingEngine:
         batch = self._builder.build(parts, self._scheduler.take_ended(), wants)
         tokens = launcher.launch(batch, [None if each is None else each.chooser for each in answers])
         self._scheduler.commit(parts)
-        wanted = []
-        for number, answer in enumerate(answers):
-            if answer is None:
-                continue
+        wanted = [(answer, number) for number, answer in enumerate(answers) if answer is not None]
+        for answer, number in wanted:
             sequence = answer.sequence
-            wanted.append((answer, number, len(sequence.tokens)))
-            sequence.tokens.append(-1 - number)
-            if self._length_finish(sequence.request, len(sequence.tokens)):
+            sequence.in_flight.append(number)
+            if self._length_finish(sequence.request, sequence.length):
                 # Others may have its pages now: the device computes their steps after this one.
                 self._scheduler.remove(sequence)
                 answer.has_left = True
@@ -232,10 +235,9 @@ class BatchingEngine:
         """Wait for a step, and return its tokens. Those of answers that have ended meanwhile are dropped."""
         if step is None:
             return []
-        tokens, outputs = step.tokens.read(), []
-        for answer, number, index in step.wanted:
-            if self._answers.get(answer.sequence.request.id) is answer:
-                outputs.append(self._with_token(answer, tokens[number], index))
+        tokens = step.tokens.read()
+        outputs = [self._with_token(answer, tokens[number]) for answer, number in step.wanted
+                   if self._answers.get(answer.sequence.request.id) is answer]  # fmt: skip
         self._generated_tokens += len(outputs)
         return outputs
 
@@ -249,8 +251,8 @@ class BatchingEngine:
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            pages_used=scheduler.pool.num_used,
-            pages_total=scheduler.pool.num_pages,
+            used_pages=scheduler.pool.num_used,
+            num_pages=scheduler.pool.num_pages,
             prefix_hit_tokens=scheduler.num_reused_tokens,
             preemptions=scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
@@ -290,25 +292,7 @@ class BatchingEngine:
             self._remove(sequence.request.id)
         return outputs
 
-    def _rows_to_choose(
-        self, parts: Sequence[ScheduledPart], wants: Sequence[int], starts: Sequence[int], logits: Tensor
-    ) -> list[tuple[_Answer, int]]:
-        """Return the answers whose next token is chosen now, and their rows of the logits; keep those of prompts."""
-        chosen, row = [], 0
-        for part, want, start in zip(parts, wants, starts, strict=True):
-            if want == LAST:
-                chosen.append((self._answer(part), row))
-                row += 1
-            elif want == ALL:
-                answer = self._answer(part)
-                _keep_prompt_logprobs(answer, start, logits[row : row + part.num_tokens])
-                row += part.num_tokens
-                if not part.sequence.num_left:
-                    chosen.append((answer, row - 1))
-        return chosen
-
     def _token_outputs(self, rows: Sequence[tuple[_Answer, int]], logits: Tensor) -> list[TokenOutput]:
-        """Choose the next tokens, and return them."""
         outputs = [self._without_token(answer) for answer, _ in rows if not answer.sequence.request.max_tokens]
         rows = [each for each in rows if each[0].sequence.request.max_tokens]
         if not rows:
@@ -320,7 +304,7 @@ class BatchingEngine:
         logprobs = _wanted_logprobs(answers, tokens, logits)
         self._generated_tokens += len(tokens)
         for number, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
-            outputs.append(self._with_token(answer, token, len(answer.sequence.tokens), logprobs.get(number)))
+            outputs.append(self._with_token(answer, token, logprobs.get(number)))
         return outputs
 
     def _without_token(self, answer: _Answer) -> TokenOutput:
@@ -330,34 +314,26 @@ class BatchingEngine:
         return TokenOutput(request=request.id, finish="length", prompt_logprobs=tuple(answer.prompt_logprobs),
                            prompt_top=tuple(answer.prompt_top))  # fmt: skip
 
-    def _with_token(
-        self, answer: _Answer, token: int, index: int, logprobs: TokenLogprobs | None = None
-    ) -> TokenOutput:
-        """Take a token, the one at `index` of its sequence, and return the output."""
+    def _with_token(self, answer: _Answer, token: int, logprobs: TokenLogprobs | None = None) -> TokenOutput:
+        """Take the next token of a sequence, and return the output."""
         sequence, request = answer.sequence, answer.sequence.request
         if token == NOT_A_TOKEN:
             self._remove(request.id)
             return TokenOutput(request=request.id, finish="error", error=NAN_ERROR)
-        sequence.put(index, token)
-        self._scheduler.token_known(sequence, index)
-        finish = self._finish_of(request, token, index + 1)
+        self._scheduler.put(sequence, token)
+        finish = self._finish_of(request, token, len(sequence.tokens))
         if finish is not None:
             self._remove(request.id)
         elif answer.chooser.constraint is not None:
             answer.chooser.constraint.advance(token)
-        of_prompt: tuple[tuple[float | None, ...], tuple[TopTokens, ...]] = ((), ())
+        output = TokenOutput(request=request.id, token=token, finish=finish)
+        if logprobs is not None:
+            output = output._replace(logprob=logprobs.logprob, top=logprobs.top)
         if request.prompt_logprobs and not answer.has_prompt_logprobs:
-            of_prompt = tuple(answer.prompt_logprobs), tuple(answer.prompt_top)
             answer.has_prompt_logprobs = True
-        return TokenOutput(
-            request=request.id,
-            token=token,
-            logprob=None if logprobs is None else logprobs.logprob,
-            top=() if logprobs is None else logprobs.top,
-            finish=finish,
-            prompt_logprobs=of_prompt[0],
-            prompt_top=of_prompt[1],
-        )
+            of_prompt, top = tuple(answer.prompt_logprobs), tuple(answer.prompt_top)
+            output = output._replace(prompt_logprobs=of_prompt, prompt_top=top)
+        return output
 
     def _finish_of(self, request: EngineRequest, token: int, length: int) -> EngineFinish | None:
         """Return why a sequence of this length ends after this token, its last; None if it goes on."""
@@ -371,7 +347,6 @@ class BatchingEngine:
 
 
 def _keep_prompt_logprobs(answer: _Answer, start: int, logits: Tensor) -> None:
-    """Keep the log-probabilities of the prompt's tokens that follow those from `start` on."""
     sequence, request = answer.sequence, answer.sequence.request
     if not start:  # also after it was preempted
         answer.reset_prompt()

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.nets import Network
-from trimaran.nets.paged_cache import PagedCache, PagedExtension
+from trimaran.nets import Network, PagedCache, PagedExtension
 from trimaran.serve.engine.engine_batch import LAST, NOTHING, EngineBatch
 from trimaran.serve.engine.model_runner import ModelRunner, RunnerTraits, StepLogits
 from trimaran.serve.engine.token_choice import PendingTokens, TokenChooser, chosen_or_given, likeliest_tokens, moved
@@ -147,7 +146,6 @@ class GraphInputs:
         self.tables[:num_sequences, :width].copy_(tables)
 
     def pad_all(self, size: GraphSize, unused_slot: int) -> None:
-        """Write inputs that are all padding, for a capture."""
         self.staged[: self.num_inputs(size)].zero_()
         self.split(self.staged, size)[0][2].fill_(unused_slot)
 
@@ -179,7 +177,6 @@ class EngineGraphs:
         return GraphSize(_up_to(TOKEN_SIZES, tokens)[-1], MAX_SEQUENCES, is_decode=False) if fits else None
 
     def replay(self, batch: EngineBatch, size: GraphSize) -> None:
-        """Start the graph of a step."""
         self._inputs.copy_from(batch, size, self._steps, self._unused_slot)
         self._steps += 1
         self._graphs[size].replay()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.data.vision.image_grid import grid_positions
+from trimaran.data import grid_positions
 from trimaran.serve.engine.scheduler import EngineSequence, ScheduledPart
 
 if TYPE_CHECKING:
@@ -111,7 +111,6 @@ class EngineBatch:
 
     @classmethod
     def from_tensor(cls, flat: Tensor) -> Self:
-        """Return what `to_tensor` has written."""
         numbers, at = flat.numpy(), len(_HEAD)
         sizes = dict(zip(_HEAD, numbers[:at].tolist(), strict=True))
 
@@ -160,8 +159,8 @@ class BatchBuilder:
         tables = self._tables[rows, : -(-int(contexts.max()) // self._page_size)]
         tokens: list[int] = []
         for sequence, count in parts:
-            start = sequence.num_computed
-            tokens += sequence.tokens[start : start + count]
+            new = sequence.tokens[sequence.num_computed : sequence.num_computed + count]
+            tokens += new if len(new) == count else [*new, -1 - sequence.in_flight[0]]
         traits = self._runner.traits
         adapters = [
             traits.adapters.index(each.request.adapter) + 1 if each.request.adapter else 0 for each in sequences
@@ -182,7 +181,6 @@ class BatchBuilder:
         )
 
     def forget(self, request: str) -> None:
-        """Forget what is kept of a request that has ended."""
         self._grids.pop(request, None)
 
     def _row(self, sequence: EngineSequence) -> int:
@@ -228,11 +226,10 @@ def part_wants(part: ScheduledPart, *, has_prompt_logprobs: bool) -> int:
         return EMBEDDING
     if request.prompt_logprobs and not has_prompt_logprobs:
         return ALL
-    return LAST if sequence.num_computed + part.num_tokens == len(sequence.tokens) else NOTHING
+    return LAST if sequence.num_computed + part.num_tokens == sequence.length else NOTHING
 
 
 def _images(parts: Sequence[ScheduledPart]) -> StepImages | None:
-    """Return the images of the new tokens, in the order of the tokens; None without images."""
     new = [
         image
         for sequence, count in parts

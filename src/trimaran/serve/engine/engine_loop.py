@@ -84,27 +84,24 @@ class EngineLoop:
         try:
             while not self._is_stopped:
                 for message in self._link.receive(wait=not self._engine.has_work):
-                    self._handle(message)
+                    if "add" in message:
+                        try:
+                            self._engine.add(request_from_json(message["add"]))
+                        except UserError as error:
+                            self._link.send({"refused": {"request": message["add"]["id"], "error": error.as_dict()}})
+                    elif "abort" in message:
+                        self._engine.abort(message["abort"])
+                    elif "load" in message:
+                        self._engine.finish_launched()  # it may compute a token after a stop id
+                        assert not self._engine.has_work, "the server waits until nothing runs"
+                        self._load(TrainedWeights.from_dict(message["load"]))
+                        self._engine.flush_prefixes()
+                        self._link.send({"loaded": message["load"]})
+                    elif "stop" in message:
+                        self._is_stopped = True
                 self._send(self._engine.step() if self._engine.has_work else [])
         except ServerGoneError:
             LOG.debug("the server has closed the connection")
-
-    def _handle(self, message: Mapping[str, Any]) -> None:
-        if "add" in message:
-            try:
-                self._engine.add(request_from_json(message["add"]))
-            except UserError as error:
-                self._link.send({"refused": {"request": message["add"]["id"], "error": error.as_dict()}})
-        elif "abort" in message:
-            self._engine.abort(message["abort"])
-        elif "load" in message:
-            self._engine.finish_launched()  # it may compute a token after a stop id
-            assert not self._engine.has_work, "the server waits until nothing runs"
-            self._load(TrainedWeights.from_dict(message["load"]))
-            self._engine.flush_prefixes()
-            self._link.send({"loaded": message["load"]})
-        elif "stop" in message:
-            self._is_stopped = True
 
     def _send(self, outputs: Sequence[TokenOutput]) -> None:
         """Send outputs, and now and then how busy the engine is; always when it has become idle."""
@@ -112,15 +109,7 @@ class EngineLoop:
         now, is_busy = time.monotonic(), self._engine.has_work
         if now - self._stats_time > STATS_SECONDS or (self._was_busy and not is_busy) or not is_busy:
             self._stats_time = now
-            stats = self._engine.stats()
-            message["stats"] = {
-                "used_pages": stats.pages_used,
-                "num_pages": stats.pages_total,
-                "prompt_tokens": stats.prompt_tokens,
-                "generated_tokens": stats.generated_tokens,
-                "prefix_hit_tokens": stats.prefix_hit_tokens,
-                "preemptions": stats.preemptions,
-            }
+            message["stats"] = asdict(self._engine.stats())
         self._was_busy = is_busy
         if message:
             self._link.send(message)

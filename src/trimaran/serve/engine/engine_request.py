@@ -9,8 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from trimaran.core import UserError
-from trimaran.train.generation.next_token import PlacedImage
-from trimaran.train.generation.sampling import Sampling
+from trimaran.train import PlacedImage, Sampling
 
 EngineFinish = Literal["stop", "length", "context", "error"]
 TopTokens = tuple[tuple[int, float], ...]

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from trimaran.core import UserError
+from trimaran.data import ByteTokenizer, Tokenizer
 from trimaran.data.text.model_tokenizer import JsonTokenizer
-from trimaran.data.text.tokenizer import ByteTokenizer, Tokenizer
 from trimaran.serve.engine.engine_request import EngineRequest, TokenConstraint
 
 NUM_BYTES = 256
@@ -66,8 +66,6 @@ def constraint_maker(tokenizer: Tokenizer, vocabulary: int) -> Callable[[EngineR
 
 
 class _GuidedBytes:
-    """The byte-level tokenizer in the form that llguidance's wrapper asks for."""
-
     eos_token_id = ByteTokenizer.end_id
     bos_token_id = None
     tokens = (*(bytes([each]) for each in range(NUM_BYTES)), b"<end>")

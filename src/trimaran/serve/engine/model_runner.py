@@ -14,10 +14,7 @@ from torch import Tensor, nn
 
 from trimaran.core import UserError
 from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.nets import Network, output_head
-from trimaran.nets.adapters.adapter_bank import AdapterBank
-from trimaran.nets.decoder.key_value_cache import KeyValueCache
-from trimaran.nets.paged_cache import PagedCache, PagedExtension
+from trimaran.nets import AdapterBank, KeyValueCache, Network, PagedCache, PagedExtension, output_head
 from trimaran.serve.engine.engine_batch import ALL, EMBEDDING, LAST, EngineBatch
 from trimaran.serve.engine.token_choice import ChosenTokens, PendingTokens, TokenChooser, choose_on_device, moved
 
@@ -123,7 +120,6 @@ class ModelRunner:
             return StepLogits(self.network.extend_pages(extension, inputs)[0].float())
 
     def launch(self, batch: EngineBatch, choosers: Sequence[TokenChooser | None]) -> PendingTokens:
-        """See `LaunchingRunner`."""
         logits = self.run(batch).logits
         with torch.inference_mode():
             self._choose(logits, batch, choosers)

@@ -10,25 +10,26 @@ import torch
 
 from trimaran.core import AdapterSection, ModelSection, UserError
 from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.nets import Network, output_head
-from trimaran.nets.adapters.adapter_bank import AdapterBank
-from trimaran.nets.adapters.attach import attach_adapter
-from trimaran.serve.adapted_network import (
-    FillAdapter,
-    described_adapter,
-    fill_from_peft,
-    has_adapter,
-    refuse_other_base,
-    saved_base,
-)
+from trimaran.nets import AdapterBank, Network, attach_adapter, output_head
 from trimaran.serve.engine.batching_engine import BatchingEngine
 from trimaran.serve.engine.decode_graphs import GraphRunner
 from trimaran.serve.engine.json_constraint import constraint_maker
 from trimaran.serve.engine.model_runner import CacheSettings, ModelRunner, Runner, open_runner
 from trimaran.serve.engine.scheduler import EngineSettings
-from trimaran.serve.open_weights import load_checkpoint, open_network, open_texts, section_of
 from trimaran.serve.serving_layers import quantise
 from trimaran.serve.settings import EngineConfig, TrainedWeights
+from trimaran.serve.trained_model import (
+    FillAdapter,
+    described_adapter,
+    fill_from_peft,
+    has_adapter,
+    load_checkpoint,
+    open_network,
+    open_texts,
+    refuse_other_base,
+    saved_base,
+    section_of,
+)
 from trimaran.train.generation.generate import first_device
 
 LOG = logging.getLogger(__name__)
@@ -81,7 +82,6 @@ def open_engine(config: EngineConfig) -> OpenEngine:
 
 
 def new_engine(runner: Runner, config: EngineConfig) -> BatchingEngine:
-    """Return an engine over a runner, with JSON guided by the model's tokenizer."""
     sizes = config.sizes
     settings = EngineSettings(max_running=sizes.max_running, max_step_tokens=sizes.max_step_tokens)
     maker = constraint_maker(open_texts(config.weights).tokenizer, runner.vocabulary)
@@ -106,16 +106,14 @@ def cache_settings(network: Network, device: torch.device, config: EngineConfig)
 
 def section_and_folder(weights: TrainedWeights) -> tuple[ModelSection, Path]:
     """Return the model section of weights without an adapter, and their folder. Ranks load their own slices of it."""
-    recipe = weights.run.read_recipe() if weights.run else None
-    if has_adapter(weights, recipe):
+    if has_adapter(weights):
         raise UserError("U014", "weights with an adapter are merged in one process, and cannot be split over ranks",
                         where="--tp, --pp", fix="serve the base with --adapter NAME=FOLDER, or merge it first: "
                         "trimaran export RUN --merge, and serve that folder")  # fmt: skip
-    return section_of(weights, recipe), weights.path
+    return section_of(weights), weights.path
 
 
 def adapter_folders(config: EngineConfig) -> dict[str, Path]:
-    """Return the folders of the config's adapters by name. Raises UserError if one is not a PEFT folder."""
     folders = {name: Path(folder) for name, folder in config.adapters.items()}
     for name, path in folders.items():
         if not (path / "adapter_config.json").is_file():
@@ -126,17 +124,14 @@ def adapter_folders(config: EngineConfig) -> dict[str, Path]:
 
 
 def refuse_other_bases(config: EngineConfig) -> None:
-    """Raise UserError if an adapter of the config was trained on another base."""
-    recipe = config.weights.run.read_recipe() if config.weights.run else None
-    base = section_of(config.weights, recipe)
-    if base.path and recipe is None:
+    base = section_of(config.weights)
+    if base.path and config.weights.run is None:
         cache = None if config.cache is None else Path(config.cache)
         for path in adapter_folders(config).values():
             refuse_other_base(base, saved_base(path), seed=0, cache=cache)
 
 
 def _open_adapters(network: Network, config: EngineConfig) -> AdapterBank:
-    """Return the adapters of the config, loaded beside the base. Raises UserError if one has another base."""
     refuse_other_bases(config)
     bank = AdapterBank(network, output_head(network))
     for name, path in adapter_folders(config).items():
@@ -147,8 +142,7 @@ def _open_adapters(network: Network, config: EngineConfig) -> AdapterBank:
 
 def _load_into(network: Network, weights: TrainedWeights, config: EngineConfig, cache_folder: Path | None) -> None:
     """Copy other weights of the same model into the network in place, so that captured graphs stay valid."""
-    recipe = weights.run.read_recipe() if weights.run else None
-    if weights.step is not None and not has_adapter(weights, recipe):
+    if weights.step is not None and not has_adapter(weights):
         load_checkpoint(network, weights.path)
         return
     loaded, _ = open_network(weights, torch.device("cpu"), config.dtype, cache=cache_folder)

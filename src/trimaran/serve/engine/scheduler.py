@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from trimaran.core import UserError
 from trimaran.serve.engine.engine_request import EngineRequest
-from trimaran.train.generation.next_token import PlacedImage
+from trimaran.train import PlacedImage
 
 DIGEST_BYTES = 16
 
@@ -100,39 +100,41 @@ class EngineSequence:
     """The growing sequence of one request.
 
     `order` is its place in the order of arrival; `number` is another one each time that it gets pages after it had
-    none. The keys and values of the first `num_computed` tokens are in `pages`. Tokens that the device has not told yet
-    are negative: -1 - s stands for the one that sequence s of the step in flight chooses.
+    none. The keys and values of the first `num_computed` tokens are in `pages`. `in_flight` has, for each token after
+    `tokens` that only the device knows yet, the number of the sequence in the step that chooses it.
     """
 
-    __slots__ = ("_salt", "digests", "num_computed", "num_prompt", "number", "order", "pages", "request", "tokens")
+    __slots__ = (
+        "_salt",
+        "digests",
+        "in_flight",
+        "num_computed",
+        "num_prompt",
+        "number",
+        "order",
+        "pages",
+        "request",
+        "tokens",
+    )  # fmt: skip
 
     def __init__(self, request: EngineRequest, order: int) -> None:
         self.request, self.order, self.number = request, order, -1
         self.tokens = [*request.prompt, *request.generated]
         self.num_prompt, self.num_computed = len(request.prompt), 0
+        self.in_flight: deque[int] = deque()
         self.pages: list[int] = []
         self.digests: list[bytes] = []
         self._salt = (request.adapter or "").encode()
 
     @property
-    def num_left(self) -> int:
-        """How many tokens are not computed yet; 1 while it generates."""
-        return len(self.tokens) - self.num_computed
+    def length(self) -> int:
+        """How many tokens it has, with those in flight."""
+        return len(self.tokens) + len(self.in_flight)
 
     @property
-    def num_known(self) -> int:
-        """How many tokens the host knows; the last ones may still be in flight."""
-        known = len(self.tokens)
-        while known > self.num_prompt and self.tokens[known - 1] < 0:
-            known -= 1
-        return known
-
-    def put(self, index: int, token: int) -> None:
-        """Write the token at an index: the next one, or one that was in flight."""
-        if index == len(self.tokens):
-            self.tokens.append(token)
-        else:
-            self.tokens[index] = token
+    def num_left(self) -> int:
+        """How many tokens are not computed yet; 1 while it generates."""
+        return self.length - self.num_computed
 
     @property
     def may_reuse(self) -> bool:
@@ -159,7 +161,6 @@ class EngineSequence:
 
 
 def image_digest(image: PlacedImage) -> bytes:
-    """Return the digest of an image's pixels and shape."""
     digest = blake2b(image.patches.tobytes(), digest_size=16)
     digest.update(image.grids.tobytes())
     return digest.digest()
@@ -237,11 +238,15 @@ class Scheduler:
             before = sequence.num_computed
             sequence.num_computed = before + num_tokens
             if shares and before // size != sequence.num_computed // size:
-                for page in range(before // size, min(sequence.num_computed, sequence.num_known) // size):
+                for page in range(before // size, min(sequence.num_computed, len(sequence.tokens)) // size):
                     self.pool.register(sequence.pages[page], sequence.digest(page, size))
 
-    def token_known(self, sequence: EngineSequence, index: int) -> None:
-        """Take note that the token at `index` came from the device: its page may now be shared."""
+    def put(self, sequence: EngineSequence, token: int) -> None:
+        """Append the next token, which may have been in flight: its page may now be shared."""
+        index = len(sequence.tokens)
+        sequence.tokens.append(token)
+        if sequence.in_flight:
+            sequence.in_flight.popleft()
         is_full = (index + 1) % self.page_size == 0 and index < sequence.num_computed
         if is_full and self.settings.reuse_prefixes:
             page = index // self.page_size
@@ -265,7 +270,7 @@ class Scheduler:
         """Return the next token of each sequence that generates, and the numbers of these sequences."""
         parts, planned = [], set()
         for sequence in list(self.running):
-            if sequence.number < 0 or len(sequence.tokens) - sequence.num_computed != 1:
+            if sequence.number < 0 or sequence.num_left != 1:
                 continue  # preempted just now, or it still has a prompt
             has_room = sequence.num_computed < len(sequence.pages) * self.page_size
             while not has_room and not self._grow(sequence, sequence.num_computed + 1):
@@ -306,10 +311,10 @@ class Scheduler:
             if self.running and self.pool.num_free <= len(self.running):
                 break  # it would be refused below; a long prefix need not be looked up for that in every step
             sequence = self.waiting[0]
-            if sequence.tokens[-1] < 0:
-                break  # preempted just now: its last token is still in flight
+            if sequence.in_flight:
+                break  # preempted just now
             self._share_prefix(sequence)
-            needed = self._num_pages(len(sequence.tokens)) - len(sequence.pages)
+            needed = -(-sequence.length // self.page_size) - len(sequence.pages)
             stop = self._part_end(sequence, budget)
             # One page for each of the others, so that the new one is not preempted at once.
             is_short = bool(self.running) and needed + len(self.running) > self.pool.num_free
@@ -344,7 +349,7 @@ class Scheduler:
         sequence.num_computed = whole
 
     def _part_end(self, sequence: EngineSequence, budget: int) -> int:
-        return sequence.whole_images(min(sequence.num_computed + budget, len(sequence.tokens)))
+        return sequence.whole_images(min(sequence.num_computed + budget, sequence.length))
 
     def _reachable(self, sequence: EngineSequence, stop: int) -> int:
         """Return how far up to `stop` the sequence can go with the free pages."""
@@ -353,15 +358,11 @@ class Scheduler:
 
     def _grow(self, sequence: EngineSequence, length: int) -> bool:
         """Take pages for `length` tokens; return False, and take none, if there are not enough."""
-        needed = self._num_pages(length) - len(sequence.pages)
+        needed = -(-length // self.page_size) - len(sequence.pages)
         if needed > self.pool.num_free:
             return False
-        for _ in range(needed):
-            sequence.pages.append(self.pool.take())
+        sequence.pages += [self.pool.take() for _ in range(needed)]
         return True
-
-    def _num_pages(self, length: int) -> int:
-        return -(-length // self.page_size)
 
     def _youngest(self, planned: set[int]) -> EngineSequence:
         """Return the last sequence in the order of arrival that is not planned for this step."""

@@ -3,12 +3,11 @@
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trimaran.core import Mesh, ModelSection, UserError
+from trimaran.core import Mesh, UserError
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.models.spec import rows_per_rank
-from trimaran.nets import Network
-from trimaran.nets.paged_cache import PagedCache, PagedExtension
+from trimaran.nets import Network, PagedCache, PagedExtension
+from trimaran.nets.adapters.adapter_bank import AdapterBank
 from trimaran.parallel import RankMesh, build_mesh
 from trimaran.parallel.precision import DTYPES
-from trimaran.runs.gloo_listeners import closed_listeners
+from trimaran.runs import closed_listeners
 from trimaran.serve.engine.engine_batch import EngineBatch
 from trimaran.serve.engine.model_runner import ModelRunner, RunnerTraits, StepLogits, bytes_of_page, traits_of
 from trimaran.serve.engine.open_engine import (
@@ -36,18 +35,10 @@ from trimaran.serve.engine.open_engine import (
     section_and_folder,
 )
 from trimaran.serve.engine.peer_watch import PeerWatch, watch_peers
-from trimaran.serve.engine.sharded_weights import (
-    OpenPart,
-    PartSettings,
-    WeightsFolder,
-    agreed,
-    check_weights,
-    open_part,
-    refuse_unservable,
-)
-from trimaran.serve.open_weights import usual_dtype
+from trimaran.serve.engine.sharded_weights import ServedModel, agreed, check_weights, open_part, refuse_unservable
 from trimaran.serve.serving_layers import refuse_device
 from trimaran.serve.settings import EngineConfig
+from trimaran.serve.trained_model import usual_dtype
 
 # Numbers in the first broadcast, enough for a decode step of dozens of sequences. A longer message needs a second one.
 FIRST_NUMBERS = 8192
@@ -95,17 +86,6 @@ class StepChannel:
             dist.broadcast(rest := torch.empty(length - room, dtype=torch.int64), 0)
             numbers[room:] = rest
         return MessageKind(kind), numbers
-
-
-def command_numbers(command: dict[str, Any]) -> Tensor:
-    """Return a command as numbers: the bytes of its JSON text, one each."""
-    text = json.dumps(command).encode()
-    return torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int64))
-
-
-def read_command(numbers: Tensor) -> dict[str, Any]:
-    """Return what `command_numbers` has written."""
-    return json.loads(numbers.numpy().astype(np.uint8).tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,27 +200,6 @@ class RankPlace:
         return self.tp * self.pp
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """What to serve: weights, how each rank holds them, and the pages of the cache.
-
-    `folder` is a Hugging Face folder, or with a `step` the checkpoint of a run; `section` is the run's or the folder's
-    model section. `num_pages` may be a function of the loaded part and its device, such as one that measures free
-    memory; every rank calls it, so it may compute a step, and the smallest answer counts.
-    """
-
-    section: ModelSection
-    folder: Path
-    settings: PartSettings
-    page_size: int
-    num_pages: int | Callable[[Network, torch.device], int]
-    step: int | None = None
-
-    @property
-    def weights(self) -> WeightsFolder:
-        return WeightsFolder(section=self.section, folder=self.folder, step=self.step)
-
-
 class RankedRunner:
     """Runs steps over all ranks: a `Runner` for the engine, on rank 0. One thread at a time may use it."""
 
@@ -269,7 +228,9 @@ class RankedRunner:
         If there are none to read, UserError is raised, and the old ones stay.
         """
         with self._lock:
-            self._rank.channel.send(MessageKind.COMMAND, command_numbers({"folder": str(folder), "step": step}))
+            text = json.dumps({"folder": str(folder), "step": step}).encode()
+            numbers = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int64))  # a byte each
+            self._rank.channel.send(MessageKind.COMMAND, numbers)
             self._rank.load(folder, step)
 
     def close(self) -> None:
@@ -294,40 +255,40 @@ class OpenRank:
 
     def __init__(self, place: RankPlace, model: ServedModel) -> None:
         self.model, self.channel = model, StepChannel()
-        refuse_unservable(model.weights.described, place.mesh)
+        refuse_unservable(model.described, place.mesh)
         self.ranks, self.watch = join_ranks(place)
         try:
-            part = open_part(model.weights, self.ranks, model.settings)
+            network, bank = open_part(model, self.ranks)
             pages = model.num_pages
             if not isinstance(pages, int):
-                pages = pages(self._linked(part.network), self.ranks.device)
+                pages = pages(self._linked(network), self.ranks.device)
             least = torch.tensor([pages])
             dist.all_reduce(least, dist.ReduceOp.MIN)
-            self.runner = self._runner_of(part, PagedCache(int(least), model.page_size))
+            self.runner = self._runner_of(network, bank, PagedCache(int(least), model.page_size))
         except UserError:  # all ranks raise, and none of them is lost before it has said why
             self.watch.close()
             raise
 
-    def _runner_of(self, part: OpenPart, cache: PagedCache) -> ModelRunner:
+    def _runner_of(self, part: Network, bank: AdapterBank | None, cache: PagedCache) -> ModelRunner:
         """Return what computes this rank's part of each step."""
-        network, dtype = self._linked(part.network), self.model.settings.dtype
+        network = self._linked(part)
         traits = traits_of(network)
         if self.ranks.degrees.pp > 1:  # rank 0 has no last layer
             traits = replace(traits, embeds=False)
-        return ModelRunner(network, self.ranks.device, dtype, cache, traits, part.bank)
+        return ModelRunner(network, self.ranks.device, self.model.dtype, cache, traits, bank)
 
     def load(self, folder: Path, step: int | None) -> None:
         """Read other weights of the same model. The old ones are freed first: there may be no room for both.
 
         Raises UserError, and keeps the old ones, if a rank finds no weights there.
         """
-        weights = replace(self.model.weights, folder=folder, step=step)
-        agreed(lambda: check_weights(weights))
+        model = replace(self.model, folder=folder, step=step)
+        agreed(lambda: check_weights(model))
         cache = self.runner.cache
         del self.runner
         if self.ranks.device_traits.has_own_memory:
             torch.cuda.empty_cache()
-        self.runner = self._runner_of(open_part(weights, self.ranks, self.model.settings), cache)
+        self.runner = self._runner_of(*open_part(model, self.ranks), cache)
 
     def leave(self) -> None:
         """Leave the other ranks in order."""
@@ -336,7 +297,7 @@ class OpenRank:
 
     def _linked(self, part: Network) -> StagedNetwork:
         hidden = part.spec.hidden if part.spec is not None and self.ranks.degrees.pp > 1 else 0
-        links = StageLinks(self.ranks, hidden, part.vocabulary, self.model.settings.dtype)
+        links = StageLinks(self.ranks, hidden, part.vocabulary, self.model.dtype)
         return StagedNetwork(part.module, part.blocks, part.spec, part, links)
 
 
@@ -360,7 +321,7 @@ def serve_rank(place: RankPlace, model: ServedModel) -> int:
             case MessageKind.STEP:
                 rank.runner.run(EngineBatch.from_tensor(numbers))
             case MessageKind.COMMAND:
-                command = read_command(numbers)
+                command = json.loads(numbers.numpy().astype(np.uint8).tobytes())
                 try:  # or keep the old ones, as all ranks do; rank 0 reports why
                     rank.load(Path(command["folder"]), command["step"])
                 except UserError as error:
@@ -393,18 +354,13 @@ def join_ranks(place: RankPlace) -> tuple[RankMesh, PeerWatch]:
 
 def open_ranked_engine(config: EngineConfig, address: str) -> OpenEngine:
     """Return the engine of rank 0. The other ranks must have been started, too."""
-    runner = open_ranked_runner(*_place_and_model(config, 0, address))
+    runner = open_ranked_runner(*place_and_model(config, 0, address))
     return OpenEngine(
         new_engine(runner, config), lambda weights: runner.load(weights.path, weights.step), close=runner.close
     )
 
 
-def serve_other_rank(config: EngineConfig, rank: int, address: str) -> int:
-    """Compute this rank's part of the steps until rank 0 stops. Returns the exit code."""
-    return serve_rank(*_place_and_model(config, rank, address))
-
-
-def _place_and_model(config: EngineConfig, rank: int, address: str) -> tuple[RankPlace, ServedModel]:
+def place_and_model(config: EngineConfig, rank: int, address: str) -> tuple[RankPlace, ServedModel]:
     """Return where a rank is, and what it loads."""
     num_ranks, num_gpus = config.tp * config.pp, torch.cuda.device_count()
     if 0 < num_gpus < num_ranks:
@@ -424,9 +380,9 @@ def _place_and_model(config: EngineConfig, rank: int, address: str) -> tuple[Ran
 
     if config.quantise is not None:
         refuse_device(config.quantise, device)
-    settings = PartSettings(dtype=dtype, quantise=config.quantise, adapters=adapter_folders(config),
-                            check_adapters=lambda: refuse_other_bases(config))  # fmt: skip
     place = RankPlace(rank=rank, tp=config.tp, pp=config.pp, address=address, device=device)
-    model = ServedModel(section=section, folder=folder, step=config.weights.step, settings=settings,
-                        page_size=config.sizes.page_size, num_pages=num_pages)  # fmt: skip
+    model = ServedModel(section=section, folder=folder, step=config.weights.step, dtype=dtype,
+                        quantise=config.quantise, adapters=adapter_folders(config),
+                        check_adapters=lambda: refuse_other_bases(config), page_size=config.sizes.page_size,
+                        num_pages=num_pages)  # fmt: skip
     return place, model

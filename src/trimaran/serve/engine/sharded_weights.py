@@ -1,7 +1,7 @@
 """Builds a rank's part of a network to serve, and reads its slices of weights and adapters: never the whole model."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -11,27 +11,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trimaran.checkpoint import DiskSource, fill_shards
 from trimaran.checkpoint.convert.convert import MODEL_PREFIX
-from trimaran.checkpoint.load_state import DiskSource, fill_shards
 from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import AdapterSection, Mesh, ModelSection, Plan, UserError
-from trimaran.models import language_of, spec_of, vision_of, weight_files
+from trimaran.models import language_of, spec_of, stage_ranges, vision_of, weight_files
 from trimaran.models.spec import every_rank_has_rows
-from trimaran.models.stages import stage_ranges
-from trimaran.nets import Network, open_network, output_head
-from trimaran.nets.adapters.adapter_bank import AdapterBank, refuse_shared_parts
+from trimaran.nets import (
+    AdapterBank,
+    LoraLinear,
+    Network,
+    add_adapter,
+    load_peft_adapter,
+    local_part,
+    local_slices,
+    network_of,
+    open_network,
+    output_head,
+)
+from trimaran.nets.adapters.adapter_bank import refuse_shared_parts
 from trimaran.nets.adapters.attach import AdapterLayout, adapter_layout
-from trimaran.nets.adapters.lora_linear import LoraLinear, add_adapter
-from trimaran.nets.adapters.peft_format import load_peft_adapter
 from trimaran.nets.decoder.moe import ExpertWeights
-from trimaran.nets.local_shards import is_sharded_by_inputs, local_part, local_slices
-from trimaran.nets.network import network_of
-from trimaran.parallel import RankMesh
-from trimaran.parallel.axes.ep import apply_ep
+from trimaran.nets.local_shards import is_sharded_by_inputs
+from trimaran.parallel import TORCH_DTYPES, RankMesh, TensorShard, apply_ep
 from trimaran.parallel.axes.sharded_layers import ShardedLinear
 from trimaran.parallel.axes.tp import shard_adapter, shard_modules, take_adapter
-from trimaran.parallel.tensor_shards import TORCH_DTYPES, TensorShard
-from trimaran.serve.adapted_network import described_adapter
 from trimaran.serve.serving_layers import (
     GROUP,
     OUTPUTS,
@@ -40,10 +44,40 @@ from trimaran.serve.serving_layers import (
     nothing_to_quantise,
     quantise_linear,
 )
-from trimaran.serve.trained_model import compute_in_bf16
+from trimaran.serve.trained_model import compute_in_bf16, described_adapter
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ServedModel:
+    """What to serve: weights, how each rank holds them, and the pages of the cache.
+
+    `folder` is a Hugging Face folder, or with a `step` the checkpoint of a run; `section` is the run's or the folder's
+    model section. `dtype` is fp32 or bf16, as `compute_in_bf16` has them. `adapters` are PEFT folders by name, which
+    stay unmerged; rank 0 calls `check_adapters`, which raises UserError if one was trained on another base. `num_pages`
+    may be a function of the loaded part and its device, such as one that measures free memory; every rank calls it, so
+    it may compute a step, and the smallest answer counts.
+    """
+
+    section: ModelSection
+    folder: Path
+    step: int | None = None
+    dtype: torch.dtype
+    quantise: Quantisation | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    check_adapters: Callable[[], None] = lambda: None
+    page_size: int
+    num_pages: int | Callable[[Network, torch.device], int]
+
+    @property
+    def described(self) -> ModelSection:
+        """The section that the network is built by. A Hugging Face folder describes itself."""
+        section = self.section
+        if self.step is not None:
+            return section
+        return ModelSection(family=section.family, path=str(self.folder), trust_remote_code=section.trust_remote_code)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,36 +91,20 @@ class DescribedAdapter:
     whole: Network | None  # of a pipeline stage
 
 
-def describe_adapters(whole: Network, folders: Mapping[str, Path], *, is_staged: bool) -> list[DescribedAdapter]:
-    """Return what the adapters change in a whole network, before it is sharded. Raises UserError if one does not fit.
-
-    `is_staged`: ranks have stages of it.
-    """
+def _describe_adapters(whole: Network, model: ServedModel, ranks: RankMesh) -> list[DescribedAdapter]:
+    """Return what the adapters change in a whole network, before it is sharded. Raises UserError if one cannot."""
+    if model.adapters and dist.get_rank() == 0:
+        model.check_adapters()
     found = []
-    for name, folder in folders.items():
+    for name, folder in model.adapters.items():
         section = described_adapter(whole, folder)
         layout = adapter_layout(whole, section)
         language, head = [*whole.towers.values()][-1], output_head(whole)
         outside = [path for path in sorted(layout.targets)
                    if not path.startswith(language) and whole.module.get_submodule(path) is not head]  # fmt: skip
         refuse_shared_parts(name, sorted(layout.trained), outside)
-        found.append(DescribedAdapter(name, folder, section, layout, whole if is_staged else None))
+        found.append(DescribedAdapter(name, folder, section, layout, whole if ranks.degrees.pp > 1 else None))
     return found
-
-
-def load_adapters(
-    network: Network, described: Sequence[DescribedAdapter], agreed: Callable[[Callable[[], bool]], bool]
-) -> AdapterBank:
-    """Return the adapters, loaded beside this rank's part, whose weights are still DTensors. Every rank must call it.
-
-    `agreed` raises on every rank if one raises.
-    """
-    bank = AdapterBank(network, output_head(network))
-    for each in described:
-        agreed(lambda adapter=each: _attach_and_fill(network, adapter))
-        bank.take(each.name)
-    network.module.requires_grad_(False)
-    return bank
 
 
 def _attach_and_fill(network: Network, adapter: DescribedAdapter) -> bool:
@@ -152,62 +170,40 @@ def _layers(network: Network) -> Iterator[tuple[str, nn.Linear]]:
                 yield name, part
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsFolder:
-    """Where weights are: a Hugging Face folder, or the checkpoint of a `step` of a run; and which model they fit."""
+def open_part(model: ServedModel, ranks: RankMesh) -> tuple[Network, AdapterBank | None]:
+    """Return this rank's part of the network, with its weights, ready to compute, and the adapters for its sequences.
 
-    section: ModelSection
-    folder: Path
-    step: int | None = None
-
-    @property
-    def described(self) -> ModelSection:
-        """The section that the network is built by. A Hugging Face folder describes itself."""
-        section = self.section
-        if self.step is not None:
-            return section
-        return ModelSection(family=section.family, path=str(self.folder), trust_remote_code=section.trust_remote_code)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OpenPart:
-    """A rank's part of a network, ready to compute, and the adapters that sequences may use."""
-
-    network: Network
-    bank: AdapterBank | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PartSettings:
-    """How a rank holds its weights: `dtype`, fp32 or bf16, as `trained_model.compute_in_bf16` has them, or quantised.
-
-    `adapters` are PEFT folders by name, which stay unmerged. Rank 0 calls `check_adapters`, which raises UserError if
-    one was trained on another base.
+    Every rank must call it. Raises UserError on every rank if one of them cannot load its part.
     """
-
-    dtype: torch.dtype
-    quantise: Quantisation | None = None
-    adapters: Mapping[str, Path] = field(default_factory=dict)
-    check_adapters: Callable[[], None] = lambda: None
-
-
-def open_part(weights: WeightsFolder, ranks: RankMesh, settings: PartSettings) -> OpenPart:
-    """Return this rank's part of the network, with its weights, ready to compute. Every rank must call it.
-
-    Raises UserError on every rank if one of them cannot load its part.
-    """
-    refuse_unservable(weights.described, ranks.degrees)
-    load = _open_hf if weights.section.kind.is_hf else _open_own
-    network, described = agreed(lambda: load(weights, ranks, settings))
+    refuse_unservable(model.described, ranks.degrees)
+    load = _open_hf if model.section.kind.is_hf else _open_own
+    network, described = agreed(lambda: load(model, ranks))
     if reason := network.paged_difference(ranks.device):
         raise _not_split(f"{type(network.module).__name__} cannot attend to pages: it {reason}")
     network.module.eval().requires_grad_(False)
-    bank = load_adapters(network, described, agreed) if settings.adapters else None
-    if (kind := settings.quantise) is not None:
+    bank = None
+    if model.adapters:  # their weights are still DTensors
+        bank = AdapterBank(network, output_head(network))
+        for each in described:
+            agreed(lambda adapter=each: _attach_and_fill(network, adapter))
+            bank.take(each.name)
+        network.module.requires_grad_(False)
+    if (kind := model.quantise) is not None:
         agreed(lambda: refuse_inexact_slices(network, kind))
         quantise_part(network, kind, ranks)
-    _keep_local_parameters(network.module)
-    return OpenPart(network, bank)
+    # Replace the DTensors of layers that compute with their own slice by that slice: dispatching a DTensor is slow.
+    # An embedding, and a head that is tied to it, must know which rows they hold. A layer with a bias that is sharded
+    # by its inputs must know that its output is a partial sum.
+    tied = {id(part.weight) for part in network.module.modules() if isinstance(part, nn.Embedding)}
+    for part in list(network.module.modules()):
+        if not isinstance(part, ShardedLinear | ExpertWeights):
+            continue
+        if isinstance(part, ShardedLinear) and part.bias is not None and is_sharded_by_inputs(part):
+            continue
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor) and id(parameter) not in tied:
+                part.register_parameter(name, nn.Parameter(local_part(parameter), requires_grad=False))
+    return network, bank
 
 
 def agreed(act: Callable[[], Result]) -> Result:
@@ -228,7 +224,7 @@ def agreed(act: Callable[[], Result]) -> Result:
     return result
 
 
-def check_weights(weights: WeightsFolder) -> bool:
+def check_weights(weights: ServedModel) -> bool:
     """Return True if there are weights to load. Raises UserError if not, or if a checkpoint is damaged.
 
     Each rank verifies a share of the files of a checkpoint.
@@ -272,9 +268,7 @@ def _not_split(what: str) -> UserError:
                      fix="leave them out, or use --tp alone")  # fmt: skip
 
 
-def _open_own(
-    weights: WeightsFolder, ranks: RankMesh, settings: PartSettings
-) -> tuple[Network, list[DescribedAdapter]]:
+def _open_own(weights: ServedModel, ranks: RankMesh) -> tuple[Network, list[DescribedAdapter]]:
     """Return a stage of our own network, or a slice of it, with its weights; and what its adapters change."""
     spec = spec_of(weights.described.model_copy(update={"multi_token_prediction": None}))  # only training needs it
     if spec is None:
@@ -284,9 +278,9 @@ def _open_own(
     layers = stage_ranges(spec, plan, seq_len=1)[ranks.rank("pp")] if ranks.degrees.pp > 1 else None
     with torch.device("meta"):
         network = network_of(spec, layers)
-        whole = network if layers is None or not settings.adapters else network_of(spec)
-    described = _described(whole, ranks, settings)
-    _shard(network, ranks, settings.dtype)
+        whole = network if layers is None or not weights.adapters else network_of(spec)
+    described = _describe_adapters(whole, weights, ranks)
+    _shard(network, ranks, weights.dtype)
     network.module.to_empty(device=ranks.device)
     if weights.step is None:
         network.load(weights.folder)
@@ -295,12 +289,12 @@ def _open_own(
     return network, described
 
 
-def _open_hf(weights: WeightsFolder, ranks: RankMesh, settings: PartSettings) -> tuple[Network, list[DescribedAdapter]]:
+def _open_hf(weights: ServedModel, ranks: RankMesh) -> tuple[Network, list[DescribedAdapter]]:
     """Return a slice of a Hugging Face model, with its weights; and what its adapters change."""
     check_weights(weights)
     network, fill = open_network(weights.described)
-    described = _described(network, ranks, settings)
-    _shard(network, ranks, settings.dtype)
+    described = _describe_adapters(network, weights, ranks)
+    _shard(network, ranks, weights.dtype)
     if weights.step is None:
         fill(ranks.device)
     else:
@@ -309,12 +303,6 @@ def _open_hf(weights: WeightsFolder, ranks: RankMesh, settings: PartSettings) ->
         materialise(network.module, ranks.device)
         _load_checkpoint(network.module, weights.folder)
     return network, described
-
-
-def _described(whole: Network, ranks: RankMesh, settings: PartSettings) -> list[DescribedAdapter]:
-    if settings.adapters and dist.get_rank() == 0:
-        settings.check_adapters()
-    return describe_adapters(whole, settings.adapters, is_staged=ranks.degrees.pp > 1)
 
 
 def _shard(network: Network, ranks: RankMesh, dtype: torch.dtype) -> None:
@@ -328,40 +316,19 @@ def _shard(network: Network, ranks: RankMesh, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _load_checkpoint(module: nn.Module, folder: Path) -> None:
-    """Fill the module with this rank's slices of a run's checkpoint."""
-    source = DiskSource(folder)
-    for name, parameter in module.named_parameters():
-        if MODEL_PREFIX + name not in source.index:
+    """Fill the module with this rank's slices of a run's checkpoint, read in the dtype of the checkpoint."""
+    source, parameters = DiskSource(folder), dict(module.named_parameters())
+    for name, target in (parameters | dict(module.named_buffers())).items():
+        key = MODEL_PREFIX + name
+        if key not in source.index and name not in parameters:
+            continue
+        if key not in source.index:
             raise UserError("K025", f"the checkpoint does not have the weight {name}", where=str(folder),
                             fix="serve with the recipe of the run that wrote it")  # fmt: skip
-        _fill_slice(source, MODEL_PREFIX + name, parameter)
-    for name, buffer in module.named_buffers():
-        if MODEL_PREFIX + name in source.index:
-            _fill_slice(source, MODEL_PREFIX + name, buffer)
-
-
-def _fill_slice(source: DiskSource, key: str, target: Tensor) -> None:
-    """Read this rank's part of a tensor, in the dtype of the checkpoint, and copy it."""
-    here = local_slices(target)
-    values = torch.empty([each.stop - each.start for each in here], dtype=TORCH_DTYPES[source.index[key].meta.dtype])
-    shard = TensorShard(key=key, tensor=values, shape=tuple(target.shape), start=tuple(each.start for each in here))
-    fill_shards([shard], source)
-    local_part(target).copy_(values)
-
-
-def _keep_local_parameters(module: nn.Module) -> None:
-    """Replace the DTensors of layers that compute with their own slice by that slice: dispatching a DTensor is slow.
-
-    An embedding, and a head that is tied to it, must know which rows they hold. A layer with a bias that is sharded by
-    its inputs must know that its output is a partial sum.
-    """
-    tied = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-    for part in list(module.modules()):
-        if not isinstance(part, ShardedLinear | ExpertWeights):
-            continue
-        if isinstance(part, ShardedLinear) and part.bias is not None and is_sharded_by_inputs(part):
-            continue
-        for name, parameter in list(part.named_parameters(recurse=False)):
-            if isinstance(parameter, DTensor) and id(parameter) not in tied:
-                local = nn.Parameter(local_part(parameter), requires_grad=False)
-                part.register_parameter(name, local)
+        here = local_slices(target)
+        values = torch.empty(
+            [each.stop - each.start for each in here], dtype=TORCH_DTYPES[source.index[key].meta.dtype]
+        )
+        shard = TensorShard(key=key, tensor=values, shape=tuple(target.shape), start=tuple(each.start for each in here))
+        fill_shards([shard], source)
+        local_part(target).copy_(values)

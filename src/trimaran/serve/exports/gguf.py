@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from trimaran.core import UserError
-from trimaran.data.text.tokenizer import TOKENIZER_FILE, ByteTokenizer, Tokenizer, byte_alphabet
-from trimaran.models import ModelSpec, spec_to_hf
-from trimaran.models.from_hf import spec_from_hf, unsupported
-from trimaran.models.layer_variations import Rope
+from trimaran.data import ByteTokenizer, Tokenizer
+from trimaran.data.text.tokenizer import TOKENIZER_FILE, byte_alphabet
+from trimaran.models import ModelSpec, Rope, spec_from_hf, spec_to_hf
+from trimaran.models.from_hf import unsupported
 from trimaran.models.spec import variations
-from trimaran.nets import Decoder, Network
-from trimaran.nets.network import network_of
+from trimaran.nets import Decoder, Network, network_of
 from trimaran.serve.exports.compare_logits import cannot_hold, require_package
 
 # The regular expression of the pre-tokenizer, and llama.cpp's name for it. The one without a regular expression is the
@@ -78,7 +77,6 @@ class GgufTokenizer:
     left_out: str = ""
 
     def write(self, writer: Any, gguf: Any) -> str:
-        """Add the tokenizer to a `gguf.GGUFWriter`. Return `left_out`."""
         writer.add_tokenizer_model(self.model)
         if not self.tokens:
             return self.left_out
@@ -101,7 +99,15 @@ class GgufTokenizer:
 def gguf_tokenizer(tokenizer: Tokenizer, vocab: int) -> GgufTokenizer:
     """Return the tokenizer for a file with `vocab` token ids. Ids that the tokenizer does not use are filled up."""
     if isinstance(tokenizer, ByteTokenizer):
-        return _byte_tokenizer(vocab)
+        alphabet = byte_alphabet()
+        tokens = [*(alphabet[byte] for byte in range(256)), END]
+        kinds = ["NORMAL"] * 256 + ["CONTROL"]
+        for number in range(len(tokens), vocab):
+            tokens.append(f"[PAD{number}]")
+            kinds.append("UNUSED")
+        end = ByteTokenizer.end_id
+        return GgufTokenizer(model="gpt2", pre="gpt-2", tokens=tuple(tokens[:vocab]), kinds=tuple(kinds[:vocab]),
+                             merges=(UNUSED_MERGE,), special_ids={"eos": end} if end < vocab else {})  # fmt: skip
     with TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         tree = json.loads((Path(folder) / TOKENIZER_FILE).read_text(encoding="utf-8"))
@@ -132,19 +138,6 @@ def gguf_tokenizer(tokenizer: Tokenizer, vocab: int) -> GgufTokenizer:
     )
 
 
-def _byte_tokenizer(vocab: int) -> GgufTokenizer:
-    """Return bytes as a byte-level BPE without merges."""
-    alphabet = byte_alphabet()
-    tokens = [*(alphabet[byte] for byte in range(256)), END]
-    kinds = ["NORMAL"] * 256 + ["CONTROL"]
-    for number in range(len(tokens), vocab):
-        tokens.append(f"[PAD{number}]")
-        kinds.append("UNUSED")
-    end = ByteTokenizer.end_id
-    return GgufTokenizer(model="gpt2", pre="gpt-2", tokens=tuple(tokens[:vocab]), kinds=tuple(kinds[:vocab]),
-                         merges=(UNUSED_MERGE,), special_ids={"eos": end} if end < vocab else {})  # fmt: skip
-
-
 def _tokens(tree: Mapping[str, Any], vocab: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the token of each id below `vocab`, and its kind."""
     by_id = {number: token for token, number in tree["model"]["vocab"].items()}
@@ -166,7 +159,6 @@ def _tokens(tree: Mapping[str, Any], vocab: int) -> tuple[tuple[str, ...], tuple
 
 
 def _pre_tokenizer(tree: Mapping[str, Any]) -> str | None:
-    """Return llama.cpp's name of the pre-tokenizer; None if it has none."""
     top = tree.get("pre_tokenizer") or {}
     parts = top.get("pretokenizers") or [top]
     if not any(part.get("type") == "ByteLevel" for part in parts):
@@ -363,7 +355,6 @@ def read_gguf(file: Path) -> Network:
 
 
 def _read_spec(reader: Any, tensors: dict[str, Any]) -> ModelSpec:
-    """Return the shape in the metadata of a GGUF file."""
     architecture = reader.fields["general.architecture"].contents()
     model_type = next(key for key, name in ARCHITECTURES.items() if name == architecture)
 

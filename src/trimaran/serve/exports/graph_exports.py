@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimaran.nets import Network, VlmNetwork
-from trimaran.nets.decoder.moe import MoeLayer, choose_experts
+from trimaran.nets import MoeLayer, Network, VlmNetwork, choose_experts
 from trimaran.serve.exports.compare_logits import Logits, cannot_hold, quiet_packages, require_package
 
 PROGRAM, ONNX = "model.pt2", "model.onnx"
@@ -40,7 +39,12 @@ class DenseMoeLayer(nn.Module):
         self.register_buffer("correction_bias", layer.correction_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixture = self._mixture(x).unsqueeze(-1)
+        choices, weights = choose_experts(self.gate(x), self.spec, self.correction_bias)[:2]
+        mixture = (
+            torch.zeros(*weights.shape[:-1], self.spec.num_experts, dtype=x.dtype)
+            .scatter(-1, choices, weights)
+            .unsqueeze(-1)
+        )
         experts, given = self.experts, x.unsqueeze(-2)
         if self.spec.router.weights_input:
             given, mixture = given * mixture, (mixture > 0).to(x.dtype)
@@ -57,11 +61,6 @@ class DenseMoeLayer(nn.Module):
             return out
         shared = self.shared_expert(x)
         return out + (shared if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * shared)
-
-    def _mixture(self, x: Tensor) -> Tensor:
-        """Return the weight of every expert for each token, 0 for those that were not chosen."""
-        choices, weights = choose_experts(self.gate(x), self.spec, self.correction_bias)[:2]
-        return torch.zeros(*weights.shape[:-1], self.spec.num_experts, dtype=x.dtype).scatter(-1, choices, weights)
 
 
 def portable_module(network: Network) -> LogitsModule:
@@ -103,14 +102,12 @@ def _not_traced(error: Exception, where: str) -> Exception:
 
 
 def write_program(module: LogitsModule, file: Path, *, max_seq_len: int) -> None:
-    """Write `file` for `torch.export.load`."""
     program = trace(module, max_seq_len=max_seq_len, where="--to torch-export")
     with quiet_packages():
         torch.export.save(program, file)
 
 
 def read_program(file: Path) -> Logits:
-    """Return the function from tokens to logits in a file that this process has written."""
     with quiet_packages():
         loaded = torch.export.load(file).module()
 
@@ -122,7 +119,6 @@ def read_program(file: Path) -> Logits:
 
 
 def write_onnx(module: LogitsModule, file: Path, *, max_seq_len: int) -> None:
-    """Write `file`; its weights are beside it in `model.onnx.data`."""
     for package in ("onnx", "onnxscript"):
         require_package(package, where="--to onnx")
     program = trace(module, max_seq_len=max_seq_len, where="--to onnx")

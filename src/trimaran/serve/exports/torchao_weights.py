@@ -67,7 +67,6 @@ def quantise_linears(module: nn.Module, width: Width) -> int:
 
 
 def quantise_hf_folder(source: Path, target: Path, width: Width) -> None:
-    """Write `source`, a Hugging Face folder, to `target` with quantised weights."""
     transformers = require_package("transformers", where="--quantise")
     require_package("torchao", where="--quantise")
     with quiet_packages():

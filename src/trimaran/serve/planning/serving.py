@@ -5,15 +5,9 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from trimaran.core import Bytes, Mesh, Plan
-from trimaran.cost.peak_memory import (
-    COMMUNICATOR_BYTES,
-    CONTEXT_BYTES,
-    GRAPH_BYTES,
-    PROCESS_BYTES,
-    SEGMENT_BYTES,
-    WORKSPACE_BYTES,
-)
-from trimaran.cost.rank_part import RankPart, parts_of
+from trimaran.cost import CONTEXT_BYTES, GRAPH_BYTES, PROCESS_BYTES, parts_of
+from trimaran.cost.peak_memory import COMMUNICATOR_BYTES, SEGMENT_BYTES, WORKSPACE_BYTES
+from trimaran.cost.rank_part import RankPart
 from trimaran.machine import Device
 from trimaran.models import Outline, OutlineLayer
 
@@ -105,7 +99,6 @@ class ServingMemory:
 
 
 def computed_in(weights: WeightFormat, device: Device) -> Literal["fp32", "bf16", "fp16"]:
-    """Return the dtype of activations, keys and values."""
     if weights == "fp32" or weights == "bf16" or weights == "fp16":
         return weights
     return "bf16" if "bf16" in device.peak_flops else "fp16"
@@ -134,7 +127,6 @@ def cache_bytes_per_token(layer: OutlineLayer, tp: int, element_bytes: int) -> i
 
 @lru_cache(maxsize=1024)
 def serving_parts(outline: Outline, tp: int, pp: int) -> tuple[RankPart, ...]:
-    """Return the part of the model on each pipeline rank."""
     return parts_of(outline, Plan(mesh=Mesh(tp=tp, pp=pp), grad_accum=pp), seq_len=1)
 
 

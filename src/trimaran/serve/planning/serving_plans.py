@@ -293,7 +293,6 @@ def _is_tie(score: float, best: float) -> bool:
 
 
 def _reasons(question: ServingQuestion, best: ServingPlan, tried: list[ServingPlan]) -> Iterator[str]:
-    """Yield why this layout and this format were chosen."""
     what = {"throughput": "generates the most tokens a second", "latency": "has the least time between tokens",
             "fewest-gpus": "needs the fewest devices"}[question.goal]  # fmt: skip
     ending = "; of those within 5 % of the best, it has the fewest devices" if question.goal != "fewest-gpus" else ""

@@ -5,18 +5,25 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from trimaran.core import Seconds
-from trimaran.cost.block_time import EAGER, BlockSplit, elementwise_bytes, matmuls
-from trimaran.cost.collective import Ring, all_gather_seconds, all_reduce_seconds, ring_of, send_seconds
-from trimaran.cost.roofline import (
-    FORWARD_HOST_FRACTION,
-    DeviceRates,
+from trimaran.cost import (
+    EAGER,
+    TIME_PROFILES,
+    TRIMARAN_LAUNCHES,
+    BlockSplit,
+    Ring,
+    all_gather_seconds,
+    all_reduce_seconds,
     attention_seconds,
+    elementwise_bytes,
     host_wait,
-    kernel_gaps,
     matmul_seconds,
     rates_of,
+    ring_of,
+    send_seconds,
 )
-from trimaran.cost.stack_profiles import TIME_PROFILES, TRIMARAN_LAUNCHES, CommProfile
+from trimaran.cost.block_time import matmuls
+from trimaran.cost.roofline import FORWARD_HOST_FRACTION, DeviceRates, kernel_gaps
+from trimaran.cost.stack_profiles import CommProfile
 from trimaran.machine import Cluster
 from trimaran.machine.device_catalogue import HOST_LAUNCH_SECONDS
 from trimaran.models import Outline, OutlineLayer, Tower
@@ -136,7 +143,6 @@ def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepW
 def _layer_seconds(
     layer: OutlineLayer, shape: LayerShape, rates: DeviceRates, ring: Ring, work: StepWork
 ) -> dict[str, float]:
-    """Return the seconds of one layer by term."""
     split = BlockSplit(positions=work.rows, length=max(work.context, work.prompt), tp=shape.tp, ep=1)
     elementwise = elementwise_bytes(layer, split, rates, SERVING_PROFILE, kind=EAGER) / rates.bandwidth
     stream = work.rows * layer.hidden * shape.element_bytes

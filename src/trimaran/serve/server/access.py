@@ -45,7 +45,18 @@ class AccessMiddleware:
             return
         incoming = _Incoming(receive)
         try:
-            self._check(scope)
+            headers = scope["headers"]
+            host = allowed_host(headers, self._hosts)
+            if host is None:
+                raise UserError("U006", "this server does not answer to that host name", where="the header Host",
+                                fix="use the address that the server printed")  # fmt: skip
+            if not is_own_origin(headers, host):
+                raise UserError("U006", "the request comes from a page of another site", where="the header Origin",
+                                fix="send it from a program, or through a server of that site")  # fmt: skip
+            if scope["path"] not in OPEN_PATHS and not self._has_token(headers):
+                raise UserError("U005", "the token is missing or wrong", where="the header Authorization",
+                                fix="send 'Authorization: Bearer TOKEN' with the token that the server printed"
+                                )  # fmt: skip
             body = await self._read_body(scope["headers"], incoming.receive)
         except UserError as error:
             self._on_refusal(error)
@@ -53,20 +64,6 @@ class AccessMiddleware:
             return
         if body is not None:
             await self._app(scope, _replayed(body, receive), send)
-
-    def _check(self, scope: Message) -> None:
-        headers = scope["headers"]
-        host = allowed_host(headers, self._hosts)
-        if host is None:
-            raise UserError("U006", "this server does not answer to that host name", where="the header Host",
-                            fix="use the address that the server printed")  # fmt: skip
-        if not is_own_origin(headers, host):
-            raise UserError("U006", "the request comes from a page of another site", where="the header Origin",
-                            fix="send it from a program, or through a server of that site")  # fmt: skip
-        if scope["path"] not in OPEN_PATHS and not self._has_token(headers):
-            raise UserError("U005", "the token is missing or wrong", where="the header Authorization",
-                            fix="send 'Authorization: Bearer TOKEN' with the token that the server printed"
-                            )  # fmt: skip
 
     def _has_token(self, headers: RawHeaders) -> bool:
         given = [value for name, value in headers if name == b"authorization"]

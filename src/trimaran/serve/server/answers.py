@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from trimaran.data.text.tokenizer import Tokenizer
+from trimaran.data import Tokenizer
 from trimaran.serve.engine.engine_request import TokenOutput, TopTokens
 from trimaran.serve.server.calls import PreparedPrompt
 from trimaran.serve.text_stream import MAX_BEFORE, TextStream
@@ -76,8 +76,6 @@ class TokenRecord:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What outputs add to an answer."""
-
     text: str = ""
     tokens: list[TokenRecord] = field(default_factory=list)
     finish: AnswerFinish | None = None
@@ -103,7 +101,6 @@ class AnswerChoice:
 
     @property
     def whole(self) -> ChoiceDelta:
-        """All that was added."""
         return ChoiceDelta("".join(self._parts), self._tokens, self._finish)
 
     @property
@@ -144,8 +141,6 @@ class AnswerChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What all objects of an answer share."""
-
     model: str
     prefix: str
     number: str = field(default_factory=lambda: secrets.token_hex(12))

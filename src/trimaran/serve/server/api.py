@@ -39,7 +39,7 @@ from trimaran.serve.server.calls import (
 from trimaran.serve.server.engine_client import EngineClient
 from trimaran.serve.server.serving_metrics import ServingMetrics
 from trimaran.serve.trained_model import ModelTexts
-from trimaran.train.generation.sampling import Sampling
+from trimaran.train import Sampling
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat goes on to the end of the context
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -173,7 +173,6 @@ class OpenAiApi:
         return AnswerResponse(self._pending(requests, choices, shape), stream=False)
 
     async def _parsed(self, kind: type[Call], request: Request) -> Call:
-        """Return the fields of a request. Its body is parsed in the event loop, so it may not have too many values."""
         body = await request.body()
         if may_have_many_values(body):
             await asyncio.to_thread(refuse_many_values, body)
@@ -182,7 +181,6 @@ class OpenAiApi:
     async def _read_texts(
         self, prompts: Sequence[str | Sequence[int]], limits: EngineLimits, *, where: str
     ) -> list[PreparedPrompt]:
-        """Return the prompts of a call. The prompts of other calls are tokenised in between."""
         found = []
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -281,8 +279,6 @@ class OpenAiApi:
 
 @dataclass(frozen=True, slots=True)
 class _EmbeddingFormat:
-    """The answer of /v1/embeddings."""
-
     model: str
     encoding: str
 

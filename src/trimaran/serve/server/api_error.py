@@ -51,7 +51,6 @@ def error_body(error: UserError) -> dict[str, Any]:
 
 
 def error_headers(error: UserError, retry_seconds: int = 1) -> dict[str, str]:
-    """Return the headers of an error: when to try again, and how to authenticate."""
     status = status_of(error)
     if status in RETRY_STATUSES:
         return {"retry-after": str(retry_seconds)}
@@ -76,7 +75,6 @@ def dump_json(body: Mapping[str, Any]) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with None in place of numbers that JSON does not have."""
     if isinstance(value, Mapping):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

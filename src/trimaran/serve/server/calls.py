@@ -13,13 +13,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import UserError, did_you_mean
-from trimaran.data.quarantine import BadSampleError
-from trimaran.data.samples.raw_sample import Role, Turn
-from trimaran.data.vision.decode import BadImageError
+from trimaran.data import BadImageError, BadSampleError, Turn
+from trimaran.data.samples.raw_sample import Role
 from trimaran.serve.conversation import PromptBuilder, PromptImage, decode_image, place_images
 from trimaran.serve.engine.engine_request import EngineLimits
 from trimaran.serve.trained_model import ModelTexts
-from trimaran.train.generation.next_token import PlacedImage
+from trimaran.train import PlacedImage
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
@@ -65,16 +64,12 @@ class CallFields(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream has besides the text."""
-
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     include_usage: bool = False
 
 
 class JsonSchema(BaseModel):
-    """The schema that an answer has to follow."""
-
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, populate_by_name=True)
 
     name: str = "answer"
@@ -104,8 +99,6 @@ class NeutralFields(CallFields):
 
 
 class GenerationFields(NeutralFields):
-    """How an answer is generated."""
-
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -124,15 +117,12 @@ class GenerationFields(NeutralFields):
 
 
 class CompletionCall(GenerationFields):
-    """A text to continue, or several, as text or as token ids."""
-
     prompt: str | Ids | Texts | ListsOfIds
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """All prompts of this request."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt or isinstance(self.prompt[0], int):
@@ -141,16 +131,12 @@ class CompletionCall(GenerationFields):
 
 
 class ImageUrl(BaseModel):
-    """An image in a message."""
-
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     url: str
 
 
 class ContentPart(BaseModel):
-    """A part of a message: text or an image."""
-
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     type: Literal["text", "image_url"]
@@ -159,8 +145,6 @@ class ContentPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message of a conversation."""
-
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -170,8 +154,6 @@ class ChatMessage(BaseModel):
 
 
 class ChatCall(GenerationFields):
-    """A conversation to answer."""
-
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -179,15 +161,12 @@ class ChatCall(GenerationFields):
 
 
 class EmbeddingCall(CallFields):
-    """Texts whose embeddings are wanted."""
-
     input: str | Ids | Texts | ListsOfIds
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """All texts of this request."""
         if isinstance(self.input, str):
             return [self.input]
         if not self.input or isinstance(self.input[0], int):
@@ -336,7 +315,6 @@ class PromptReader:
 
     @staticmethod
     def texts_of(messages: Sequence[ChatMessage]) -> Iterator[str]:
-        """Yield the texts of a conversation, without those of images."""
         for message in messages:
             if isinstance(message.content, str):
                 yield message.content

@@ -139,7 +139,11 @@ class GuardedProtocol(asyncio.Protocol):
         limit, begin = self.guard.limits.head_bytes, 0
         while begin < len(data) and not self.transport.is_closing():
             if self._refused_bytes is not None:
-                self._drop(len(data) - begin)
+                num_bytes = len(data) - begin
+                assert self._refused_bytes is not None
+                self._refused_bytes += num_bytes
+                if self._refused_bytes > LINGER_BYTES:
+                    self.transport.abort()
                 return
             piece = data[begin : begin + limit + 1 - self._head_bytes]
             begin += len(piece)
@@ -184,12 +188,6 @@ class GuardedProtocol(asyncio.Protocol):
         self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + bytes(response.body))
         self.transport.write_eof()
         self._timer = self.loop.call_later(self.guard.limits.linger_seconds, self.transport.abort)
-
-    def _drop(self, num_bytes: int) -> None:
-        assert self._refused_bytes is not None
-        self._refused_bytes += num_bytes
-        if self._refused_bytes > LINGER_BYTES:
-            self.transport.abort()
 
     def _start_timer(self, seconds: float) -> None:
         self._stop_timer()
@@ -240,6 +238,5 @@ class GuardedH11(GuardedProtocol):
 
 
 def guarded_http(guard: ConnectionGuard, protocol: type[asyncio.Protocol] = AutoHTTPProtocol) -> type[asyncio.Protocol]:
-    """Return the protocol for `uvicorn.Config(http=...)` that keeps the limits of `guard`."""
     limited = GuardedH11 if issubclass(protocol, H11Protocol) else GuardedHttpTools
     return type("GuardedConnection", (limited, protocol), {"guard": guard})

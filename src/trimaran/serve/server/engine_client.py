@@ -92,7 +92,6 @@ async def start_engine(config: Mapping[str, Any], *, num_ranks: int) -> EnginePr
 
 
 def _free_port() -> int:
-    """Return a port that is free now, for the rendezvous of the ranks."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((LOOPBACK, 0))
         return probe.getsockname()[1]
@@ -134,7 +133,6 @@ class EngineClient:
 
     @property
     def rank_ids(self) -> list[int]:
-        """The process ids of the engine's ranks."""
         return [rank.pid for rank in self._process.ranks] if self._process else []
 
     async def start(self) -> EngineLimits:
@@ -263,26 +261,23 @@ class EngineClient:
                 if not line.endswith(b"\n"):
                     return  # it died inside a message
                 self._last_heard = time.monotonic()
-                self._handle(json.loads(line))
-
-    def _handle(self, message: Mapping[str, Any]) -> None:
-        if outputs := message.get("outputs"):
-            self._queue.receive([output_from_json(each) for each in outputs])
-        if refused := message.get("refused"):
-            self._queue.refuse(refused["request"], error_from_json(refused["error"]))
-        if stats := message.get("stats"):
-            self._metrics.set_gauges(used_pages=stats["used_pages"], pages=stats["num_pages"])
-            self._metrics.add_counts(stats)
-        if "loaded" in message and self._pending is not None:
-            self.weights, loaded = self._pending
-            self._pending, self._is_loading = None, False
-            self._metrics.weight_changes.inc()
-            if not loaded.done():
-                loaded.set_result(True)
-        self._dispatch()
+                message = json.loads(line)
+                if outputs := message.get("outputs"):
+                    self._queue.receive([output_from_json(each) for each in outputs])
+                if refused := message.get("refused"):
+                    self._queue.refuse(refused["request"], error_from_json(refused["error"]))
+                if stats := message.get("stats"):
+                    self._metrics.set_gauges(used_pages=stats["used_pages"], pages=stats["num_pages"])
+                    self._metrics.add_counts(stats)
+                if "loaded" in message and self._pending is not None:
+                    self.weights, loaded = self._pending
+                    self._pending, self._is_loading = None, False
+                    self._metrics.weight_changes.inc()
+                    if not loaded.done():
+                        loaded.set_result(True)
+                self._dispatch()
 
     async def _restart(self) -> bool:
-        """Start the engine again, after pauses. Returns whether it runs."""
         pause, failed = self._policy.first_pause, set[int | None]()
         for _ in range(self._policy.max_failures):
             await asyncio.sleep(pause)

@@ -114,7 +114,6 @@ class RequestQueue:
 
     @property
     def has_begun(self) -> bool:
-        """Whether any request, running or waiting, has output already."""
         return any(each.has_output for each in (*self._running.values(), *self._waiting))
 
     def submit(self, requests: Sequence[EngineRequest], *, free: int) -> Ticket:
@@ -160,7 +159,6 @@ class RequestQueue:
             active.ticket.put(active.number, output)
 
     def refuse(self, request_id: str, error: UserError) -> None:
-        """End a request with an error."""
         if active := self._running.get(request_id):
             self._close(active)
             active.ticket.fail(error)
@@ -212,7 +210,6 @@ class RequestQueue:
         self._waiting = kept
 
     def fail_all(self, error: UserError) -> None:
-        """End all requests with an error."""
         for active in (*self._running.values(), *self._waiting):
             active.ticket.num_open -= 1
             active.ticket.fail(error)

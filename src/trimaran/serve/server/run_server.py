@@ -13,12 +13,11 @@ from typing import Any
 
 import uvicorn
 
-from trimaran.checkpoint.manifest import DamagedError
-from trimaran.checkpoint.step_dirs import complete_steps, looks_complete, step_path
+from trimaran.checkpoint import DamagedError, complete_steps, step_path
+from trimaran.checkpoint.step_dirs import looks_complete
 from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
 from trimaran.core import UserError
 from trimaran.runs import RunDirectory
-from trimaran.serve.open_weights import open_texts
 from trimaran.serve.server.access import LOCAL_NAMES, AccessMiddleware, Application
 from trimaran.serve.server.api import ApiModel, OpenAiApi
 from trimaran.serve.server.api_error import error_response
@@ -28,6 +27,7 @@ from trimaran.serve.server.engine_client import EngineClient, EngineProcess, sta
 from trimaran.serve.server.request_queue import RequestQueue
 from trimaran.serve.server.serving_metrics import ServingMetrics
 from trimaran.serve.settings import EngineConfig, ServerSettings, TrainedWeights
+from trimaran.serve.trained_model import open_texts
 
 LOG = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -184,7 +184,6 @@ class Server:
 
 
 def http_config(application: Application, guard: ConnectionGuard) -> uvicorn.Config:
-    """Return how uvicorn serves the API."""
     return uvicorn.Config(
         application,
         http=guarded_http(guard),
@@ -204,8 +203,6 @@ def http_config(application: Application, guard: ConnectionGuard) -> uvicorn.Con
 def serve(
     config: EngineConfig, settings: ServerSettings, listening: socket.socket, on_start: Callable[[str], None]
 ) -> int:
-    """Serve until SIGTERM or SIGINT, and return the exit code."""
-
     async def run() -> int:
         server = Server(config, settings)
         gc.freeze()  # a collection among the objects of the libraries would be a pause for every request

@@ -34,7 +34,6 @@ class TokenTimes(Collector):
         self._sum += seconds
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Yield what `prometheus_client.Histogram` would."""
         names = [floatToGoString(each) for each in self._bounds]
         buckets = list(zip(names, accumulate(self._counts), strict=True))
         family = HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from trimaran.cost.job import FP32_BYTES, MemoryInputs
 from trimaran.cost.rank_part import LayerGroup, RankPart
 from trimaran.cost.stack_profiles import JOINT_PROJECTIONS, Saved
-from trimaran.models import OutlineLayer, Tower
+from trimaran.models import OutlineLayer
 
 # Tensors of feed-forward width that the feed-forward's backward holds besides what forward saved: the gradients of the
 # factors and of their product. With joint projections (the second figure) it also holds one that it recomputes.
@@ -26,10 +26,6 @@ class LayerBytes(NamedTuple):
     elementwise: float
     selective: float
     full: float
-
-    def of(self, recompute: str) -> float:
-        """Return the bytes of a layer that is recomputed in this way."""
-        return {"elementwise": self.elementwise, "selective": self.selective, "full": self.full}[recompute]
 
 
 class SavedActivations(NamedTuple):
@@ -161,12 +157,6 @@ def _saved_inputs(layer: OutlineLayer) -> float:
     return len(by_sublayer) / 2 if layer.heads else float(bool(by_sublayer))
 
 
-def _saves_product(layer: OutlineLayer) -> bool:
-    """Return whether the input of the feed-forward's last matmul is saved as it is."""
-    adapter = layer.adapter
-    return adapter is None or ("down_proj" in adapter.targets and not adapter.has_dropout)
-
-
 def _attention(layer: OutlineLayer, saved: Saved, element_bytes: int, parts: int) -> float:
     query, output = layer.heads * layer.head_dim, layer.heads * layer.value_dim
     keys = layer.kv_heads if parts == 1 and not saved.repeats_kv else layer.heads * parts
@@ -178,7 +168,8 @@ def _attention(layer: OutlineLayer, saved: Saved, element_bytes: int, parts: int
 
 
 def _feed_forward(layer: OutlineLayer, saved: Saved, element_bytes: int) -> float:
-    product = 0 if _saves_product(layer) else 1
+    adapter = layer.adapter  # it may need the input of the last matmul as it is
+    product = 0 if adapter is None or ("down_proj" in adapter.targets and not adapter.has_dropout) else 1
     if (experts := layer.experts) is None:
         return element_bytes * ((saved.gated_tensors if layer.gated else saved.plain_tensors) - product) * layer.ffn
     # Each token is copied to its experts and back. Experts stay eager, because their row counts depend on the data.
@@ -227,7 +218,7 @@ def saved_layer_bytes(layer: LayerBytes, recompute: str | int, count: int) -> fl
     """Return the bytes that `count` equal layers save per token."""
     recomputed = num_recomputed(recompute, count)
     how = "full" if isinstance(recompute, int) or recompute == "none" else recompute
-    return (count - recomputed) * layer.none + recomputed * layer.of(how)
+    return (count - recomputed) * layer.none + recomputed * getattr(layer, how)
 
 
 def saved_on_rank(inputs: MemoryInputs, part: RankPart, *, gathered: float) -> SavedActivations:
@@ -237,35 +228,32 @@ def saved_on_rank(inputs: MemoryInputs, part: RankPart, *, gathered: float) -> S
     A tower without anything to train saves nothing unless a trained tower precedes it.
     """
     job, plan, modes = inputs.job, inputs.plan, {}
+    is_ours = job.stack.name == "trimaran"
     for holding in part.holdings:
-        tower = holding.tower
-        cast_bytes = _cast_bytes(inputs, tower) if job.sharding_of(tower, plan) == "none" else 0
+        tower, cast_bytes = holding.tower, 0
+        if job.sharding_of(tower, plan) == "none":
+            # Split weights need no copy, but frozen ones are not split; beside an adapter they are not fp32 either.
+            is_fp32 = inputs.splits_weights and tower.frozen and not tower.compact
+            cast_bytes = inputs.element_bytes if is_fp32 else inputs.cast_bytes
         positions, recompute = job.positions(tower, plan), job.recompute_of(tower, plan)
         length = tower.sample_positions(job.seq_len)[1]
         modes[tower.name] = RecomputeMode(positions, recompute, cast_bytes, job.tp_of(tower, plan), length)
+    context = ContextMemory()  # other stacks than ours pass keys around a ring
+    if is_ours and plan.mesh.cp > 1 and plan.comm.context == "gather":
+        # Documents need a mask. torch turns it into one number for each query and key, and saves it with every layer.
+        mask_bytes = float(inputs.element_bytes * job.seq_len * job.isolates_documents)
+        context = ContextMemory(plan.mesh.cp, mask_bytes)
+    elif is_ours and plan.mesh.cp > 1:
+        context = ContextMemory(is_ring=plan.comm.context == "ring")
     is_joint = inputs.saved is JOINT_PROJECTIONS
     view = LayerView(
-        inputs.saved, inputs.element_bytes, _context_memory(inputs), inputs.cpu and not is_joint, gathered,
+        inputs.saved, inputs.element_bytes, context, inputs.cpu and not is_joint, gathered,
         inputs.profile.gathered_input_bytes[1] if inputs.tp > 1 else 0, plan.micro_batch, plan.mesh.ep,
-        tuple(modes.items()), BACKWARD_FFN_TENSORS[is_joint] if job.stack.name == "trimaran" else 0,
+        tuple(modes.items()), BACKWARD_FFN_TENSORS[is_joint] if is_ours else 0,
         # All micro-batches in flight share one copy of a weight. Compiled blocks cast for each of them.
-        job.stack.name == "trimaran" and not plan.compile,
+        is_ours and not plan.compile,
     )  # fmt: skip
     return _saved_by_part(part, view)
-
-
-def _context_memory(inputs: MemoryInputs) -> ContextMemory:
-    """Return how keys are reached. Only our own context parallelism gathers them; other stacks pass them around a ring.
-
-    Gathered keys of documents need a mask. torch turns it into one number for each query and key, and saves it with
-    every layer.
-    """
-    job, plan = inputs.job, inputs.plan
-    if job.stack.name != "trimaran" or plan.mesh.cp == 1:
-        return ContextMemory()
-    if plan.comm.context == "gather":
-        return ContextMemory(plan.mesh.cp, float(inputs.element_bytes * job.seq_len * job.isolates_documents))
-    return ContextMemory(is_ring=plan.comm.context == "ring")
 
 
 @lru_cache(maxsize=1 << 14)  # a search needs the same result for each sharding and offload
@@ -274,8 +262,14 @@ def _saved_by_part(part: RankPart, view: LayerView) -> SavedActivations:
     for group in part.layer_groups:
         trains = trains or group.tower.is_trained
         if trains:
-            add = _layer_group if isinstance(group.block, OutlineLayer) else _opaque_group
-            second = add(view, group, modes[group.tower.name])
+            mode = modes[group.tower.name]
+            if isinstance(block := group.block, OutlineLayer):
+                second = _layer_group(view, group, block, mode)
+            else:  # how much of it elementwise recompute would save is not known
+                again = 0 if mode.recompute == "elementwise" else num_recomputed(mode.recompute, group.count)
+                layers = view.samples * ((group.count - again) * block.saved_bytes + again * block.output_bytes)
+                recomputed = view.samples * block.saved_bytes if again else 0
+                second = SavedActivations(layers=layers, one_layer=layers / group.count, recomputed=recomputed)
             total = SavedActivations(
                 total.layers + second.layers,
                 max(total.one_layer, second.one_layer),
@@ -289,24 +283,19 @@ def _saved_by_part(part: RankPart, view: LayerView) -> SavedActivations:
     return total._replace(casts=total.casts * (1 if view.shares_casts else part.in_flight))
 
 
-def _ring_bytes(layer: OutlineLayer, element_bytes: int, tp: int) -> float:
-    """Return the bytes per token that ring attention needs in backward, besides what it saved.
-
-    Gradients are added up in fp32, those of queries also by the kernel. Keys and values of two ranks are here or on
-    their way, and those of this rank are sent; so are gradients of theirs. The kernel gets packed copies of its inputs.
-    """
-    queries, keys = layer.heads * layer.head_dim, layer.kv_heads * (layer.head_dim + layer.value_dim)
-    return (queries * (8 + 4 * element_bytes) + keys * (8 + 5 * element_bytes)) / tp
-
-
-def _layer_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> SavedActivations:
-    layer, count, tp, positions, recompute = group.block, group.count, mode.tp, mode.positions, mode.recompute
-    assert isinstance(layer, OutlineLayer), "the only block whose operators are known"
+def _layer_group(view: LayerView, group: LayerGroup, layer: OutlineLayer, mode: RecomputeMode) -> SavedActivations:
+    count, tp, positions, recompute = group.count, mode.tp, mode.positions, mode.recompute
     one = layer_bytes(layer, view.saved, view.element_bytes, tp, view.context.parts, view.cpu)
     kept, in_backward = (each * mode.length / tp for each in score_bytes(layer, view.element_bytes))
     masks = view.context.mask_bytes if layer.heads else 0.0
     one = one._replace(none=one.none + masks + kept)
-    ring = _ring_bytes(layer, view.element_bytes, tp) if view.context.is_ring else 0.0
+    ring = 0.0
+    if view.context.is_ring:
+        # Gradients are added up in fp32, those of queries also by the kernel. Keys and values of two ranks are here or
+        # on their way, and those of this rank are sent; so are gradients of theirs. The kernel gets packed copies of
+        # its inputs.
+        queries, keys = layer.heads * layer.head_dim, layer.kv_heads * (layer.head_dim + layer.value_dim)
+        ring = (queries * (8 + 4 * view.element_bytes) + keys * (8 + 5 * view.element_bytes)) / tp
     recomputed = num_recomputed(recompute, count)
     matrices = (
         layer.dense_weights // tp
@@ -330,24 +319,4 @@ def _layer_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> Sav
         if view.backward_tensors
         else 0,
         deferred=positions * view.element_bytes * count * (outputs / tp + 4 * layer.hidden),
-    )
-
-
-def _cast_bytes(inputs: MemoryInputs, tower: Tower) -> int:
-    """Return the bytes of an fp32 weight's autocast copy.
-
-    Split weights need none, but frozen ones are not split; beside an adapter they are not fp32 either.
-    """
-    is_fp32 = inputs.splits_weights and tower.frozen and not tower.compact
-    return inputs.element_bytes if is_fp32 else inputs.cast_bytes
-
-
-def _opaque_group(view: LayerView, group: LayerGroup, mode: RecomputeMode) -> SavedActivations:
-    block = group.block
-    assert not isinstance(block, OutlineLayer), "only totals are known of an opaque block"
-    # How much of it elementwise recompute would save is not known.
-    recomputed = 0 if mode.recompute == "elementwise" else num_recomputed(mode.recompute, group.count)
-    layers = view.samples * ((group.count - recomputed) * block.saved_bytes + recomputed * block.output_bytes)
-    return SavedActivations(
-        layers=layers, one_layer=layers / group.count, recomputed=view.samples * block.saved_bytes if recomputed else 0
     )

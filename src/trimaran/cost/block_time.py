@@ -256,7 +256,20 @@ def matmuls(layer: OutlineLayer, split: BlockSplit, imbalance: float = 1.0, *, j
         yield Matmul(rows, (layer.heads + 2 * layer.kv_heads) * layer.head_dim, hidden)
         yield Matmul(rows, hidden, layer.heads * layer.value_dim, is_saved=True)
     elif layer.heads:
-        yield from _attention_matmuls(layer, split)
+        query, output = layer.heads * layer.head_dim // tp, layer.heads * layer.value_dim // tp
+        if (latent := layer.latent) is None:
+            keys = max(1, layer.kv_heads // tp) * layer.head_dim
+            yield Matmul(rows, query, hidden)
+            yield Matmul(rows, keys, hidden, is_saved=True)
+            yield Matmul(rows, keys, hidden)
+        else:
+            if latent.query_rank:
+                yield Matmul(rows, latent.query_rank, hidden)
+            yield Matmul(rows, query, latent.query_rank or hidden, is_saved=True)
+            yield Matmul(rows, latent.kv_rank + latent.rope_dim, hidden)
+            widened = layer.heads * (layer.head_dim - latent.rope_dim + latent.value_dim) // tp
+            yield Matmul(rows, widened, latent.kv_rank, is_saved=True)
+        yield Matmul(rows, hidden, output, is_saved=True)
     if (experts := layer.experts) is None:
         ffns = ((rows, layer.ffn // tp, 1),)
     else:
@@ -271,24 +284,6 @@ def matmuls(layer: OutlineLayer, split: BlockSplit, imbalance: float = 1.0, *, j
             if layer.gated and not is_joint:
                 yield Matmul(tokens, ffn, hidden, groups, is_saved=True)
             yield Matmul(tokens, hidden, ffn, groups, is_saved=True)  # backward does not need its output
-
-
-def _attention_matmuls(layer: OutlineLayer, split: BlockSplit) -> Iterator[Matmul]:
-    rows, hidden, tp = split.positions, layer.hidden, split.tp
-    query, output = layer.heads * layer.head_dim // tp, layer.heads * layer.value_dim // tp
-    if (latent := layer.latent) is None:
-        keys = max(1, layer.kv_heads // tp) * layer.head_dim
-        yield Matmul(rows, query, hidden)
-        yield Matmul(rows, keys, hidden, is_saved=True)
-        yield Matmul(rows, keys, hidden)
-    else:
-        if latent.query_rank:
-            yield Matmul(rows, latent.query_rank, hidden)
-        yield Matmul(rows, query, latent.query_rank or hidden, is_saved=True)
-        yield Matmul(rows, latent.kv_rank + latent.rope_dim, hidden)
-        widened = layer.heads * (layer.head_dim - latent.rope_dim + latent.value_dim) // tp
-        yield Matmul(rows, widened, latent.kv_rank, is_saved=True)
-    yield Matmul(rows, hidden, output, is_saved=True)
 
 
 def layer_attention(
@@ -311,20 +306,16 @@ def layer_attention(
     if layer.operators and layer.operators.biased and rates.generation != "cpu":
         flops /= BIASED_ATTENTION_RATE
     if layer.operators and layer.operators.keeps_scores and rates.cpu is None:
-        return _eager_attention(layer, split, rates)
+        # Operators of its own for scores, mask, softmax and cast, over all pairs.
+        scores = split.positions * split.length * layer.heads / split.tp
+        matmul = 2.0 * scores * (layer.head_dim + layer.value_dim) / rates.matmul_flops
+        forward, backward = (moved * scores / rates.bandwidth for moved in EAGER_SCORE_BYTES)
+        return matmul + forward, 2 * matmul + backward
     forward, backward = attention_seconds(flops, length, layer.head_dim, kernel=kernel, rates=rates)
     if split.is_masked:
         forward, backward = MASKED_FORWARD * forward, MASKED_BACKWARD * backward
     merged = (split.ring - 1) * RING_QUERIES * split.positions * layer.heads / split.tp * layer.value_dim
     return forward + merged * MERGED_BYTES / rates.bandwidth, backward + merged * ADDED_BYTES / rates.bandwidth
-
-
-def _eager_attention(layer: OutlineLayer, split: BlockSplit, rates: DeviceRates) -> tuple[float, float]:
-    """Return the times of attention with operators of its own for scores, mask, softmax and cast, over all pairs."""
-    scores = split.positions * split.length * layer.heads / split.tp
-    matmuls = 2.0 * scores * (layer.head_dim + layer.value_dim) / rates.matmul_flops
-    forward, backward = (moved * scores / rates.bandwidth for moved in EAGER_SCORE_BYTES)
-    return matmuls + forward, 2 * matmuls + backward
 
 
 def _traffic(layer: OutlineLayer, rates: DeviceRates, profile: TimeProfile, kind: BlockKind) -> ElementwiseBytes:
@@ -379,21 +370,19 @@ def _tower_flops(tower: Tower, recompute: str | int, seq_len: int, profile: Time
     """Return the repeated FLOPs of one sample. A number k means every k-th block, from the first on."""
     positions, length = tower.sample_positions(seq_len)
     blocks = [block for block, count in tower.runs for _ in range(count)]
-    stride = int(recompute) if isinstance(recompute, int) else 1
-    return sum(_block_flops(block, positions, length, profile, str(recompute)) for block in blocks[::stride])
-
-
-def _block_flops(
-    block: OutlineLayer | Opaque, positions: int, length: int, profile: TimeProfile, recompute: str
-) -> float:
-    forward = float(block.flops(positions, length))
-    if isinstance(block, Opaque):
-        return forward
-    block_matmuls = list(matmuls(block, BlockSplit(positions, length, tp=1, ep=1)))
-    flops = [2.0 * each.rows * each.columns * each.depth * each.groups for each in block_matmuls]
-    if profile.recompute == "complete":
-        return max(0.0, forward - sum(flops)) if recompute == "selective" else forward  # attention only, or everything
-    if recompute in RECOMPUTED_BY_OPERATOR:
-        unsaved = [num for num, each in zip(flops, block_matmuls, strict=True) if not each.is_saved]
-        return 2.0 * positions * block.adapter_parameters() + (sum(unsaved) if recompute == "selective" else 0.0)
-    return forward - sum(flops[-1:])  # torch stops before the last matmul, whose output backward does not need
+    stride, total = recompute if isinstance(recompute, int) else 1, 0.0
+    for block in blocks[::stride]:
+        forward = float(block.flops(positions, length))
+        if isinstance(block, Opaque):
+            total += forward
+            continue
+        block_matmuls = list(matmuls(block, BlockSplit(positions, length, tp=1, ep=1)))
+        flops = [2.0 * each.rows * each.columns * each.depth * each.groups for each in block_matmuls]
+        if profile.recompute == "complete":  # attention only, or everything
+            total += max(0.0, forward - sum(flops)) if recompute == "selective" else forward
+        elif recompute in RECOMPUTED_BY_OPERATOR:
+            unsaved = [num for num, each in zip(flops, block_matmuls, strict=True) if not each.is_saved]
+            total += 2.0 * positions * block.adapter_parameters() + (sum(unsaved) if recompute == "selective" else 0.0)
+        else:  # torch stops before the last matmul, whose output backward does not need
+            total += forward - sum(flops[-1:])
+    return total

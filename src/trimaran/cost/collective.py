@@ -70,11 +70,17 @@ def ring_of(levels: tuple[Link, ...], num_ranks: int, stride: int, hops: str = "
         inside, scale = num_joined, num_joined / link.devices
     far, one_card = min(near, inside * link.bandwidth), NETWORK_EFFICIENCY * link.bandwidth
     reduce_hop, is_tcp = REDUCE_HOP_FACTOR, False
-    if link is levels[0]:
-        usual, tree, hop = _near_bandwidths(link), 0.0, 1.0
+    if link is levels[0]:  # it joins all ranks
+        tree, hop, ring_bandwidth = 0.0, 1.0, RING_EFFICIENCY * link.bandwidth
+        has_switch = link.name == "NVLink" and link.bandwidth > MIN_NVLS_BANDWIDTH
+        usual = (NVLS_EFFICIENCY * link.bandwidth if has_switch else ring_bandwidth, *(ring_bandwidth,) * 3)
+        if link.latency > MIN_GLOO_LATENCY_SECONDS:
+            usual = (link.bandwidth, *(GLOO_GATHER_EFFICIENCY * link.bandwidth,) * 2, link.bandwidth)
     elif link.latency > MIN_GLOO_NETWORK_LATENCY_SECONDS:
         usual, tree, hop = (GLOO_NETWORK_EFFICIENCY * far,) * 4, 0.0, NETWORK_HOP_FACTOR
-        reduce_hop, is_tcp = _tcp_reduce_hop(num_ranks), True
+        # Of the 2(n - 1) hops of Gloo's all-reduce, the first waits for a round trip, the others only for their way: n
+        # round trips in all, as measured with 2, 3 and 4 nodes at 50 ms (`benchmarks/slow_links.py`).
+        reduce_hop, is_tcp = num_ranks / (2 * max(1, num_ranks - 1)), True
     else:
         usual = (NETWORK_EFFICIENCY * far, NETWORK_GATHER_EFFICIENCY * far, one_card, one_card)
         tree, hop = TREE_EFFICIENCY * far, NETWORK_HOP_FACTOR
@@ -88,25 +94,6 @@ def ring_of(levels: tuple[Link, ...], num_ranks: int, stride: int, hops: str = "
     if hops == "own" and link is not levels[0]:
         latency = Seconds((link.latency + (inside - 1) * levels[0].latency) / inside)
     return Ring(num_ranks, link.name, latency, reduce, gather, exchange, send, tree, inside, near, reduce_hop, is_tcp)
-
-
-def _tcp_reduce_hop(num_ranks: int) -> float:
-    """Return the latency of one of the 2(n - 1) hops of Gloo's all-reduce, as a fraction of a round trip.
-
-    The first message waits for a round trip, the others only for their way: n round trips in all, as measured with 2,
-    3 and 4 nodes at 50 ms (`benchmarks/slow_links.py`).
-    """
-    return num_ranks / (2 * max(1, num_ranks - 1))
-
-
-def _near_bandwidths(link: Link) -> tuple[float, float, float, float]:
-    """Return the usual bandwidth of each collective where one link joins all ranks."""
-    if link.latency > MIN_GLOO_LATENCY_SECONDS:
-        return link.bandwidth, *(GLOO_GATHER_EFFICIENCY * link.bandwidth,) * 2, link.bandwidth
-    has_switch = link.name == "NVLink" and link.bandwidth > MIN_NVLS_BANDWIDTH
-    return (NVLS_EFFICIENCY if has_switch else RING_EFFICIENCY) * link.bandwidth, *(
-        RING_EFFICIENCY * link.bandwidth,
-    ) * 3
 
 
 def all_reduce_seconds(num_bytes: float, ring: Ring) -> Seconds:

@@ -61,7 +61,12 @@ class TrafficPath(NamedTuple):
 def traffic_path_of(levels: tuple[Link, ...], plan: Plan, rates: DeviceRates, job: Job) -> TrafficPath:
     """Return the path of a plan. On a CPU nothing overlaps, because Gloo's threads need the cores that compute."""
     mesh, is_sharded, profile = plan.mesh, plan.sharding != "none", job.stack.time
-    gradient_bytes = profile.parameter_bytes.gradient * _equivalent_fraction(plan)
+    fraction = 1.0  # of the gradient: the size of an all-reduce that takes as long as the compressed one
+    if plan.comm.compression != "none":
+        fraction = compressed_bytes(plan.comm.compression, 1.0) / FP32_BYTES
+        # What every rank receives from each other one goes around once per rank; an all-reduce goes around twice.
+        fraction = fraction * (mesh.data / 2 if plan.comm.compression_settings.is_gathered else 1.0)
+    gradient_bytes = profile.parameter_bytes.gradient * fraction
     hides_nothing = rates.generation == "cpu"
     if is_sharded:
         shards = max(1, mesh.expert_ranks // mesh.ep)
@@ -86,17 +91,6 @@ def traffic_path_on(job: Job, cluster: Cluster, plan: Plan) -> TrafficPath:
     return traffic_path_of(levels_of(cluster), plan, rates_for(job, cluster, plan), job)
 
 
-def _equivalent_fraction(plan: Plan) -> float:
-    """Return the size of an all-reduce that takes as long as the compressed one, as a fraction of the gradient.
-
-    Where every rank receives what each other one sends, it goes around once per rank; an all-reduce goes around twice.
-    """
-    if plan.comm.compression == "none":
-        return 1.0
-    fraction = compressed_bytes(plan.comm.compression, 1.0) / FP32_BYTES
-    return fraction * (plan.mesh.data / 2 if plan.comm.compression_settings.is_gathered else 1.0)
-
-
 def exposed_traffic(path: TrafficPath, plan: Plan, stage: StageTime) -> dict[str, float]:
     """Return the exposed communication seconds of a step, by what is sent and on which link.
 
@@ -105,7 +99,13 @@ def exposed_traffic(path: TrafficPath, plan: Plan, stage: StageTime) -> dict[str
     unsharded ones and those of a pipeline in the last. Nothing hides the first gather and the last reduction.
     """
     if plan.reduces_after_backward:
-        return _late_reductions(path, stage) if path.replica_bytes else {}
+        if not path.replica_bytes:
+            return {}
+        # All-reduces of replicas after backward. Nothing hides them, and they slow down nothing.
+        trained = sum(unit.count * (unit.trained_dense + unit.trained_experts) for unit in stage.units)
+        num_bytes, ring = path.replica_bytes * trained, path.dense.replicas
+        count = max(1, math.ceil(num_bytes / LATE_BUCKET_BYTES))
+        return {f"gradients on {ring.link}": count * all_reduce_seconds(num_bytes / count, ring)}
     gathers = reductions = hidden = 0.0
     for unit in stage.units:
         in_forward, in_backward = _transfers(path, plan, unit)
@@ -137,15 +137,6 @@ def copy_seconds(job: Job, plan: Plan, stage: StageTime, rates: DeviceRates) -> 
     times = plan.grad_accum if frees_weights(plan, plan.sharding) else 1
     moved = times * COPIED_BYTES * sum(unit.count * (unit.dense + unit.experts) for unit in sharded)
     return (moved + COPIED_ROOT_BYTES * root.dense) / rates.bandwidth
-
-
-def _late_reductions(path: TrafficPath, stage: StageTime) -> dict[str, float]:
-    """Return the time of the all-reduces of replicas after backward. Nothing hides them, and they slow down nothing."""
-    num_bytes = path.replica_bytes * sum(
-        unit.count * (unit.trained_dense + unit.trained_experts) for unit in stage.units
-    )
-    ring, count = path.dense.replicas, max(1, math.ceil(num_bytes / LATE_BUCKET_BYTES))
-    return {f"gradients on {ring.link}": count * all_reduce_seconds(num_bytes / count, ring)}
 
 
 class Transfer(NamedTuple):

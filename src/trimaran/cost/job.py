@@ -195,7 +195,9 @@ class MemoryInputs(NamedTuple):
 def memory_inputs_of(job: Job, cluster: Cluster, plan: Plan) -> MemoryInputs:
     """Return the inputs of the plan's memory terms. On a CPU nothing is offloaded, except to disk."""
     mesh, precision, cpu = plan.mesh, plan.precision, not cluster.device.traits.has_own_memory
-    profile = _profile(job, plan)
+    profile = job.stack.memory
+    if job.stack.name == "trimaran":  # our own trainer has two more: on DeepSpeed's engine, and with split weights
+        profile = ENGINE_PROFILES.get(plan.engine, SPLIT_WEIGHTS if splits_weights(job, plan) else profile)
     source = job.stack.memory if profile is SPLIT_WEIGHTS and not plan.joins_projections else profile
     saved = _saved(source, precision, compiled=plan.compile, sharded=plan.sharding != "none")
     if saved is JOINT_PROJECTIONS and job.outline.adapter:  # only the norms: frozen projections are never joined
@@ -224,14 +226,6 @@ def memory_inputs_of(job: Job, cluster: Cluster, plan: Plan) -> MemoryInputs:
 def _split_inputs(saved: Saved) -> Saved:
     """Return the same for ranks that save only their part of the projections' inputs."""
     return replace(saved, tp_splits="all")
-
-
-def _profile(job: Job, plan: Plan) -> MemoryProfile:
-    """Return the stack's profile. Our own trainer has two more: on DeepSpeed's engine, and with split weights."""
-    if job.stack.name != "trimaran":
-        return job.stack.memory
-    ours = SPLIT_WEIGHTS if splits_weights(job, plan) else job.stack.memory
-    return ENGINE_PROFILES.get(plan.engine, ours)
 
 
 def _saved(profile: MemoryProfile, precision: str, *, compiled: bool, sharded: bool) -> Saved:

@@ -76,11 +76,16 @@ def offload_seconds(
     """
     if plan.offloads_to_disk:
         on_disk = states_of(memory_inputs_of(job, cluster, plan), stage.part).disk
-        waits = max(0.0, disk_update_seconds(job, cluster, plan, on_disk) - update)
+        # Two chunks are read before the first is updated. Writes of the last chunks go on in the next forward, except
+        # those of parameters, which the forward reads. The ranks of a node share the disk.
+        chunk = min(CHUNK_VALUES * streamed_bytes(job, plan), on_disk)
+        alone = READ_AHEAD * chunk * (2 if plan.offload == "parameters" else 1) / 2
+        waits = max(0.0, (on_disk + alone) * cluster.devices_per_node / cluster.disk.both - update)
         if plan.offload != "parameters":
             return waits
-        forward, backward = disk_gather_seconds(cluster, plan, owned_weight_bytes(job, plan, stage.part))
-        count = plan.grad_accum
+        once = owned_weight_bytes(job, plan, stage.part) * cluster.devices_per_node / cluster.disk.read
+        count, is_freed = plan.grad_accum, frees_weights(plan, plan.sharding)
+        forward, backward = (count * once, count * once) if is_freed else (once, 0.0)
         return waits + _slowdown(forward, count * stage.forward) + _slowdown(backward, count * stage.backward)
     if plan.offload == "none" or not cluster.device.traits.has_own_memory:
         return 0.0
@@ -95,25 +100,6 @@ def offload_seconds(
     return gathers * (
         _slowdown(weights / copies, stage.forward) + _slowdown(max(weights, 4 * num_owned) / both, stage.backward)
     )
-
-
-def disk_update_seconds(job: Job, cluster: Cluster, plan: Plan, disk_bytes: float) -> float:
-    """Return how long a rank reads and writes what it has on disk in an update. The ranks of a node share the disk.
-
-    Two chunks are read before the first is updated. Writes of the last chunks go on in the next forward, except those
-    of parameters, which the forward reads.
-    """
-    chunk = min(CHUNK_VALUES * streamed_bytes(job, plan), disk_bytes)
-    alone = READ_AHEAD * chunk * (2 if plan.offload == "parameters" else 1) / 2
-    return (disk_bytes + alone) * cluster.devices_per_node / cluster.disk.both
-
-
-def disk_gather_seconds(cluster: Cluster, plan: Plan, weight_bytes: float) -> tuple[float, float]:
-    """Return how long the weights are read in all forwards of a step, and in all backwards."""
-    once = weight_bytes * cluster.devices_per_node / cluster.disk.read
-    if frees_weights(plan, plan.sharding):
-        return plan.grad_accum * once, plan.grad_accum * once
-    return once, 0.0
 
 
 def _slowdown(copying: float, computing: float) -> float:

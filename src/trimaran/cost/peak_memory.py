@@ -10,7 +10,6 @@ from trimaran.cost.job import FP32_BYTES, Job, MemoryInputs, chunk_rows, loss_of
 from trimaran.cost.rank_part import RankPart, distinct_parts, parts_of
 from trimaran.cost.states import PINNED_OVERHEAD, States, states_of
 from trimaran.machine import Cluster
-from trimaran.models import Tower
 
 # glibc's heap fragments: resident memory grows by 1.6 bytes for each byte of activations (1.0 with mmap alone).
 HEAP_OVERHEAD = 0.6
@@ -77,7 +76,7 @@ def peak_memory_of(job: Job, cluster: Cluster, plan: Plan) -> Memory:
     gathered = inputs.profile.gathered_input_bytes[0] if inputs.tp > 1 and inputs.pp == 1 else 0
     memory = _memory(inputs, cluster, gathered)
     if gathered and memory.device > cluster.device.memory_bytes:
-        return _memory(inputs, cluster, 0)  # users switch on gathering again when memory runs out
+        return _memory(inputs, cluster)  # users switch on gathering again when memory runs out
     return memory
 
 
@@ -96,19 +95,16 @@ def rank_memory_of(job: Job, cluster: Cluster, plan: Plan, pp_rank: int) -> tupl
 def stage_memory_of(job: Job, cluster: Cluster, plan: Plan, pp_rank: int) -> Memory:
     """Return the memory that one pipeline rank needs at the peak of a step."""
     inputs = memory_inputs_of(job, cluster, plan)
-    _, runs = distinct_parts(job.outline, plan, job.seq_len, inputs.profile.split)
     part = parts_of(job.outline, plan, seq_len=job.seq_len, split=inputs.profile.split)[pp_rank]
-    return _memory_of_parts(inputs, cluster, 0, (part,), runs=runs)
+    return _memory(inputs, cluster, only=(part,))
 
 
-def _memory(inputs: MemoryInputs, cluster: Cluster, gathered: float) -> Memory:
-    parts, runs = distinct_parts(inputs.job.outline, inputs.plan, inputs.job.seq_len, inputs.profile.split)
-    return _memory_of_parts(inputs, cluster, gathered, parts, runs=runs)
-
-
-def _memory_of_parts(
-    inputs: MemoryInputs, cluster: Cluster, gathered: float, parts: Sequence[RankPart], *, runs: bool
+def _memory(
+    inputs: MemoryInputs, cluster: Cluster, gathered: float = 0, only: Sequence[RankPart] | None = None
 ) -> Memory:
+    """Return the memory of all ranks, or of those with `only` these parts."""
+    parts, runs = distinct_parts(inputs.job.outline, inputs.plan, inputs.job.seq_len, inputs.profile.split)
+    parts = parts if only is None else only
     loads = [_load(inputs, part, gathered) for part in parts]
     fullest = max(loads, key=attrgetter("worst"))
     rank, figure = inputs.profile.logged
@@ -158,8 +154,11 @@ def _load(inputs: MemoryInputs, part: RankPart, gathered: float) -> RankLoad:
     unpacked = inputs.element_bytes * max((holding.largest_packed for holding in part.holdings), default=0)
     current = saved.recomputed + saved.backward + saved.exchanged
     later = saved.recomputed - saved.at_recompute
-    # `gathered_in_backward` already includes the gradients of a sharded root.
-    left = 0 if states.gathered_in_backward else _head_gradients_in_backward(inputs, part, head)
+    left = head.gradients
+    if states.gathered_in_backward:  # it already includes the gradients of a sharded root
+        left = 0
+    elif inputs.splits_weights and part.head_tower is not None and not part.head_tower.tied:  # no fp32 sum is kept
+        left = min(left, inputs.element_bytes * part.head_tower.head_parameters)
     reduced = states.gradients - states.unreduced
     moment = max(
         (at_loss, head.logits, cast, states.gathered_at_loss, states.gradients_at_loss + head.gradients, 0),
@@ -234,7 +233,15 @@ def head_memory(inputs: MemoryInputs, part: RankPart) -> PeakMoment:
         casts=2 * tower.head_rows(inputs.tp) * tower.hidden if casts else 0,
     )
     if (loss := loss_of(inputs.job, plan)) != "logits":
-        return memory._replace(**_fused_loss(inputs, tower, chunked=loss == "chunked"))
+        # All logits, or those of one chunk. On a CPU, without our kernel, an fp32 copy lies beside them.
+        rows = inputs.job.positions(tower, plan)
+        at_once = chunk_rows(rows, tower.outputs, element_bytes) if loss == "chunked" else rows
+        gradient_bytes = FP32_BYTES if loss == "chunked" and at_once < rows else element_bytes
+        weight = gradient_bytes * tower.head_parameters if tower.is_head_trained else 0
+        return memory._replace(
+            logits=(element_bytes + FP32_BYTES * inputs.cpu) * at_once * tower.outputs,
+            gradients=(1 + tower.prediction_layers) * (element_bytes * rows * tower.hidden + weight),
+        )
     whole, waiting, split = inputs.profile.logit_bytes
     at_loss = split if inputs.tp > 1 else whole
     if inputs.tp > 1 and not split:  # our kernels; a CPU computes in fp32
@@ -245,24 +252,3 @@ def head_memory(inputs: MemoryInputs, part: RankPart) -> PeakMoment:
     if inputs.tp > 1 and casts and plan.grad_accum > 1:  # a new gradient of the head, in both precisions, and the sum
         logits = max(logits, (element_bytes + FP32_BYTES) * tower.head_rows(inputs.tp) * tower.hidden)
     return memory._replace(logits=logits)
-
-
-def _head_gradients_in_backward(inputs: MemoryInputs, part: RankPart, head: PeakMoment) -> float:
-    """Return the bytes of the head's gradients while the layers' backward runs. Split weights keep no fp32 sum."""
-    if not inputs.splits_weights or part.head_tower is None or part.head_tower.tied:
-        return head.gradients
-    return min(head.gradients, inputs.element_bytes * part.head_tower.head_parameters)
-
-
-def _fused_loss(inputs: MemoryInputs, tower: Tower, *, chunked: bool) -> dict[str, float]:
-    """Return the logits of a fused loss, all or one chunk of them, and the gradients of the head and of its input.
-
-    On a CPU, without our kernel, an fp32 copy lies beside the logits.
-    """
-    rows, element_bytes = inputs.job.positions(tower, inputs.plan), inputs.element_bytes
-    at_once = chunk_rows(rows, tower.outputs, element_bytes) if chunked else rows
-    logit_bytes = element_bytes + FP32_BYTES * inputs.cpu
-    gradient_bytes = FP32_BYTES if chunked and at_once < rows else element_bytes
-    weight = gradient_bytes * tower.head_parameters if tower.is_head_trained else 0
-    gradients = (1 + tower.prediction_layers) * (element_bytes * rows * tower.hidden + weight)
-    return {"logits": logit_bytes * at_once * tower.outputs, "gradients": gradients}

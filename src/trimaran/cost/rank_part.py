@@ -146,7 +146,12 @@ def _parts(outline: Outline, key: StageSplit, micro_batches: int, seq_len: int) 
             starting=[name for name, stage in first_stage.items() if stage in here],
             in_flight=max_in_flight(schedule, ranks=pp, pp_rank=pp_rank, rounds=num_stages // pp, count=micro_batches),
         )
-        part = replace(part, received=_num_received(here, num_stages), deferred=_max_deferred(schedule, pp, pp_rank))
+        received = sum(stage > 0 and stage - 1 not in here for stage in here)
+        received += sum(stage < num_stages - 1 and stage + 1 not in here for stage in here)
+        deferred = 0.0
+        if pp > 1 and schedule == "zero-bubble":
+            deferred = 0.5 if 2 * pp_rank < pp else pp_rank + 0.5
+        part = replace(part, received=received, deferred=deferred)
         has_work = bool(steps_here)
         if num_modules:
             has_work = any(num_modules[stage] for stage in here) and micro_batches >= pp - 1
@@ -325,16 +330,3 @@ def max_in_flight(schedule: str, *, ranks: int, pp_rank: int, rounds: int, count
             return min(started, rounds * count) / rounds
         case _:  # zero-bubble
             return min(ranks if 2 * pp_rank < ranks else (ranks + pp_rank) / 2, count)
-
-
-def _max_deferred(schedule: str, ranks: int, pp_rank: int) -> float:
-    """Return for how many micro-batches a rank holds gradients for its deferred weight gradients at its peak."""
-    if ranks == 1 or schedule != "zero-bubble":
-        return 0.0
-    return 0.5 if 2 * pp_rank < ranks else pp_rank + 0.5
-
-
-def _num_received(here: Sequence[int], num_stages: int) -> int:
-    """Return how many messages a rank with these stages receives: of a stage before, and of one after, elsewhere."""
-    before = sum(stage > 0 and stage - 1 not in here for stage in here)
-    return before + sum(stage < num_stages - 1 and stage + 1 not in here for stage in here)

@@ -139,8 +139,11 @@ def rates_of(device: Device, precision: str, own_fractions: tuple[tuple[str, flo
     `own_fractions`: SUSTAINED_FRACTION of those devices with this software.
     """
     kind, name, rate = device.kind, device.name, rate_name(device, precision)
-    if device.cpu_rates is not None:
-        return _measured_cpu(device.cpu_rates, precision)
+    if (cpu := device.cpu_rates) is not None:
+        flops, bandwidth = (
+            CPU_SUSTAINED_FRACTION * rate * 1e9 for rate in (cpu.matmul_gflops, cpu.elementwise_gb_per_second)
+        )
+        return DeviceRates("cpu", flops, flops, flops, bandwidth, 1, TILE_DEPTH["cpu"], ELEMENT_BYTES[precision], cpu)
     # A rate measured on this machine needs no correction. Without tensor cores power is not the limit.
     is_sustained = "bf16" in device.reached or rate == "fp32"
     fractions = SUSTAINED_FRACTION | dict(own_fractions)
@@ -160,13 +163,6 @@ def rates_of(device: Device, precision: str, own_fractions: tuple[tuple[str, flo
         sustained=sustained,
         power_slope=0.0 if is_sustained else _of_variant(name, POWER_SLOPE, 0.0),
     )
-
-
-def _measured_cpu(cpu: CpuRates, precision: str) -> DeviceRates:
-    flops, bandwidth = (
-        CPU_SUSTAINED_FRACTION * rate * 1e9 for rate in (cpu.matmul_gflops, cpu.elementwise_gb_per_second)
-    )
-    return DeviceRates("cpu", flops, flops, flops, bandwidth, 1, TILE_DEPTH["cpu"], ELEMENT_BYTES[precision], cpu)
 
 
 def rates_for(job: Job, cluster: Cluster, plan: Plan) -> DeviceRates:
@@ -232,23 +228,15 @@ def attention_seconds(
         ramp = (1 + CPU_RAMP / length) / (1 + CPU_RAMP / CPU_LENGTH)
         flops *= ramp * (1 + CPU_HEAD_RAMP / head_dim) / (1 + CPU_HEAD_RAMP / CPU_HEAD_DIM) / CPU_SUSTAINED_FRACTION
         return flops / (cpu.attention_gflops * 1e9), 2.5 * flops / (cpu.attention_backward_gflops * 1e9)
-    efficiency = KERNELS[kernel_of(kernel, rates.generation), rates.generation]
+    if kernel == "torch":  # it selects cuDNN's kernel from Hopper on
+        kernel = "flash-2" if rates.generation == "ampere" else "cudnn"
+    kernel = {"cpu": "torch", "cdna": "flash-2"}.get(rates.generation, kernel)
+    efficiency = KERNELS[kernel, rates.generation]
     padded = -(-head_dim // HEAD_MULTIPLE) * HEAD_MULTIPLE if head_dim > MAX_NARROW_HEAD_DIM else MAX_NARROW_HEAD_DIM
     filled = 1.0 if rates.generation == "cpu" else head_dim / padded
     rate = rates.burst_flops * filled * (efficiency.narrow if head_dim <= MAX_NARROW_HEAD_DIM else 1.0)
     forward = flops / (rate * efficiency.forward) * (1 + efficiency.ramp / length)
     return forward, 2.5 * flops / (rate * efficiency.backward) * (1 + efficiency.backward_ramp / length)
-
-
-def kernel_of(kernel: str, generation: Generation) -> str:
-    """Return the kernel that runs: torch selects cuDNN's from Hopper on."""
-    if generation == "cpu":
-        return "torch"
-    if generation == "cdna":
-        return "flash-2"
-    if kernel == "torch":
-        return "flash-2" if generation == "ampere" else "cudnn"
-    return kernel
 
 
 # The host launches kernels ahead of the device and waits for no result, so both work in parallel: a step takes as long

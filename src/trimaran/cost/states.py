@@ -61,16 +61,20 @@ def states_of(inputs: MemoryInputs, part: RankPart) -> States:
     """
     towers = [_tower_states(inputs, part, holding) for holding in part.holdings]
     states = towers[0] if len(towers) == 1 else States(*map(math.fsum, zip(*towers, strict=True)))
-    return _with_buffers(inputs, part, states) if inputs.plan.offloads_to_disk else states
-
-
-def _with_buffers(inputs: MemoryInputs, part: RankPart, states: States) -> States:
-    """Return the states with the memory in front of their files. On a CPU all of it is the rank's own."""
     job, plan = inputs.job, inputs.plan
+    if not plan.offloads_to_disk:
+        return states
+    # The memory in front of the files: on a CPU all of it is the rank's own. Pinned memory comes in powers of two.
     trained = sum(num_owned_in(job, plan, holding) for holding in part.holdings if holding.is_trained)
-    slots, buffers = slot_bytes(job, plan, trained), device_buffer_bytes(job, plan, trained)
+    chunk = min(CHUNK_VALUES, trained) * streamed_bytes(job, plan)
+    slots = NUM_HOST_SLOTS * (2 ** math.ceil(math.log2(max(1.0, chunk))))
+    slots += READ_SLOT_BYTES if plan.offload == "parameters" else 0
     if inputs.cpu:
         return states._replace(update=states.update + slots, host=0)
+    # Chunks are updated on the device, unless the host updates them.
+    buffers = 0.0
+    if plan.offload != "parameters":
+        buffers = NUM_DEVICE_BUFFERS * min(CHUNK_VALUES, trained) * streamed_bytes(job, plan)
     return states._replace(update=states.update + buffers, host=states.host + slots)
 
 
@@ -82,20 +86,6 @@ def streamed_bytes(job: Job, plan: Plan) -> float:
     if plan.offload == "parameters":
         return job.state_bytes + MASTER_BYTES
     return job.state_bytes + (HALF_BYTES if splits_weights(job, plan) else 0)
-
-
-def slot_bytes(job: Job, plan: Plan, num_owned: float) -> float:
-    """Return the host memory in front of the files of a rank. Pinned memory comes in powers of two."""
-    chunk = min(CHUNK_VALUES, num_owned) * streamed_bytes(job, plan)
-    slots = NUM_HOST_SLOTS * (2 ** math.ceil(math.log2(max(1.0, chunk))))
-    return slots + (READ_SLOT_BYTES if plan.offload == "parameters" else 0)
-
-
-def device_buffer_bytes(job: Job, plan: Plan, num_owned: float) -> float:
-    """Return the device memory in which chunks are updated; none if the host updates them."""
-    if plan.offload == "parameters":
-        return 0.0
-    return NUM_DEVICE_BUFFERS * min(CHUNK_VALUES, num_owned) * streamed_bytes(job, plan)
 
 
 def num_owned(mesh: Mesh, holding: Holding, sharding: str, image_ranks: int = 1) -> float:
@@ -248,16 +238,8 @@ def _accumulates_full(inputs: MemoryInputs, sharding: str) -> bool:
     return inputs.plan.grad_accum > 1 and (sharding == "optimizer" or inputs.pp > 1)
 
 
-class Gathered(NamedTuple):
-    """Gathered weights and unreduced gradients of a sharded tower, in bytes. The fields are those of `States`."""
-
-    at_loss: float = 0
-    in_backward: float = 0
-    in_reduction: float = 0
-
-
-def _gathered(inputs: MemoryInputs, part: RankPart, holding: Holding, sharding: str) -> Gathered:
-    """Return the bytes of gathered weights, and of gradients that are not reduced, on a sharded rank.
+def _gathered(inputs: MemoryInputs, part: RankPart, holding: Holding, sharding: str) -> tuple[float, float, float]:
+    """Return the bytes of gathered weights, and of gradients that are not reduced: the three such fields of `States`.
 
     With resharding, at the loss only the root (or the head alone) is gathered; if weights are resharded over fewer
     ranks, also a shard of each layer. Backward adds the current unit of layers, the prefetched ones, the head's
@@ -265,7 +247,7 @@ def _gathered(inputs: MemoryInputs, part: RankPart, holding: Holding, sharding: 
     which it has in 16 bits, are copied to fp32. Offloaded weights arrive in fp32 before the cast.
     """
     if sharding == "none" or (inputs.profile.keeps_full_weights and sharding != "parameters"):
-        return Gathered()
+        return 0, 0, 0
     count, root, element_bytes = holding.dense + holding.experts, holding.root, inputs.element_bytes
     layer = (count - root) / max(1, holding.layers)
     num_units = max(1, num_fsdp_units(inputs.job, inputs.plan, layer, holding.layers))
@@ -277,7 +259,7 @@ def _gathered(inputs: MemoryInputs, part: RankPart, holding: Holding, sharding: 
         gathered = element_bytes * root + layer_bytes * (count - root)
         if _accumulates_full(inputs, sharding):  # nothing is reduced until the last micro-batch
             before = 0.0
-        return Gathered(gathered, gathered + before, gathered + (own + reduced) * unit)
+        return gathered, gathered + before, gathered + (own + reduced) * unit
     comm = inputs.plan.comm
     at_loss = element_bytes * (min(root, part.head or root) if inputs.profile.fsdp == "ends" else root)
     if isinstance(comm.reshard, int):
@@ -287,4 +269,4 @@ def _gathered(inputs: MemoryInputs, part: RankPart, holding: Holding, sharding: 
     waiting = at_loss + own * (part.head or root)
     prefetched = layer_bytes * min(holding.layers * layer, comm.prefetch * unit)
     current = layer_bytes * min(holding.layers * layer, (1 + comm.prefetch) * unit)
-    return Gathered(at_loss, waiting + current + before, waiting + prefetched + (own + reduced) * unit)
+    return at_loss, waiting + current + before, waiting + prefetched + (own + reduced) * unit

@@ -21,7 +21,6 @@ from trimaran.cost.stack_profiles import TimeProfile
 from trimaran.cost.stage_time import (
     StageTime,
     StageTimes,
-    TimeUnit,
     levels_of,
     rank_times_of,
     stage_inputs_of,
@@ -40,6 +39,8 @@ CALIBRATED_STRAGGLER_FRACTION = 0.02  # of a CPU whose rates were measured with 
 CPU_STEP_BLOCKS = 5.0
 ACCUMULATE_BYTES = 10  # moved per parameter to add a 16-bit gradient to an fp32 sum: read 2 and 4, write 4
 ALWAYS_SHOWN = ("forward", "backward", "comm", "optimizer")
+# Fields of a unit that add up if several blocks are one unit.
+SUMMED = ("dense", "experts", "trained_dense", "trained_experts", "forward", "backward")
 COPIES = "copies of gathered weights"  # among the exposed communication
 
 
@@ -92,7 +93,12 @@ def _step_time(
     exposed = {key: count * seconds for key, seconds in slowest.waits.items()}
     if plan.mesh.data > 1 or any(unit.splits_images for unit in heaviest.units):
         exposed |= exposed_traffic(traffic_path_of(levels, plan, rates, job), plan, heaviest)
-    exposed |= _replica_reductions(job, plan, heaviest, levels)
+    if plan.towers:  # towers that tensor-parallel ranks replicate: each has gradients of its own images, in fp32
+        split = [each for each in heaviest.part.holdings if each.is_trained and job.splits_images(each.tower, plan)]
+        owned = sum(each.parameters for each in split if job.sharding_of(each.tower, plan) == "none")
+        ring = ring_of(levels, plan.mesh.tp, 1)
+        if owned:  # FSDP sums those of sharded towers
+            exposed[f"gradients of images on {ring.link}"] = all_reduce_seconds(4.0 * owned, ring)
     if job.stack.name == "trimaran" and cluster.num_nodes > 1 and not plan.comm.local.is_on:
         ring = ring_of(levels, cluster.world_size, 1, profile.comm.hops)
         # Gloo sends such a small message around a ring, NCCL up and down a tree.
@@ -172,39 +178,16 @@ def _update_seconds(job: Job, cluster: Cluster, plan: Plan, num_updated: float, 
     return seconds
 
 
-def _replica_reductions(job: Job, plan: Plan, stage: StageTime, levels: tuple[Link, ...]) -> dict[str, float]:
-    """Return the time to sum the gradients of towers that tensor-parallel ranks replicate, once per step, in fp32.
-
-    Each rank has those of its own images. FSDP sums those of sharded towers.
-    """
-    if not plan.towers:
-        return {}
-    split = [each for each in stage.part.holdings if each.is_trained and job.splits_images(each.tower, plan)]
-    owned = sum(each.parameters for each in split if job.sharding_of(each.tower, plan) == "none")
-    ring = ring_of(levels, plan.mesh.tp, 1)
-    return {f"gradients of images on {ring.link}": all_reduce_seconds(4.0 * owned, ring)} if owned else {}
-
-
 def with_joined_units(job: Job, plan: Plan, stage: StageTime) -> StageTime:
     """Return the stage with units as FSDP has them: small blocks share one."""
     counts = [num_fsdp_units(job, plan, unit.dense + unit.experts, unit.count) for unit in stage.units]
     if all(count == unit.count for count, unit in zip(counts, stage.units, strict=True)):
         return stage
-    return stage._replace(units=tuple(map(_joined, stage.units, counts)))
-
-
-def _joined(unit: TimeUnit, count: int) -> TimeUnit:
-    """Return the same blocks as `count` larger units."""
-    size = unit.count / count
-    return unit._replace(
-        count=count,
-        dense=unit.dense * size,
-        experts=unit.experts * size,
-        trained_dense=unit.trained_dense * size,
-        trained_experts=unit.trained_experts * size,
-        forward=unit.forward * size,
-        backward=unit.backward * size,
-    )
+    joined = []
+    for unit, count in zip(stage.units, counts, strict=True):
+        size = unit.count / count
+        joined.append(unit._replace(count=count, **{name: getattr(unit, name) * size for name in SUMMED}))
+    return stage._replace(units=tuple(joined))
 
 
 def _host_seconds(profile: TimeProfile, plan: Plan, stage: StageTime, rates: DeviceRates) -> dict[str, float]:

@@ -207,25 +207,19 @@ def _explain(
     symbols = {"all-reduce": "2 (N - 1) / N x M", "broadcast": "M"}.get(operation, "(N - 1) / N x M")
     formulas = (
         Formula(
-            name="sent by a rank, at most",
-            symbols=symbols if algorithm == "ring" else "the chunks that it sends in all steps",
-            numbers=as_is(f"N = {ranks}, M = {size:,.0f} B"),
-            value=max(sent) * chunk,
-            unit="bytes",
+            "sent by a rank, at most",
+            symbols if algorithm == "ring" else "the chunks that it sends in all steps",
+            as_is(f"N = {ranks}, M = {size:,.0f} B"),
+            max(sent) * chunk,
+            "bytes",
         ),
+        Formula("steps", _step_count(operation, algorithm), as_is(f"N = {ranks}"), len(steps) - 1, "count"),
         Formula(
-            name="steps",
-            symbols=_step_count(operation, algorithm),
-            numbers=as_is(f"N = {ranks}"),
-            value=len(steps) - 1,
-            unit="count",
-        ),
-        Formula(
-            name="time",
-            symbols="steps x latency + bytes of the busiest rank / bandwidth",
-            numbers=as_is(f"{link.latency * 1e6:.3g} us, {link.bandwidth / 1e9:.3g} GB/s"),
-            value=link.seconds(steps, chunk),
-            unit="seconds",
+            "time",
+            "steps x latency + bytes of the busiest rank / bandwidth",
+            as_is(f"{link.latency * 1e6:.3g} us, {link.bandwidth / 1e9:.3g} GB/s"),
+            link.seconds(steps, chunk),
+            "seconds",
         ),
     )
     shown = range(len(steps)) if ranks <= MAX_WHOLE_RANKS else sorted({0, max(0, at - 1), at, len(steps) - 1})
@@ -305,8 +299,7 @@ def _simulate(subject: Subject, operation: str) -> Mode:
         groups[say("all {count} devices", count=cluster.world_size)] = cluster.world_size
     rings = {name: ring_of(cluster.levels, num, 1) for name, num in groups.items() if num > 1}
     series = tuple(
-        ValueSeries(name=name, values=tuple(_seconds_of(operation, size, ring) for size in SIZES))
-        for name, ring in rings.items()
+        ValueSeries(name, tuple(_seconds_of(operation, size, ring) for size in SIZES)) for name, ring in rings.items()
     )
     lines = Lines(
         title=say("Time of {operation} by size", operation=say(operation)),
@@ -325,7 +318,7 @@ def _simulate(subject: Subject, operation: str) -> Mode:
         unit="bytes/second",
         x=SIZES,
         series=tuple(
-            ValueSeries(name=each.name, values=_bus_rates(operation, ring.num_ranks, each.values))
+            ValueSeries(each.name, _bus_rates(operation, ring.num_ranks, each.values))
             for each, ring in zip(series, rings.values(), strict=True)
         ),
         log_x=True,
@@ -377,8 +370,8 @@ def _measured_lines(subject: Subject, operation: str, curve: CommCurve) -> Lines
         unit="seconds",
         x=sizes,
         series=(
-            *((ValueSeries(name="cost model", values=model),) if can_model else ()),
-            ValueSeries(name="measured", values=tuple(point.seconds for point in curve.points)),
+            *((ValueSeries("cost model", model),) if can_model else ()),
+            ValueSeries("measured", tuple(point.seconds for point in curve.points)),
         ),
         log_x=True,
         log_y=True,

@@ -130,28 +130,27 @@ def _explain(
     reducing = sum(each.end - each.start for each in buckets)
     formulas = (
         Formula(
-            name="sent and received by a rank",
-            symbols="2 (N - 1) / N x gradients",
-            numbers=as_is(f"2 x {num - 1} / {num} x {total:,.0f} B"),
-            value=2 * (num - 1) / num * total,
-            unit="bytes",
+            "sent and received by a rank",
+            "2 (N - 1) / N x gradients",
+            as_is(f"2 x {num - 1} / {num} x {total:,.0f} B"),
+            2 * (num - 1) / num * total,
+            "bytes",
         ),
         Formula(
-            name="all gradients at once",
-            symbols="2 (N - 1) x (latency + bytes / N / bandwidth)",
-            numbers=say("N = {ranks}, {rate:.1f} GB/s on {link}", ranks=num, rate=ring.reduce_bandwidth / 1e9,
-                        link=ring.link),
-            value=float(all_reduce_seconds(total, ring)),
-            unit="seconds",
+            "all gradients at once",
+            "2 (N - 1) x (latency + bytes / N / bandwidth)",
+            say("N = {ranks}, {rate:.1f} GB/s on {link}", ranks=num, rate=ring.reduce_bandwidth / 1e9, link=ring.link),
+            float(all_reduce_seconds(total, ring)),
+            "seconds",
         ),
         Formula(
-            name="exposed",
-            symbols="end of the last bucket - end of backward",
-            numbers=say("buckets of {size:g} MiB, backward {backward}", size=size, backward=show_duration(backward)),
-            value=exposed,
-            unit="seconds",
+            "exposed",
+            "end of the last bucket - end of backward",
+            say("buckets of {size:g} MiB, backward {backward}", size=size, backward=show_duration(backward)),
+            exposed,
+            "seconds",
         ),
-    )  # fmt: skip
+    )
     hidden = max(0.0, 1 - exposed / reducing) if reducing else 1.0
     said = say("A bucket is sent as soon as its gradients are there. Backward hides {hidden:.0%} of that.",
                hidden=hidden)  # fmt: skip
@@ -172,12 +171,7 @@ def _joined(buckets: Sequence[Bucket]) -> list[Bucket]:
 
 
 def _simulate(
-    subject: Subject,
-    blocks: Sequence[BackwardBlock],
-    size: float,
-    ring: Ring,
-    straggler: float,
-    timeline: Timeline,
+    subject: Subject, blocks: Sequence[BackwardBlock], size: float, ring: Ring, straggler: float, timeline: Timeline
 ) -> Mode:
     late, backward = slowed(blocks, straggler), sum(each.seconds for each in blocks)
     sizes = tuple(sorted({*map(float, SIZES_MB), size}))
@@ -188,10 +182,7 @@ def _simulate(
         unit="seconds",
         x=sizes,
         series=(
-            ValueSeries(
-                name="exposed",
-                values=tuple(max(0.0, reduced_at(late, each * MIB, ring) - backward) for each in sizes),
-            ),
+            ValueSeries("exposed", tuple(max(0.0, reduced_at(late, each * MIB, ring) - backward) for each in sizes)),
         ),
         log_x=True,
     )

@@ -17,7 +17,7 @@ ModeName = Literal["explain", "simulate", "live"]
 ControlKind = Literal["number", "choice"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Formula:
     """A quantity, how it is computed in symbols, the same with the numbers of this subject, and its value."""
 
@@ -28,7 +28,7 @@ class Formula:
     unit: Unit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ValueSeries:
     """Values with one name, one for each category or position of the x axis; None where there is none.
 
@@ -160,7 +160,7 @@ class Matrix:
     heat: tuple[tuple[float | None, ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Table:
     title: str
     columns: tuple[str, ...]

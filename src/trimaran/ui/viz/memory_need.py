@@ -95,21 +95,21 @@ def _explain(need: _Need) -> Mode:
     by_batch = say("{rows} x {tokens:,} tokens", rows=need.rows, tokens=need.job.seq_len)
     formulas = [
         Formula(
-            name=term,
-            symbols="parameters x bytes" if term in PARAMETER_TERMS else "grows with the batch and the sequence",
-            numbers=as_is(f"{show_count(count)} x {size / count:.3g} B") if term in PARAMETER_TERMS else by_batch,
-            value=float(size),
-            unit="bytes",
+            term,
+            "parameters x bytes" if term in PARAMETER_TERMS else "grows with the batch and the sequence",
+            as_is(f"{show_count(count)} x {size / count:.3g} B") if term in PARAMETER_TERMS else by_batch,
+            float(size),
+            "bytes",
         )
         for term, size in need.one.memory.items()
         if size
     ]
     total = Formula(
-        name="peak",
-        symbols="the sum of all terms",
-        numbers=as_is(" + ".join(show_bytes(each.value) for each in formulas)),
-        value=float(need.one.peak_bytes),
-        unit="bytes",
+        "peak",
+        "the sum of all terms",
+        as_is(" + ".join(show_bytes(each.value) for each in formulas)),
+        float(need.one.peak_bytes),
+        "bytes",
     )
     whole = say("On one {device} with {memory}, nothing split and nothing recomputed: {verdict}.", device=device.name,
                 memory=show_bytes(need.memory), verdict=_verdict(need.one, need.memory))  # fmt: skip
@@ -132,7 +132,7 @@ def _simulate(subject: Subject, need: _Need) -> Mode:
         fits = say("No cluster of up to {count:,} of these devices fits it.", count=MAX_DEVICES)
     else:
         fits = say("The smallest cluster of these devices on which a plan fits is {smallest}.", smallest=smallest)
-    table = Table(title="What a device needs", columns=("", "needs", "verdict"), rows=rows)
+    table = Table("What a device needs", ("", "needs", "verdict"), rows)
     bars = _bars(need, {"one device": need.one, "with the plan": planned})
     return Mode(sentences=(_duration(need, planned.tokens_per_second, planned), fits), figures=(bars, table))
 
@@ -156,7 +156,7 @@ def _live(subject: Subject, run: RunMedians, need: _Need) -> Mode:
         title="Peak memory of a rank",
         unit="bytes",
         categories=("predicted", "measured"),
-        series=(ValueSeries(name="peak", values=(float(prediction.peak_bytes), run.peak_bytes)),),
+        series=(ValueSeries("peak", (float(prediction.peak_bytes), run.peak_bytes)),),
         limits=limits,
     )
     said = [say("After {steps:,} steps the fullest rank has needed {peak}; the prediction is off by {error:+.1%}.",

@@ -85,7 +85,7 @@ def _explain(subject: Subject, mesh: Mesh, colored: str, order: Sequence[str]) -
     if tuple(order) != ORDER:
         sentences.append(say("The trainer numbers its ranks as pp-dp-cp-tp; this is another order."))
     columns = ("axis", "meaning", "groups", "ranks in each", "link", "all-reduce of 64 MiB", "the first groups")
-    table = Table(title="Groups", columns=columns, rows=tuple(_rows(subject, mesh, order)))
+    table = Table("Groups", columns, tuple(_rows(subject, mesh, order)))
     # A row for each node and a column for each of its devices; equal colours are equal coordinates.
     cells = _cells(subject, mesh)
     used = [axis for axis in order if getattr(mesh, axis) > 1]

@@ -67,9 +67,9 @@ def _explain(subject: Subject, target: str) -> Mode:
         wide=True,
     )
     table = Table(
-        title="What happens in each phase, the file that records it, and the command that shows it",
-        columns=("phase", "what happens", "file", "command"),
-        rows=tuple((phase, what, as_is(file), as_is(command)) for phase, (what, file, command) in MEANINGS.items()),
+        "What happens in each phase, the file that records it, and the command that shows it",
+        ("phase", "what happens", "file", "command"),
+        tuple((phase, what, as_is(file), as_is(command)) for phase, (what, file, command) in MEANINGS.items()),
     )
     sentences, files = _artefact(subject, target)
     return Mode(sentences=sentences, figures=(graph, table, *files))
@@ -129,7 +129,7 @@ def _live(life: RunLife) -> Mode:
         (each.phase, as_is(show_duration(each.start)), as_is(show_duration(each.end - each.start)), each.label)
         for each in sorted(life.spans, key=lambda each: each.start)
     )
-    table = Table(title="What happened when", columns=("phase", "since the beginning", "took", ""), rows=rows)
+    table = Table("What happened when", ("phase", "since the beginning", "took", ""), rows)
     files = [FileText(title=say("Launched with {name}", name=name), content=content)
              for name, content in life.files.items()]  # fmt: skip
     return Mode(sentences=tuple(said), figures=(timeline, table, *files))

@@ -26,12 +26,7 @@ def life_of(run: RunDirectory, *, now: float | None = None) -> RunLife:
     begin = min([_created(run), *(each.time for each in state.attempts.attempts), *(each.time for each in events[:1])])
     is_active = state.status in ACTIVE_STATUSES
     end = now if is_active else max([begin, *(each.time for each in events), *_ends(state)])
-    spans = [
-        *_starts(state, events, begin, end),
-        *_saves(events),
-        *_incidents(state),
-        *_changes(state, events),
-    ]
+    spans = [*_starts(state, events, begin, end), *_saves(events), *_incidents(state), *_changes(state, events)]
     moved = [each._replace(start=max(0.0, each.start - begin), end=max(0.0, each.end - begin)) for each in spans]
     return RunLife(
         name=run.path.name,

@@ -43,7 +43,7 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
         subject.kept[asked] = _search(question, degrees)
     answer = subject.kept[asked]
     ways = tuple((as_is(name), *rest) for name, *rest in WAYS)
-    table = Table(title="What each way splits", columns=("", "splits", "saves", "costs"), rows=ways)
+    table = Table("What each way splits", ("", "splits", "saves", "costs"), ways)
     explained = Mode(sentences=("Degrees multiply: their product is the number of ranks.",), figures=(table,))
     live = _live(subject, subject.run, answer) if subject.run is not None else None
     return as_modes(explained, _simulate(answer), live)
@@ -69,15 +69,11 @@ def _simulate(answer: PlanAnswer | UserError) -> Mode:
     rows = _plans(answer)
     points = tuple(_point(plan, why) for plan, why in rows)
     scatter = _scatter(answer, points)
-    table = Table(
-        title="Plans",
-        columns=("plan", "step", "memory", "tokens/s", "why not"),
-        rows=tuple(
+    table = Table("Plans", ("plan", "step", "memory", "tokens/s", "why not"), tuple(
             (as_is(plan), as_is(show_duration(point.y)), as_is(show_bytes(point.x)),
              as_is(f"{plan.prediction.tokens_per_second:,.0f}" if plan.prediction else ""), why)
             for (plan, why), point in zip(rows, points, strict=True)
-        ),
-    )  # fmt: skip
+        ))  # fmt: skip
     considered = say("{count:,} plans were priced.", count=answer.num_considered)
     sentences = (considered, *(say("Would help: {hint}.", hint=planner_text(hint)) for hint in answer.hints))
     return Mode(sentences=sentences, figures=(scatter, table))

@@ -75,7 +75,7 @@ def _explain(subject: Subject, tp: int, *, splits: bool) -> Mode:
             sentences.append(say("A vocabulary of {size:,} does not divide by {tp}: the ranks hold unequal parts.",
                                  size=vocabulary, tp=tp))  # fmt: skip
     columns = ("tower", "linear", "whole", "split by", "on a rank", "then")
-    table = Table(title="Linear layers of a block", columns=columns, rows=tuple(rows))
+    table = Table("Linear layers of a block", columns, tuple(rows))
     return Mode(sentences=tuple(sentences), formulas=_formulas(subject, tp, splits=splits), figures=(table,))
 
 
@@ -86,11 +86,18 @@ def _formulas(subject: Subject, tp: int, *, splits: bool) -> tuple[Formula, ...]
     value = 2.0 * element_bytes * positions * main.hidden * (tp - 1) / tp
     numbers = f"2 x {element_bytes} x {positions:,} x {main.hidden:,} x {tp - 1}/{tp}"
     if not splits:
-        return (Formula(name="all-reduced by a block in forward", symbols="4 x bytes x tokens x width x (N - 1) / N",
-                        numbers=as_is(f"2 x {numbers}"), value=2 * value, unit="bytes"),)  # fmt: skip
+        return (
+            Formula(
+                "all-reduced by a block in forward",
+                "4 x bytes x tokens x width x (N - 1) / N",
+                as_is(f"2 x {numbers}"),
+                2 * value,
+                "bytes",
+            ),
+        )
     symbols = "2 x bytes x tokens x width x (N - 1) / N"
     return tuple(
-        Formula(name=name, symbols=symbols, numbers=as_is(numbers), value=value, unit="bytes")
+        Formula(name, symbols, as_is(numbers), value, "bytes")
         for name in ("gathered by a block in forward", "reduced by a block in forward")
     )
 
@@ -113,11 +120,9 @@ def _simulate(subject: Subject, *, splits: bool) -> Mode:
     activations = replace(activations, limits={"whole": float(num_bytes)})
     verdicts = [next((why for _, layer in layers if (why := divides(layer, each))), "yes") for each in degrees]
     links = Table(
-        title="The link that each degree uses",
-        columns=("ranks", "link", "can split every block"),
-        rows=tuple(
-            (as_is(each), as_is(ring.link), why) for each, ring, why in zip(degrees, rings, verdicts, strict=True)
-        ),
+        "The link that each degree uses",
+        ("ranks", "link", "can split every block"),
+        tuple((as_is(each), as_is(ring.link), why) for each, ring, why in zip(degrees, rings, verdicts, strict=True)),
     )
     sentence = say("A full activation is {size}.", size=show_bytes(num_bytes))
     return Mode(sentences=(sentence,), figures=(bars, activations, links))

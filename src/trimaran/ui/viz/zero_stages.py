@@ -7,17 +7,7 @@ from typing import NamedTuple
 from trimaran.core import Plan, show_bytes, show_count
 from trimaran.core.plan import SHARDINGS
 from trimaran.ui.language import as_is, say
-from trimaran.ui.viz.figures import (
-    Bars,
-    Formula,
-    Lines,
-    Mode,
-    ModeName,
-    Table,
-    ValueSeries,
-    as_modes,
-    stacked_bars,
-)
+from trimaran.ui.viz.figures import Bars, Formula, Lines, Mode, ModeName, Table, ValueSeries, as_modes, stacked_bars
 from trimaran.ui.viz.measured_figures import run_table
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject
 
@@ -89,11 +79,11 @@ def _explain(parameters: float, ranks: int, each: StateBytes, subject: Subject) 
                f"{weight} + ({gradient} + {states})/N", f"({weight} + {gradient} + {states})/N")  # fmt: skip
     formulas = [
         Formula(
-            name=STAGES[stage],
-            symbols=as_is(symbols[stage]),
-            numbers=as_is(f"P = {show_count(parameters)}, N = {ranks}"),
-            value=sum(held[stage]),
-            unit="bytes",
+            STAGES[stage],
+            as_is(symbols[stage]),
+            as_is(f"P = {show_count(parameters)}, N = {ranks}"),
+            sum(held[stage]),
+            "bytes",
         )
         for stage in range(4)
     ]
@@ -101,7 +91,7 @@ def _explain(parameters: float, ranks: int, each: StateBytes, subject: Subject) 
         title=say("What each of {ranks} ranks holds", ranks=ranks),
         unit="bytes",
         categories=STAGES,
-        series=tuple(ValueSeries(name=part, values=tuple(row[at] for row in held)) for at, part in enumerate(PARTS)),
+        series=tuple(ValueSeries(part, tuple(row[at] for row in held)) for at, part in enumerate(PARTS)),
         limits={as_is(device): limit},
     )
     numbers = [2**power for power in range(11)]
@@ -112,9 +102,7 @@ def _explain(parameters: float, ranks: int, each: StateBytes, subject: Subject) 
         unit="bytes",
         x=tuple(map(float, numbers)),
         series=tuple(
-            ValueSeries(
-                name=STAGES[stage], values=tuple(sum(bytes_of(stage, parameters, num, each)) for num in numbers)
-            )
+            ValueSeries(STAGES[stage], tuple(sum(bytes_of(stage, parameters, num, each)) for num in numbers))
             for stage in range(4)
         ),
         log_x=True,
@@ -125,8 +113,11 @@ def _explain(parameters: float, ranks: int, each: StateBytes, subject: Subject) 
     rows = tuple((STAGES[stage], as_is(show_bytes(sent_bytes(stage, parameters, ranks, each))),
                   say("never") if least is None else say("{ranks:,} ranks", ranks=least))
                  for stage, least in enumerate(fits))  # fmt: skip
-    table = Table(title="What it costs, and from how many ranks on it fits",
-                  columns=("", "sent by each rank in a step", "fits a device from"), rows=rows)  # fmt: skip
+    table = Table(
+        "What it costs, and from how many ranks on it fits",
+        ("", "sent by each rank in a step", "fits a device from"),
+        rows,
+    )
     sentences = (
         "Stages 1 and 2 send as much as plain data parallelism: an all-reduce is a reduce-scatter and an all-gather.",
         "Stage 3 gathers the weights once more, for backward: half as much again.",

@@ -29,7 +29,6 @@ from trimaran.data import (
     measure_samples,
     pack_samples,
     prepare_samples,
-    sample_feed,
     sample_feeds,
 )
 
@@ -41,7 +40,7 @@ SEQ_LEN = 32
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_feed, "RETRY_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("trimaran.data.quarantine.RETRY_PAUSE_SECONDS", 0.0)
 
 
 def some_table(count: int = 40, **options: Any) -> Table:

@@ -25,7 +25,7 @@ from .row_packing import (
     Batching as Batching, PackingRules as PackingRules, RowPacking as RowPacking, open_row_packing as open_row_packing,
     pack_samples as pack_samples, slots_per_row as slots_per_row,
 )
-from .sample_costs import SampleTable as SampleTable, measure_samples as measure_samples
+from .sample_costs import SampleRecord as SampleRecord, SampleTable as SampleTable, measure_samples as measure_samples
 from .sample_feed import (
     NO_ROW as NO_ROW, SampleFeed as SampleFeed, SampleFeedOptions as SampleFeedOptions, SampleRows as SampleRows,
     balance_rows as balance_rows, sample_feeds as sample_feeds, sequential_rows as sequential_rows,
@@ -43,7 +43,7 @@ from .samples.readers import (
 )
 from .samples.row_estimate import estimate_rows as estimate_rows
 from .samples.sample_index import (
-    SampleIndex as SampleIndex, SampleRecord as SampleRecord, repeat_ids as repeat_ids,
+    SampleIndex as SampleIndex, repeat_ids as repeat_ids,
     repeats_per_epoch as repeats_per_epoch,
 )
 from .samples.source_part import ImageFiles as ImageFiles

@@ -41,10 +41,7 @@ FACTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnShape:
-    shape: str
-    colour: str
+DrawnShape = tuple[str, str]  # and its colour
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,7 @@ def draw(number: int) -> DrawnSample:
     Image.fromarray(_render(random, shapes, width, height)).save(file, "PNG", compress_level=1)
     image = file.getvalue()
     if random.random() < CAPTION_FRACTION:
-        return DrawnSample(image, "", " and ".join(f"a {each.colour} {each.shape}" for each in shapes))
+        return DrawnSample(image, "", " and ".join(f"a {colour} {shape}" for shape, colour in shapes))
     return DrawnSample(image, *_question(random, shapes))
 
 
@@ -76,48 +73,43 @@ def _choose(random: np.random.Generator, max_shapes: int) -> list[DrawnShape]:
     count = min(1 + int(random.choice(len(SHAPE_COUNT_FRACTIONS), p=SHAPE_COUNT_FRACTIONS)), max_shapes)
     names = random.choice(len(SHAPES), count, replace=False)
     colours = random.choice(len(COLOURS), count)
-    return [DrawnShape(SHAPES[name], list(COLOURS)[colour]) for name, colour in zip(names, colours, strict=True)]
+    return [(SHAPES[name], list(COLOURS)[colour]) for name, colour in zip(names, colours, strict=True)]
 
 
 def _question(random: np.random.Generator, shapes: list[DrawnShape]) -> tuple[str, str]:
     """Return a question about the image, and its answer."""
-    chosen = shapes[random.integers(len(shapes))]
+    shape, colour = shapes[random.integers(len(shapes))]
     kind = random.choice(len(QUESTION_FRACTIONS), p=QUESTION_FRACTIONS)
     if kind == 0:
-        return f"what colour is the {chosen.shape}?", chosen.colour
+        return f"what colour is the {shape}?", colour
     if kind == 1:
         return "how many shapes?", COUNTS[len(shapes)]
     if kind == 2:
-        absent = [colour for colour in COLOURS if all(each.colour != colour for each in shapes)]
+        absent = [each for each in COLOURS if all(other != each for _, other in shapes)]
         if random.random() < 0.5:
             return f"is anything {absent[random.integers(len(absent))]}?", "no"
-        return f"is anything {chosen.colour}?", "yes"
-    same = [each for each in shapes if each.colour == chosen.colour]
-    if len(same) > 1:
-        return f"how many {chosen.colour} shapes?", COUNTS[len(same)]
-    return f"what shape is {chosen.colour}?", chosen.shape
+        return f"is anything {colour}?", "yes"
+    num_same = sum(each == colour for _, each in shapes)
+    if num_same > 1:
+        return f"how many {colour} shapes?", COUNTS[num_same]
+    return f"what shape is {colour}?", shape
 
 
 def _render(random: np.random.Generator, shapes: list[DrawnShape], width: int, height: int) -> np.ndarray:
     """Return u8 [height, width, 3]: each shape in a cell of its own, on a grey background with a little noise."""
     ground = random.integers(90, 150) + random.integers(-8, 9, (height, width, 1))
     image = np.broadcast_to(ground, (height, width, 3)).astype(np.int16)
-    across, down = _cells(len(shapes), width, height)
+    grids = [(across, -(-len(shapes) // across)) for across in range(1, len(shapes) + 1)]
+    across, down = max(grids, key=lambda each: min(width / each[0], height / each[1]))  # with the largest cells
     cells = np.sort(random.choice(across * down, len(shapes), replace=False))
-    for each, cell in zip(shapes, cells.tolist(), strict=True):
+    for (shape, colour), cell in zip(shapes, cells.tolist(), strict=True):
         cell_width, cell_height = width / across, height / down
         radius = min(cell_width, cell_height) / 2 * random.uniform(0.65, 0.95)
         x = (cell % across + 0.5) * cell_width + random.uniform(-1, 1) * (cell_width / 2 - radius)
         y = (cell // across + 0.5) * cell_height + random.uniform(-1, 1) * (cell_height / 2 - radius)
-        inside = _inside(each.shape, np.arange(width)[None] + 0.5 - x, np.arange(height)[:, None] + 0.5 - y, radius)
-        image[inside] = np.array(COLOURS[each.colour]) + random.integers(-10, 11, 3)
+        inside = _inside(shape, np.arange(width)[None] + 0.5 - x, np.arange(height)[:, None] + 0.5 - y, radius)
+        image[inside] = np.array(COLOURS[colour]) + random.integers(-10, 11, 3)
     return image.clip(0, 255).astype(np.uint8)
-
-
-def _cells(count: int, width: int, height: int) -> tuple[int, int]:
-    """Return the number of cells across and down that hold `count` shapes with the largest cells."""
-    grids = [(across, -(-count // across)) for across in range(1, count + 1)]
-    return max(grids, key=lambda each: min(width / each[0], height / each[1]))
 
 
 def _inside(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarray:

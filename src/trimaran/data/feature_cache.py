@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trimaran.core import Recipe, UserError
-from trimaran.core.regular_files import open_regular_file, read_regular_text, write_atomically
+from trimaran.core import Recipe, UserError, open_regular_file, read_regular_text, write_atomically
 from trimaran.data.quarantine import BadSampleError
 
 PART_BYTES = 64 << 20

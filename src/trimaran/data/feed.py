@@ -4,6 +4,7 @@ Runs in loader processes: does not import torch.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -116,6 +117,24 @@ class BatchFeed(Protocol):
     def num_quarantined(self, step: int) -> int:
         """Return how many samples of the global batch are quarantined at `step`."""
         ...
+
+
+class QuarantiningFeed(ABC):
+    """The part that all feeds share; see `BatchFeed`."""
+
+    share: DataShare
+    quarantined: frozenset[int]
+
+    @abstractmethod
+    def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]: ...
+
+    def num_quarantined(self, step: int) -> int:
+        return len(self.quarantined.intersection(self.samples(step, range(self.share.dp)))) if self.quarantined else 0
+
+
+def num_held_out(count: int, fraction: float) -> int:
+    """Return how many of `count` samples are held out: at least one, and never all."""
+    return min(max(1, round(count * fraction)), count - 1) if fraction > 0 else 0
 
 
 def position(seed: int, index: int, length: int) -> int:

@@ -6,20 +6,22 @@ not change.
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import read_regular_text
+from trimaran.core import UserError, read_regular_text
 from trimaran.data.text.token_shards import IGNORED, Sequences, TokenSample
 from trimaran.runs import RunDirectory, append_line
 
 READ_ATTEMPTS = 3
 RETRY_PAUSE_SECONDS = 0.1
 MAX_QUARANTINE_BYTES = 64 << 20
+Result = TypeVar("Result")
 
 
 class BadSampleError(Exception):
@@ -39,11 +41,8 @@ class Quarantine:
         self.ids |= frozenset(new)
         if write and self._path is not None:
             for each in new:
-                line, reserve = (
-                    {"sample": each, "reason": reason, "step": step},
-                    RunDirectory(self._path.parent).reserve,
-                )
-                append_line(self._path, line, reserve=reserve)
+                line = {"sample": each, "reason": reason, "step": step}
+                append_line(self._path, line, reserve=RunDirectory(self._path.parent).reserve)
 
 
 def read_quarantine(path: Path) -> tuple[int, ...]:
@@ -79,18 +78,12 @@ class SampleReader:
         """Return sample `index` of the sequences, checked; blank if it is quarantined."""
         if sequences.first + index in self.quarantined:
             return blank_sample(sequences)
-        for _ in range(READ_ATTEMPTS - 1):
-            try:
-                return self._checked(sequences, index)
-            except Exception:  # a network file system may recover within a moment
-                time.sleep(RETRY_PAUSE_SECONDS)
-        return self._checked(sequences, index)
+        return retried(lambda: self._checked(sequences, index))
 
     def _checked(self, sequences: Sequences, index: int) -> TokenSample:
         sample = sequences[index]
-        parts = [sample.tokens, sample.labels] + ([] if sample.documents is None else [sample.documents])
-        for part in parts:
-            if part.shape != (sequences.seq_len,):
+        for part in (sample.tokens, sample.labels, sample.documents):
+            if part is not None and part.shape != (sequences.seq_len,):
                 raise BadSampleError(f"one of its arrays has shape {part.shape} instead of ({sequences.seq_len},)")
         # Ids below 0, and so ignored labels, are large as unsigned numbers.
         if self.vocabulary is not None and not all(
@@ -98,10 +91,24 @@ class SampleReader:
             for each in (sample.tokens, sample.labels)
         ):
             for part in (sample.tokens, sample.labels[sample.labels != IGNORED]):
-                if part.size and (part.min() < 0 or part.max() >= self.vocabulary):
-                    worst = part.min() if part.min() < 0 else part.max()
-                    raise BadSampleError(f"token id {worst} is not one of the model's {self.vocabulary}")
+                check_token_ids(part, self.vocabulary)
         return sample
+
+
+def check_token_ids(ids: np.ndarray, vocabulary: int | None) -> None:
+    """Raise BadSampleError for an id outside of the vocabulary; None: any id may occur."""
+    if vocabulary is not None and ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
+        worst = ids.min() if ids.min() < 0 else ids.max()
+        raise BadSampleError(f"token id {worst} is not one of the model's {vocabulary}")
+
+
+def retried(read: Callable[[], Result]) -> Result:
+    """Return what `read` does, after a few tries: a network file system may recover within a moment."""
+    for _ in range(READ_ATTEMPTS - 1):
+        with suppress(Exception):
+            return read()
+        time.sleep(RETRY_PAUSE_SECONDS)
+    return read()
 
 
 def blank_sample(sequences: Sequences) -> TokenSample:

@@ -8,14 +8,15 @@ import numpy as np
 
 from trimaran.core import ImageRules
 from trimaran.data.feed import DataShare
-from trimaran.data.quarantine import BadSampleError
+from trimaran.data.quarantine import BadSampleError, check_token_ids
 from trimaran.data.row_packing import Batching, slots_per_row
-from trimaran.data.sample_costs import IndexedSample, SampleTable
+from trimaran.data.sample_costs import SampleRecord, SampleTable
 from trimaran.data.text.token_shards import IGNORED
 from trimaran.data.vision.image_grid import ALONE, NEWLINE, TokenLayout, grid_positions, grids_of, layout_of
 from trimaran.data.vision.patches import fill_patches, grey_patches
 
 Span = tuple[int, int]
+Layouts = Sequence[TokenLayout]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,19 @@ class SamplePacker:
     limit: int
     vocabulary: int | None = None
 
-    def pack(self, sample: IndexedSample, sizes: np.ndarray, times: Sequence[int] = ()) -> PackedSample:
+    def pack(self, sample: SampleRecord, sizes: np.ndarray, times: Sequence[int] = ()) -> PackedSample:
         """Return the sample with its images, of `sizes` [images, 2] (width, height), expanded.
 
         Raises BadSampleError if the image tokens do not match the images, or a token id is out of range.
         """
         tokens, targets = np.asarray(sample.tokens, dtype=np.int64), np.asarray(sample.targets, dtype=bool)
-        self._check(tokens, targets, len(sizes))
-        grids, image_tokens, layouts = self._grids(sizes)
+        if tokens.shape != targets.shape or tokens.ndim != 1:
+            raise BadSampleError(f"its tokens have shape {tokens.shape}, its targets {targets.shape}")
+        check_token_ids(tokens, self.vocabulary)
         is_image = np.zeros_like(targets) if self.rules is None else tokens == self.rules.image_token
+        if self.rules is not None and np.count_nonzero(is_image) != len(sizes):
+            raise BadSampleError(f"it has {len(sizes)} images and {np.count_nonzero(is_image)} image tokens")
+        grids, image_tokens, layouts = self._grids(sizes)
         repeats = np.ones(len(tokens), dtype=np.int64)
         repeats[is_image] = image_tokens
         image_starts = (np.cumsum(repeats) - repeats)[is_image]
@@ -80,23 +85,12 @@ class SamplePacker:
         """Return the grids of the images, the number of tokens of each image, and the layouts that they have."""
         if self.rules is None:
             return (), np.zeros(0, dtype=np.int64), ()
-        grids = tuple(grids_of((width, height), self.rules) for width, height in sizes.tolist())
-        laid_out = (layout_of((width, height), self.rules) for width, height in sizes.tolist())
-        if layouts := tuple(each for each in laid_out if each is not None):
+        rules, pairs = self.rules, [(width, height) for width, height in sizes.tolist()]
+        grids = tuple(grids_of(size, rules) for size in pairs)
+        if layouts := tuple(each for size in pairs if (each := layout_of(size, rules)) is not None):
             return grids, np.array([len(each.sources) for each in layouts], dtype=np.int64), layouts
         patches = np.array([int(each.prod(1).sum()) for each in grids], dtype=np.int64)
-        return grids, patches // self.rules.merge**2, ()
-
-    def _check(self, tokens: np.ndarray, targets: np.ndarray, num_images: int) -> None:
-        if tokens.shape != targets.shape or tokens.ndim != 1:
-            raise BadSampleError(f"its tokens have shape {tokens.shape}, its targets {targets.shape}")
-        if self.vocabulary is not None and tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
-            worst = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise BadSampleError(f"token id {worst} is not one of the model's {self.vocabulary}")
-        if self.rules is not None:
-            num_slots = int(np.count_nonzero(tokens == self.rules.image_token))
-            if num_slots != num_images:
-                raise BadSampleError(f"it has {num_images} images and {num_slots} image tokens")
+        return grids, patches // rules.merge**2, ()
 
 
 def token_positions(sample: PackedSample, rules: ImageRules, length: int) -> np.ndarray:
@@ -152,13 +146,10 @@ class RowArrays:
                 self.sources[row][start:stop] = source
             if self.positions is not None:
                 assert self._rules is not None
-                self._write_positions(row, start, token_positions(sample, self._rules, stop - start))
+                self.positions[row[0], :, row[1], start:stop] = token_positions(sample, self._rules, stop - start)
         self.documents[row][end:] = len(spans)
-        self._write_positions(row, end, grid_positions(self._seq_len - end, ()))
-
-    def _write_positions(self, row: tuple[int, int], start: int, positions: np.ndarray) -> None:
         if self.positions is not None:
-            self.positions[row[0], :, row[1], start : start + positions.shape[1]] = positions
+            self.positions[row[0], :, row[1], end:] = grid_positions(self._seq_len - end, ())
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays by their input names."""
@@ -200,7 +191,7 @@ class ImageArrays:
     def begin_micro_batch(self) -> None:
         self._offsets.append((self._filled, self._num_grids, self._num_tokens))
 
-    def append(self, numbers: Sequence[int], grids: Sequence[np.ndarray], layouts: Sequence[TokenLayout] = ()) -> None:
+    def append(self, numbers: Sequence[int], grids: Sequence[np.ndarray], layouts: Layouts = ()) -> None:
         """Read and append images. If one of them fails, none is appended."""
         at = self._filled
         for number, grid in zip(numbers, grids, strict=True):
@@ -213,7 +204,7 @@ class ImageArrays:
             at = stop
         self._commit(at, grids, layouts)
 
-    def append_blank(self, grids: Sequence[np.ndarray], layouts: Sequence[TokenLayout] = ()) -> None:
+    def append_blank(self, grids: Sequence[np.ndarray], layouts: Layouts = ()) -> None:
         """Append blank images."""
         stop = self._filled + sum(map(self._count, grids))
         if self._features is None:
@@ -240,7 +231,7 @@ class ImageArrays:
         laid_out = {"token_sources": tokens, "token_weights": tokens} if self._rules.variant == "anyres" else {}
         return {self._name: data, "grids": grids, **laid_out}
 
-    def _commit(self, filled: int, grids: Sequence[np.ndarray], layouts: Sequence[TokenLayout]) -> None:
+    def _commit(self, filled: int, grids: Sequence[np.ndarray], layouts: Layouts) -> None:
         at = self._filled - self._offsets[-1][0] if layouts else 0  # patches of the micro-batch before these images
         for grid, layout in zip(grids, layouts, strict=False):
             moved = np.where(layout.sources == NEWLINE, NEWLINE, layout.sources + at).astype(np.int32)

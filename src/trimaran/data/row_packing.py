@@ -15,8 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from trimaran.core import ImageRules, RowCost
-from trimaran.core.regular_files import open_regular_file, replace_file
+from trimaran.core import ImageRules, RowCost, open_regular_file, replace_file
 from trimaran.data.feed import positions
 from trimaran.data.sample_costs import SampleSizes, SampleTable
 

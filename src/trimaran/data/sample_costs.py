@@ -10,20 +10,14 @@ from trimaran.core import ImageRules, RowCost
 from trimaran.data.vision.image_grid import measure_images
 
 
-class IndexedSample(Protocol):
-    """One sample: tokens (an image is one token), a target mask over them, and the numbers of its images."""
+@dataclass(frozen=True, slots=True)
+class SampleRecord:
+    """One sample: tokens (an image is one token), a mask of targets over them, and the numbers of its images."""
 
-    @property
-    def tokens(self) -> np.ndarray: ...
-
-    @property
-    def targets(self) -> np.ndarray: ...
-
-    @property
-    def images(self) -> range: ...
-
-    @property
-    def source(self) -> int: ...
+    tokens: np.ndarray
+    targets: np.ndarray
+    images: range
+    source: int
 
 
 class SampleTable(Protocol):
@@ -58,7 +52,7 @@ class SampleTable(Protocol):
     @property
     def digest(self) -> str: ...
 
-    def sample(self, index: int, /) -> IndexedSample: ...
+    def sample(self, index: int, /) -> SampleRecord: ...
 
     def image_bytes(self, number: int, /) -> bytes: ...
 
@@ -96,16 +90,6 @@ def measure_samples(table: SampleTable, rules: ImageRules | None) -> SampleSizes
         return SampleSizes(lengths, zeros, zeros, no_images, no_images)
     sizes = measure_images(table.image_sizes, rules)
     first = np.asarray(table.first_image)
-    return SampleSizes(
-        lengths + _sums(sizes.tokens - 1, first),
-        _sums(sizes.patches, first),
-        _sums(sizes.patch_pairs, first),
-        sizes.tokens,
-        sizes.patches,
-    )
-
-
-def _sums(values: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Return the sum of `values` per segment; `first` are the segment offsets."""
-    cumulative = np.concatenate([[0], np.cumsum(values)])
-    return cumulative[first[1:]] - cumulative[first[:-1]]
+    totals = (np.concatenate([[0], np.cumsum(each)]) for each in (sizes.tokens - 1, sizes.patches, sizes.patch_pairs))
+    added, patches, pairs = (each[first[1:]] - each[first[:-1]] for each in totals)
+    return SampleSizes(lengths + added, patches, pairs, sizes.tokens, sizes.patches)

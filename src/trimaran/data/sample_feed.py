@@ -1,6 +1,5 @@
 """Batches of samples of different lengths, with or without images: packed rows, assigned to ranks by cost."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from trimaran.core import DataSection, ImageRules, RowCost, UserError
-from trimaran.data.feed import BadSample, DataShare, LoadedArrays, positions
-from trimaran.data.quarantine import READ_ATTEMPTS, RETRY_PAUSE_SECONDS, BadSampleError
+from trimaran.data.feed import BadSample, DataShare, LoadedArrays, QuarantiningFeed, positions
+from trimaran.data.quarantine import BadSampleError, retried
 from trimaran.data.row_arrays import FeatureSource, ImageArrays, PackedSample, RowArrays, SamplePacker, row_spans
 from trimaran.data.row_packing import PackingRules, RowPacking, open_row_packing
 from trimaran.data.sample_costs import SampleSizes, SampleTable, measure_samples
@@ -153,9 +152,8 @@ def sample_feeds(
         raise UserError("T051", f"the data has {len(index.image_sizes):,} images, and this model takes no images",
                         where="model.family", fix="use a model of family vlm, or data without images")  # fmt: skip
     sample_sizes = measure_samples(index, options.rules)
-    rules = PackingRules(
-        seq_len=section.seq_len, batching=section.samples.batching, seed=options.seed, images=options.rules
-    )
+    batching = section.samples.batching
+    rules = PackingRules(seq_len=section.seq_len, batching=batching, seed=options.seed, images=options.rules)
 
     def rows_of(ids: np.ndarray) -> SampleRows:
         packing = open_row_packing(index, ids, sample_sizes, rules, folder=index.path.parent / "charts")
@@ -176,7 +174,7 @@ def sample_feeds(
     )
 
 
-class SampleFeed:
+class SampleFeed(QuarantiningFeed):
     """A `feed.BatchFeed` of samples. A sample's id is its number in the index.
 
     With `epochs`, rows after the last epoch are empty on all ranks alike; without, the feed has no end.
@@ -193,21 +191,17 @@ class SampleFeed:
         quarantined: frozenset[int] = frozenset(),
     ) -> None:
         assert len(rows.packing) > 0
-        self.share, self._options, self._quarantined, self._balance = share, options, quarantined, balance
-        self._table, self._packing, self._sample_sizes = rows.table, rows.packing, rows.sample_sizes
-        self._packer = SamplePacker(options.rules, self._packing.seq_len, options.vocabulary)
-        self._extra_cost = self._sample_sizes.extra_cost(options.cost, self._packing.seq_len)
+        self.share, self._options, self.quarantined, self._balance = share, options, quarantined, balance
+        self._table, self.packing, self._sample_sizes = rows.table, rows.packing, rows.sample_sizes
+        self._packer = SamplePacker(options.rules, self.packing.seq_len, options.vocabulary)
+        self._extra_cost = self._sample_sizes.extra_cost(options.cost, self.packing.seq_len)
         self._end = self._rows_in(epochs) if epochs else None
         self._assignments: dict[int, RowAssignment] = {}
 
     @property
-    def packing(self) -> RowPacking:
-        return self._packing
-
-    @property
     def num_rows(self) -> int:
         """Rows per epoch."""
-        return len(self._packing)
+        return len(self.packing)
 
     def steps_in(self, epochs: float) -> int:
         """Return the number of steps in so many epochs; the last step may have empty rows."""
@@ -218,15 +212,11 @@ class SampleFeed:
         rows = [row for rank in data_ranks for row in batch.rows_of(rank)]
         return tuple(np.concatenate(rows).tolist()) if rows else ()
 
-    def num_quarantined(self, step: int) -> int:
-        quarantined = self._quarantined
-        return len(quarantined.intersection(self.samples(step, range(self.share.dp)))) if quarantined else 0
-
     def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
         batch = self._assign(step)
         rows = batch.rows_of(self.share.rank)
         has_sources = len(self._table.source_names) > 1
-        arrays = RowArrays(self.share, self._packing.seq_len, sources=has_sources, rules=self._options.rules)
+        arrays = RowArrays(self.share, self.packing.seq_len, sources=has_sources, rules=self._options.rules)
         rules, features, images = self._options.rules, self._options.features, None
         if rules is not None:
             num_patches = int(sum(self._sample_sizes.patches[row].sum() for row in rows))
@@ -240,7 +230,7 @@ class SampleFeed:
             for sample_id in row.tolist():
                 at(sample_id)
                 samples.append(self._fetch(sample_id, images, bad))
-            spans = row_spans(self._lengths(row), self._packing.seq_len, self._packing.batching)
+            spans = row_spans(self._lengths(row), self.packing.seq_len, self.packing.batching)
             arrays.write_row(number, spans, samples, self._table.sources[row].tolist())
         return LoadedArrays(
             arrays=arrays.arrays() | ({} if images is None else images.arrays()),
@@ -254,9 +244,9 @@ class SampleFeed:
         """Return a packed sample and append its images; a blank sample if it is quarantined or bad."""
         numbers = range(*self._table.first_image[sample_id : sample_id + 2].tolist())
         sizes = np.asarray(self._table.image_sizes[numbers.start : numbers.stop])
-        if sample_id not in self._quarantined:
+        if sample_id not in self.quarantined:
             try:
-                return self._read(sample_id, numbers, sizes, images)
+                return retried(lambda: self._read(sample_id, numbers, sizes, images))
             except Exception as error:
                 reason = f"{self._table.origin(sample_id)}: {error}"
                 bad.append(BadSample(sample_id, reason[:MAX_REASON_CHARACTERS]))
@@ -266,21 +256,13 @@ class SampleFeed:
         return blank
 
     def _read(self, sample_id: int, numbers: range, sizes: np.ndarray, images: ImageArrays | None) -> PackedSample:
-        """Return a packed sample. Failed reads are retried: a network file system may recover within a moment."""
-        for attempts_left in reversed(range(READ_ATTEMPTS)):
-            try:
-                times = self._table.image_times[numbers.start : numbers.stop].tolist()
-                packed = self._packer.pack(self._table.sample(sample_id), sizes, times)
-                if len(packed) != min(self._sample_sizes.lengths[sample_id], self._packing.seq_len):
-                    raise BadSampleError(f"it has {len(packed)} tokens, but its index says otherwise")
-                if images is not None:
-                    images.append(numbers, packed.grids, packed.layouts)
-                return packed
-            except Exception:
-                if not attempts_left:
-                    raise
-                time.sleep(RETRY_PAUSE_SECONDS)
-        raise AssertionError("there is at least one attempt")
+        times = self._table.image_times[numbers.start : numbers.stop].tolist()
+        packed = self._packer.pack(self._table.sample(sample_id), sizes, times)
+        if len(packed) != min(self._sample_sizes.lengths[sample_id], self.packing.seq_len):
+            raise BadSampleError(f"it has {len(packed)} tokens, but its index says otherwise")
+        if images is not None:
+            images.append(numbers, packed.grids, packed.layouts)
+        return packed
 
     def _metrics(self, batch: RowAssignment, rows: Sequence[np.ndarray]) -> dict[str, float]:
         """Return the metrics of this rank's rows: samples, tokens, padding, patches and cost.
@@ -288,19 +270,12 @@ class SampleFeed:
         `slowest` over `cost`, both summed over ranks, is how much longer the slowest rank takes than the mean.
         """
         tokens = int(sum(self._lengths(row).sum() for row in rows))
-        patches = (
-            {}
-            if self._options.rules is None
-            else {"patches": sum(int(self._sample_sizes.patches[row].sum()) for row in rows)}
-        )
-        return {
-            "samples": sum(map(len, rows)),
-            "tokens": tokens,
-            "padding": len(rows) * self._packing.seq_len - tokens,
-            **patches,
-            "cost": float(rank_costs(batch.costs, batch.assignment)[:, self.share.rank].sum()),
-            "slowest": slowest_rank_cost(batch.costs, batch.assignment),
-        }
+        found: dict[str, float] = {"samples": sum(map(len, rows)), "tokens": tokens}
+        found["padding"] = len(rows) * self.packing.seq_len - tokens
+        if self._options.rules is not None:
+            found["patches"] = sum(int(self._sample_sizes.patches[row].sum()) for row in rows)
+        found["cost"] = float(rank_costs(batch.costs, batch.assignment)[:, self.share.rank].sum())
+        return found | {"slowest": slowest_rank_cost(batch.costs, batch.assignment)}
 
     def _assign(self, step: int) -> RowAssignment:
         """Return the row assignment of a step. All ranks compute the same one."""
@@ -309,16 +284,16 @@ class SampleFeed:
         indices = np.arange(step * self.share.global_batch, (step + 1) * self.share.global_batch)
         real = indices if self._end is None else indices[indices < self._end]
         row_numbers = positions(self._options.seed, real, self.num_rows)
-        rows = [self._packing.row(row) for row in row_numbers.tolist()]
-        rows += [self._packing.samples[:0]] * (len(indices) - len(real))
-        costs = self._packing.seq_len + np.array([self._extra_cost[row].sum() for row in rows])
+        rows = [self.packing.row(row) for row in row_numbers.tolist()]
+        rows += [self.packing.samples[:0]] * (len(indices) - len(real))
+        costs = self.packing.seq_len + np.array([self._extra_cost[row].sum() for row in rows])
         assignment = balance_rows(costs, self.share) if self._balance else sequential_rows(self.share)
         batch = RowAssignment(tuple(rows), costs, assignment)
         self._assignments = dict([*self._assignments.items(), (step, batch)][-MAX_CACHED_STEPS:])
         return batch
 
     def _lengths(self, row: np.ndarray) -> np.ndarray:
-        return np.minimum(self._sample_sizes.lengths[row], self._packing.seq_len)
+        return np.minimum(self._sample_sizes.lengths[row], self.packing.seq_len)
 
     def _rows_in(self, epochs: float) -> int:
         return max(1, round(epochs * self.num_rows))

@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from trimaran.core import UserError
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.raw_sample import RawSample, Turn
+from trimaran.data.samples.tokenize_chat import refuse_surrogates
 from trimaran.data.text.model_tokenizer import ModelTokenizer
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -124,24 +125,19 @@ class ChatRenderer:
 
     @cached_property
     def _compiled(self) -> dict[str, jinja2.Template]:
-        environment = _environment()
+        if tuple(map(int, metadata.version("jinja2").split(".")[:3])) < SAFE_JINJA:
+            raise UserError("T013", "chat templates need jinja2 3.1.6 or later: the sandbox of earlier versions has "
+                            "holes", where="data.samples.template", fix="run: pip install -U jinja2")  # fmt: skip
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationExtension, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        names: dict[str, Any] = environment.globals  # pyrefly: ignore[bad-assignment]
+        names |= {"raise_exception": _raise, "strftime_now": TEMPLATE_DATE.strftime}
         try:
             return {name: environment.from_string(source) for name, source in self._sources.items()}
         except jinja2.TemplateSyntaxError as error:
             raise _unusable(f"line {error.lineno}: {error.message}", self._where) from None
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    if tuple(map(int, metadata.version("jinja2").split(".")[:3])) < SAFE_JINJA:
-        raise UserError("T013", "chat templates need jinja2 3.1.6 or later: the sandbox of earlier versions has holes",
-                        where="data.samples.template", fix="run: pip install -U jinja2")  # fmt: skip
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationExtension, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    names: dict[str, Any] = environment.globals  # pyrefly: ignore[bad-assignment]
-    names |= {"raise_exception": _raise, "strftime_now": TEMPLATE_DATE.strftime}
-    return environment
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
@@ -157,9 +153,7 @@ def _raise(message: str) -> None:
 def _with_reasoning(message: Message) -> dict[str, Any]:
     """Return the message with its reasoning under the names that templates read, as transformers does."""
     reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
-    if reasoning is None:
-        return dict(message)
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _unusable(what: str, where: str) -> UserError:
@@ -176,13 +170,8 @@ class RenderedChat:
     num_turns: int
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedChat:
-    """The tokens of a text, which of them are learnt, and how many images of its conversation it has."""
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    num_images: int
+EncodedChat = tuple[np.ndarray, np.ndarray, int]
+"""The tokens of a text, which of them are learnt, and how many images of its conversation it has."""
 
 
 class ModelTemplate:
@@ -200,7 +189,11 @@ class ModelTemplate:
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self._image_text = ""
         self._known_left_out: dict[tuple[str, bool], bool] = {}
-        self._takes_strings = self._can_render(PROBE)
+        try:
+            prompt = self._renderer.render([{"role": "user", "content": PROBE}], None, prompt=True)
+            self._takes_strings = PROBE in prompt
+        except ChatTemplateError:
+            self._takes_strings = False
         self._suffix = "" if self._renderer.has_markers(None) else self._ending()
         if image_token is not None:
             self._image_text = self._find_image_text(image_ids, image_token)
@@ -238,13 +231,13 @@ class ModelTemplate:
             if isinstance(outcome, BadSampleError):
                 tokenized.append(outcome)
                 continue
-            bad, texts = None, []
+            bad, texts = None, list[EncodedChat]()
             for chat in outcome:
                 if isinstance(mask := next(encoded), BadSampleError):
                     bad = mask
                 else:
                     num_images = sum(part is None for turn in raw.turns[: chat.num_turns] for part in turn.parts)
-                    texts.append(EncodedChat(*mask, num_images))
+                    texts.append((*mask, num_images))
             tokenized.append(bad or texts)
         return tokenized
 
@@ -261,10 +254,8 @@ class ModelTemplate:
 
     def end_of_turn(self) -> frozenset[int]:
         """Return the token that the template writes after an answer; none if it writes no special token there."""
-        question = {"role": "user", "content": self._content((PROBE,))}
-        answer = {"role": "assistant", "content": self._content((ANSWER,))}
         try:
-            text = self._renderer.render([question, answer], None)
+            text = self._renderer.render(self._probed_turns(), None)
         except ChatTemplateError:
             return frozenset()
         found = self._special.match(text.partition(ANSWER)[2].lstrip())
@@ -294,26 +285,21 @@ class ModelTemplate:
         Its marks in the messages of `context` are ignored.
         """
         text, ranges = self._renderer.render_marked(messages, tools)
-        ranges = self._without_context(messages, tools, context, ranges) if context else ranges
+        if context:
+            owners: list[int] = []  # of the ranges: their messages
+            for number, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    so_far = len(self._renderer.render_marked(messages[: number + 1], tools)[1])
+                    owners += [number] * (so_far - len(owners))
+            if len(owners) != len(ranges):
+                raise BadSampleError("the chat template does not show which answer is which")
+            ranges = [each for each, owner in zip(ranges, owners, strict=True) if owner not in context]
         learnt = []
         for each in ranges:
             end = self._special.match(text, each.stop)
             is_open = self._special.search(text, each.start, each.stop) is None
             learnt.append(range(each.start, end.end() if end and is_open else each.stop))
         return [RenderedChat(text, tuple(learnt), len(messages))]
-
-    def _without_context(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, context: set[int], ranges: list[range]
-    ) -> list[range]:
-        """Return the ranges that the template marks in other messages than those of `context`."""
-        owners: list[int] = []
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                so_far = len(self._renderer.render_marked(messages[: number + 1], tools)[1])
-                owners += [number] * (so_far - len(owners))
-        if len(owners) != len(ranges):
-            raise BadSampleError("the chat template does not show which answer is which")
-        return [each for each, owner in zip(ranges, owners, strict=True) if owner not in context]
 
     def _by_prefix(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, context: set[int]
@@ -347,7 +333,7 @@ class ModelTemplate:
         """Return whether the template leaves out messages of this kind. One that fails on the probe does not."""
         known = kind, bool(tools)  # a model may have another template for tools
         if known not in self._known_left_out:
-            question, marked = {"role": "user", "content": self._content((PROBE,))}, self._content((ANSWER,))
+            question, marked = self._probed_turns()[0], self._content((ANSWER,))
             name, role = ANSWER if kind == "tool calls" else PROBE, kind.rpartition(" ")[2]
             call = {"type": "function", "id": "x00000000", "function": {"name": name, "arguments": {}}}
             talk = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -375,11 +361,10 @@ class ModelTemplate:
 
     def _ending(self) -> str:
         """Return what the template writes after an answer. Raises UserError if it does not show where answers are."""
-        question = {"role": "user", "content": self._content((PROBE,))}
-        answer = {"role": "assistant", "content": self._content((ANSWER,))}
+        turns = self._probed_turns()
         try:
-            prompt = self._renderer.render([question], None, prompt=True)
-            text = self._renderer.render([question, answer], None)
+            prompt = self._renderer.render(turns[:1], None, prompt=True)
+            text = self._renderer.render(turns, None)
         except ChatTemplateError as error:
             raise self._cannot_tell(f"it fails: {error}") from None
         if not text.startswith(prompt):
@@ -387,6 +372,10 @@ class ModelTemplate:
         if text.count(ANSWER, len(prompt)) != 1:
             raise self._cannot_tell("it writes an answer not at all, or twice")
         return text.partition(ANSWER)[2]
+
+    def _probed_turns(self) -> list[dict[str, Any]]:
+        texts = {"user": PROBE, "assistant": ANSWER}
+        return [{"role": role, "content": self._content((text,))} for role, text in texts.items()]
 
     def _cannot_tell(self, why: str) -> UserError:
         return UserError("T024", f"the answers cannot be told apart in the model's chat template: {why}",
@@ -409,13 +398,6 @@ class ModelTemplate:
         if self._image_text:
             return "".join(self._image_text if part is None else part for part in parts)
         return [dict(IMAGE_PART) if part is None else {"type": "text", "text": part} for part in parts if part != ""]
-
-    def _can_render(self, content: Any) -> bool:
-        """Return whether the template writes this content of a user's message."""
-        try:
-            return PROBE in self._renderer.render([{"role": "user", "content": content}], None, prompt=True)
-        except ChatTemplateError:
-            return False
 
     def _find_image_text(self, image_ids: np.ndarray, image_token: int) -> str:
         """Return the text of an image in a message; empty if the template itself writes image parts."""
@@ -452,10 +434,7 @@ class ModelTemplate:
         if not text.isascii():
             if any(mark in text for mark in (PLAIN_TEXT, BEGIN_GENERATED, END_GENERATED)):
                 raise BadSampleError("its text contains a character that is not one (U+FDD0 to U+FDD3)")
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise BadSampleError("its text contains an unpaired surrogate") from None
+            refuse_surrogates(text)
         return self._special.sub(lambda found: found[0][:1] + PLAIN_TEXT + found[0][1:], text)
 
     def _encode(self, chats: Sequence[RenderedChat]) -> list[tuple[np.ndarray, np.ndarray] | BadSampleError]:
@@ -466,7 +445,11 @@ class ModelTemplate:
                 reason = "its text contains a special token, which this tokenizer cannot write as plain text"
                 found.append(BadSampleError(reason))
             else:
-                found.append((ids, _mask(spans, chat)))
+                characters = np.zeros(len(chat.text) + 1, dtype=np.int64)
+                for each in chat.learnt:
+                    characters[each.start + 1 : each.stop + 1] = 1
+                before = np.cumsum(characters)
+                found.append((ids, before[spans[:, 1]] > before[spans[:, 0]]))
         return found
 
     def _encode_parts(self, texts: Sequence[Sequence[str]]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -488,12 +471,3 @@ class ModelTemplate:
                 offset += len(part) + 1
             found.append((np.concatenate(ids), np.concatenate(spans)))
         return found
-
-
-def _mask(spans: np.ndarray, chat: RenderedChat) -> np.ndarray:
-    """Return which tokens have a character that is learnt."""
-    characters = np.zeros(len(chat.text) + 1, dtype=np.int64)
-    for each in chat.learnt:
-        characters[each.start + 1 : each.stop + 1] = 1
-    before = np.cumsum(characters)
-    return before[spans[:, 1]] > before[spans[:, 0]]

@@ -93,10 +93,11 @@ def read_row(
         raise BadSampleError(f"this is a {type(row).__name__} and not an object with fields")
     row_images = [finder.find(value) for value in _image_references(row)]
     videos = list(_video_references(row, finder))
-    turns = list(_turns(row, finder, text_field, split=bool(row_images)))
-    turns = [_with_frames(turn) for turn in _with_videos(turns, videos)]
-    if not any(_has_target(turn) for turn in turns):
-        if any(_has_target(replace(turn, learnt=True)) for turn in turns):
+    turns = _with_videos(list(_turns(row, finder, text_field, split=bool(row_images))), videos)
+    turns = [_with_frames(turn) for turn in turns]
+    targets = [turn for turn in turns if turn.has_target()]
+    if not any(turn.learnt for turn in targets):
+        if targets:
             raise BadSampleError("no answer is learnt: they are part of the prompt, or their weight is 0")
         raise BadSampleError("it has no text" if turns[0].role == "text" else "it has no answer")
     num_markers = sum(part is None for turn in turns for part in turn.parts)
@@ -124,13 +125,11 @@ def read_extras(row: Mapping[str, Any]) -> tuple[tuple[Any, ...], str]:
         raise BadSampleError(f"the field '{name}' is not a list of objects")
     if not isinstance(system, str):
         raise BadSampleError("the system prompt beside the conversation is not a text")
-    return tuple(_tool_schema(each) for each in tools or ()), system
-
-
-def _tool_schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool as templates expect it; ShareGPT's tools are the functions themselves."""
-    is_bare = isinstance(tool.get("name"), str) and "parameters" in tool and not {"type", "function"} & tool.keys()
-    return {"type": "function", "function": tool} if is_bare else tool
+    found = []
+    for tool in tools or ():  # ShareGPT's tools are the functions themselves
+        is_bare = isinstance(tool.get("name"), str) and "parameters" in tool and not {"type", "function"} & tool.keys()
+        found.append({"type": "function", "function": tool} if is_bare else tool)
+    return tuple(found), system
 
 
 def parsed_json(text: str) -> Any:
@@ -170,6 +169,10 @@ class _ParsedTurn:
     has_content: bool = True
     learnt: bool = True
 
+    def has_target(self) -> bool:
+        has_text = any(part for part in self.parts if isinstance(part, str))
+        return self.role in ("assistant", "text") and (has_text or bool(self.fields.get("tool_calls")))
+
 
 def _video_references(row: Mapping[str, Any], finder: ImageFinder) -> Iterator[Video]:
     """Yield the videos in the row's own fields, in order. `fps` and `times` of one video may be beside it."""
@@ -198,9 +201,8 @@ def _with_videos(turns: list[_ParsedTurn], videos: list[Video]) -> list[_ParsedT
             marked.append(replace(turn, parts=parts))
         return marked
     first = next(number for number, turn in enumerate(turns) if turn.role != "system")
-    return [
-        replace(turn, parts=(*videos, *turn.parts)) if number == first else turn for number, turn in enumerate(turns)
-    ]
+    changed = replace(turns[first], parts=(*videos, *turns[first].parts))
+    return [*turns[:first], changed, *turns[first + 1 :]]
 
 
 def _with_frames(turn: _ParsedTurn) -> _ParsedTurn:
@@ -218,27 +220,18 @@ def _with_frames(turn: _ParsedTurn) -> _ParsedTurn:
     return replace(turn, parts=parts)
 
 
-def _has_target(turn: _ParsedTurn) -> bool:
-    has_text = any(part for part in turn.parts if isinstance(part, str))
-    return turn.role in ("assistant", "text") and turn.learnt and (has_text or bool(turn.fields.get("tool_calls")))
-
-
 def _image_references(row: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the image references in the row's own fields, in order."""
     for field, value in row.items():
-        if value is None or (field not in IMAGES and not _is_image(value)):
+        first = value[0] if isinstance(value, list) and value else value
+        # As `datasets` and Parquet store an image.
+        is_image = isinstance(first, Mapping) and first.keys() == {"bytes", "path"}
+        if value is None or (field not in IMAGES and not is_image):
             continue
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):
             yield from value
         elif value != "":
             yield value
-
-
-def _is_image(value: Any) -> bool:
-    """Return whether the value is an image, or a list of images, as `datasets` and Parquet store them."""
-    if isinstance(value, list) and value:
-        value = value[0]
-    return isinstance(value, Mapping) and value.keys() == {"bytes", "path"}
 
 
 def _turns(row: Mapping[str, Any], finder: ImageFinder, text_field: str, *, split: bool) -> Iterator[_ParsedTurn]:
@@ -292,8 +285,10 @@ def _pair(
         repeated = is_messages(answered) and answered[: len(asked)] == asked
         yield from (replace(_turn(turn, finder, split), learnt=False) for turn in asked if not repeated)
     elif not (is_messages(answered) and any(_asks(each, asked) for each in answered)):
-        contexts = [f"\n{text}" for name in CONTEXTS if name != question and (text := _context(row, name))]
-        yield _ParsedTurn("user", _content(asked, finder, split) + contexts)
+        beside = {name: row[name] for name in CONTEXTS if name != question and row.get(name)}
+        if wrong := next((name for name, text in beside.items() if not isinstance(text, str)), ""):
+            raise BadSampleError(f"the field '{wrong}' beside the question is not a text")
+        yield _ParsedTurn("user", _content(asked, finder, split) + [f"\n{text}" for text in beside.values()])
     if is_messages(answered):
         yield from (_turn(turn, finder, split) for turn in answered)
     else:
@@ -304,12 +299,6 @@ def _asks(message: Mapping[str, Any], question: Any) -> bool:
     """Return whether the message is the user's, with this question: an answer may be a complete conversation."""
     is_user = message.get("from", message.get("role")) in ("user", "human")
     return is_user and message.get("value", message.get("content")) == question
-
-
-def _context(row: Mapping[str, Any], name: str) -> str:
-    if not isinstance(value := row.get(name) or "", str):
-        raise BadSampleError(f"the field '{name}' beside the question is not a text")
-    return value
 
 
 def _history(value: Any) -> list[Any]:
@@ -330,11 +319,16 @@ def _turn(turn: Mapping[str, Any], finder: ImageFinder, split: bool) -> _ParsedT
         raise BadSampleError(f"the role {role!r} is unknown"[:120])
     content = turn.get("value", turn.get("content"))
     fields = {key: value for key, value in turn.items() if key not in CONTENT_FIELDS and value is not None}
-    learnt = _is_learnt(fields)
+    if fields.get("weight", 1) not in (0, 1):
+        raise BadSampleError(f"the weight of a message is {fields['weight']!r} and not 0 or 1"[:120])
+    given = [name for name in LOSS_FIELDS if name in fields and (name == "weight" or isinstance(fields[name], bool))]
+    if fields.get("train_detail"):
+        raise BadSampleError("only a part of a message is to be learnt (train_detail), which is not available")
+    values = [fields.pop(name) for name in given]
     if role in CALL_ROLES:
         fields["tool_calls"] = _written_calls(content)
         content = ""
-    elif role in ROLES and ROLES[role] == "assistant" and fields.get("function_call"):
+    elif ROLES[role] == "assistant" and fields.get("function_call"):
         fields["tool_calls"] = _written_calls(fields.pop("function_call"))
     parts = _content(content, finder, split)
     if fields.get("tool_calls"):
@@ -343,18 +337,7 @@ def _turn(turn: Mapping[str, Any], finder: ImageFinder, split: bool) -> _ParsedT
         fields["role"] = "developer" if role == "developer" else "tool"
     if content is None and "content" in turn:
         fields["content"] = None
-    return _ParsedTurn(ROLES[role], parts, fields, has_content=content is not None, learnt=learnt)
-
-
-def _is_learnt(fields: dict[str, Any]) -> bool:
-    """Take the fields that say whether a message is learnt out of `fields`, and return what they say."""
-    if fields.get("weight", 1) not in (0, 1):
-        raise BadSampleError(f"the weight of a message is {fields['weight']!r} and not 0 or 1"[:120])
-    given = {name for name in LOSS_FIELDS if name in fields and (name == "weight" or isinstance(fields[name], bool))}
-    if fields.get("train_detail"):
-        raise BadSampleError("only a part of a message is to be learnt (train_detail), which is not available")
-    values = [fields.pop(name) for name in given]
-    return all(values)
+    return _ParsedTurn(ROLES[role], parts, fields, has_content=content is not None, learnt=all(values))
 
 
 def _written_calls(content: Any) -> list[dict[str, Any]]:

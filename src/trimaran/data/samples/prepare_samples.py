@@ -2,22 +2,18 @@
 
 import hashlib
 import json
-import math
 import os
-import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 from PIL import Image
 
-from trimaran.core import DataSection, ImageRules, MixtureSource, UserError
-from trimaran.core.regular_files import open_regular_file
+from trimaran.core import DataSection, ImageRules, MixtureSource, UserError, open_regular_file
 from trimaran.data import drawn_shapes
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.row_fields import PREFERENCE_REASON, preference_error
@@ -34,8 +30,9 @@ from trimaran.data.samples.readers import READERS, read_samples
 from trimaran.data.samples.sample_index import MIXTURE, MixtureEntry, SampleIndex, SourceMixture
 from trimaran.data.samples.source_part import FORMAT, PartWriter, SamplePart
 from trimaran.data.samples.tokenize_chat import NO_IMAGES_REASON, ChatTokenizer
-from trimaran.data.text.array_folder import draft_of, rename_into_place
-from trimaran.data.text.pack_text import Progress
+from trimaran.data.text.array_folder import drafted
+from trimaran.data.text.bad_lines import ceil_share
+from trimaran.data.text.pack_text import Progress, in_batches
 from trimaran.data.text.source_files import any_byte_order_mark, find_files
 from trimaran.data.text.tokenizer import load_tokenizer
 from trimaran.data.vision.decode import BadImageError, upright_size
@@ -51,21 +48,10 @@ MAX_ASPECT_RATIO = 200
 NUM_THREADS = 8
 
 
-class ImageSizeReader:
-    """Reads image sizes with several threads: a network file system has high latency but serves many at once."""
-
-    def __init__(self) -> None:
-        Image.init()  # Pillow registers its formats on first use, which is not thread-safe
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="image-size")
-
-    def read_sizes(self, samples: Sequence[Sequence[ImageSource]]) -> list[tuple[SizedImage, ...] | BadSampleError]:
-        """Return the images of each sample with width and height, or the error of its first bad image."""
-        slices = [samples[start::NUM_THREADS] for start in range(NUM_THREADS)]
-        results = list(self._pool.map(lambda part: [_sized_images(each) for each in part], slices))
-        return [results[number % NUM_THREADS][number // NUM_THREADS] for number in range(len(samples))]
-
-    def close(self) -> None:
-        self._pool.shutdown()
+def size_threads() -> ThreadPoolExecutor:
+    """Return threads that read image sizes: a network file system has high latency but serves many at once."""
+    Image.init()  # Pillow registers its formats on first use, which is not thread-safe
+    return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="image-size")
 
 
 def prepare_samples(
@@ -90,14 +76,8 @@ def prepare_samples(
     mixture = SourceMixture(sources=tuple(entries))
     path = cache / hashlib.sha256(mixture.model_dump_json().encode()).hexdigest()[:32]
     if not path.exists():
-        with suppress(FileExistsError):
-            draft = draft_of(path)
-            draft.mkdir(parents=True)
-            try:
-                (draft / MIXTURE).write_text(mixture.model_dump_json(indent=2) + "\n", encoding="utf-8")
-                rename_into_place(draft, path)
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)
+        with suppress(FileExistsError), drafted(path) as draft:
+            (draft / MIXTURE).write_text(mixture.model_dump_json(indent=2) + "\n", encoding="utf-8")
     SampleIndex.open(path).mixed(seed=0)  # raises on impossible weights before a run starts
     return path
 
@@ -164,9 +144,9 @@ def _prepare_part(
     first_bad: list[dict[str, str]] = []
     writer = PartWriter(path, chat_tokenizer.tokenizer, chat_tokenizer.vocab_size)
     try:
-        with closing(ImageSizeReader()) as size_reader, writer:
-            for batch in _batches(read_samples(files)):
-                for raw, outcome in zip(batch, tokenize_batch(batch, chat_tokenizer, size_reader), strict=True):
+        with size_threads() as threads, writer:
+            for batch in in_batches(read_samples(files), _fraction_of_batch, 1.0):
+                for raw, outcome in zip(batch, tokenize_batch(batch, chat_tokenizer, threads), strict=True):
                     if not isinstance(outcome, BadSampleError):
                         writer.add(raw, outcome)
                         continue
@@ -186,9 +166,17 @@ def _prepare_part(
                         fix="choose a folder on a disk with free space that you may write to") from None  # fmt: skip
 
 
-def tokenize_batch(batch: list[RawSample], chat_tokenizer: ChatTokenizer, size_reader: ImageSizeReader) -> Iterator:
+def _fraction_of_batch(raw: RawSample) -> float:
+    """Return a sample's part of a batch: enough of them for a tokenizer's threads, and not too many for memory."""
+    num_bytes = sum(len(image) for image in raw.single_images if isinstance(image, bytes))
+    return 1 / BATCH_SAMPLES + num_bytes / BATCH_IMAGE_BYTES
+
+
+def tokenize_batch(batch: list[RawSample], chat_tokenizer: ChatTokenizer, threads: ThreadPoolExecutor) -> Iterator:
     """Yield the tokenized samples of each raw sample, or why it is bad."""
-    sizes = size_reader.read_sizes([raw.single_images for raw in batch])
+    parts = [batch[start::NUM_THREADS] for start in range(NUM_THREADS)]
+    results = list(threads.map(lambda part: [_sized_images(raw.single_images) for raw in part], parts))
+    sizes = [results[number % NUM_THREADS][number // NUM_THREADS] for number in range(len(batch))]
     good = [raw for raw, size in zip(batch, sizes, strict=True) if not (raw.bad or isinstance(size, BadSampleError))]
     tokenized = iter(chat_tokenizer.tokenize(good))
     for raw, size in zip(batch, sizes, strict=True):
@@ -203,29 +191,16 @@ def tokenize_batch(batch: list[RawSample], chat_tokenizer: ChatTokenizer, size_r
             yield samples
 
 
-def _batches(samples: Iterable[RawSample]) -> Iterator[list[RawSample]]:
-    """Yield the samples in batches that are large enough for a tokenizer's threads and small enough for memory."""
-    batch: list[RawSample] = []
-    num_bytes = 0
-    for raw in samples:
-        batch.append(raw)
-        num_bytes += sum(len(image) for image in raw.single_images if isinstance(image, bytes))
-        if len(batch) >= BATCH_SAMPLES or num_bytes > BATCH_IMAGE_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
-
-
 def _refuse_many_bad(
     files: SourceFiles, num_good: int, num_bad: int, bad: list[dict[str, str]], max_bad: float
 ) -> None:
     """Raise if the fraction of bad samples exceeds `max_bad`, or no sample is good."""
-    shown = "".join(f"\n         {entry['where']}: {entry['reason']}" for entry in islice(bad, MAX_SHOWN_BAD))
+    bad = bad[:MAX_SHOWN_BAD]
+    shown = "".join(f"\n         {entry['where']}: {entry['reason']}" for entry in bad)
     more = f"\n         and {num_bad - MAX_SHOWN_BAD:,} more" if num_bad > MAX_SHOWN_BAD else ""
     name, total = files.source.name, num_good + num_bad
     too_many = num_bad > max_bad * total
-    reasons = {entry["reason"] for entry in islice(bad, MAX_SHOWN_BAD)}
+    reasons = {entry["reason"] for entry in bad}
     if too_many and reasons == {PREFERENCE_REASON}:
         raise preference_error(bad[0]["where"])
     if too_many and reasons == {NO_IMAGES_REASON}:
@@ -235,7 +210,7 @@ def _refuse_many_bad(
                         where=f"data.source: {files.source.source}",
                         fix="name data with at least one sample of the type given by the source")  # fmt: skip
     if too_many:
-        allowed = math.ceil(1000 * num_bad / total) / 1000
+        allowed = ceil_share(num_bad, total)
         raise UserError("T031", f"{num_bad:,} of {total:,} samples of {name} are bad, and the allowed fraction is "
                         f"{max_bad:g}:{shown}{more}", where="data.samples.max_bad",
                         fix="correct them (image paths are relative to data.samples.images, or to the file that names "
@@ -278,6 +253,7 @@ def _fingerprint(files: SourceFiles, chat_tokenizer: ChatTokenizer, seq_len: int
 
 
 def _sized_images(images: Sequence[ImageSource]) -> tuple[SizedImage, ...] | BadSampleError:
+    """Return the images of a sample with width and height, or the error of its first bad image."""
     try:
         return tuple(_sized(image) for image in images)
     except BadSampleError as error:

@@ -3,7 +3,7 @@
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -18,9 +18,11 @@ from trimaran.data.text.source_files import (
     CSV_SUFFIXES,
     JSON_SUFFIXES,
     NOT_ROWS,
+    FractionAt,
     TextFile,
     csv_rows,
     data_suffix,
+    files_with_progress,
     is_saved_dataset,
     open_text_file,
 )
@@ -28,41 +30,28 @@ from trimaran.data.text.source_files import (
 MAX_JSON_BYTES = 4 << 30  # a JSON file that is one list is read into memory
 MAX_TEXT_BYTES = 1 << 30
 
-FractionAt = Callable[[int], float]
-"""Returns the fraction of a source that lies before a position in the current file."""
 BATCH_ROWS = 128  # a row may hold an image of several megabytes
 IMAGE_KINDS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 MAX_MEMBER_BYTES = 64 << 20  # of a text member; images are not read here
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+IMAGE_SUFFIXES = tuple(f".{kind}" for kind in IMAGE_KINDS)
 CAPTION_FILES = ("metadata.jsonl", "captions.jsonl")
 RowsOf = Callable[[Path, FractionAt], Iterator[tuple[int, Any, float]]]
 """Yields number, row and fraction read of each row of a file."""
-
-
-def files_with_progress(files: Sequence[Path]) -> Iterator[tuple[Path, FractionAt]]:
-    """Yield each file, and the function from a position in it to the fraction of all files before that position."""
-    sizes = [file.stat().st_size for file in files]
-    total, before = sum(sizes) or 1, 0
-    for file, size in zip(files, sizes, strict=True):
-        yield file, lambda position, before=before: min(1.0, (before + position) / total)
-        before += size
 
 
 def sample_of(
     file: Path | str, number: int, row: Any, finder: ImageFinder, text_field: str, fraction_read: float = 0.0
 ) -> RawSample:
     """Return the sample of row `number`. A row that is a BadSampleError or cannot be parsed gives a bad sample."""
-    name = os.path.abspath(file)
+    raw = RawSample(file=os.path.abspath(file), row=number, fraction_read=fraction_read)
     try:
         if isinstance(row, BadSampleError):
             raise row
         turns, images = read_row(row, finder, text_field)
         tools, system = read_extras(row) if turns[0].role != "text" else ((), "")
     except BadSampleError as error:
-        return RawSample(file=name, row=number, fraction_read=fraction_read, bad=str(error))
-    return RawSample(
-        file=name, row=number, fraction_read=fraction_read, turns=turns, images=images, tools=tools, system=system
-    )
+        return replace(raw, bad=str(error))
+    return replace(raw, turns=turns, images=images, tools=tools, system=system)
 
 
 def json_rows(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any, float]]:
@@ -82,11 +71,11 @@ def json_rows(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any, f
 def _list_entries(opened: TextFile, fraction_at: FractionAt) -> Iterator[tuple[int, Any, float]]:
     data = opened.stream.read(MAX_JSON_BYTES + 1)
     size = opened.position()
-    if len(data) > MAX_JSON_BYTES:
-        reason = "this JSON list is too large for memory: write one object per line"
-        yield 0, BadSampleError(reason), fraction_at(size)
-        return
-    rows = parse_json(data)
+    rows = (
+        parse_json(data)
+        if len(data) <= MAX_JSON_BYTES
+        else BadSampleError("this JSON list is too large for memory: write one object per line")
+    )
     if isinstance(rows, BadSampleError):
         yield 0, rows, fraction_at(size)
         return
@@ -147,8 +136,7 @@ def read_tar(file: Path, text_field: str, fraction_at: FractionAt) -> Iterator[R
     finder = ImageFinder("/dev/null")  # a row's images are members of the tar file; it may not name others
     try:
         with open_regular_file(file, follow_links=True) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
-            members = ((key, kind, member) for member in _files(tar) for key, kind in [_split(member.name)])
-            for number, (key, group) in enumerate(groupby(members, key=lambda each: each[0]), start=1):
+            for number, (key, group) in enumerate(groupby(_files(tar), key=lambda each: each[0]), start=1):
                 row: Any = None
                 try:
                     parts = [(kind, member) for _, kind, member in group]
@@ -162,19 +150,14 @@ def read_tar(file: Path, text_field: str, fraction_at: FractionAt) -> Iterator[R
         yield RawSample(file=os.path.abspath(file), row=number + 1, fraction_read=fraction_at(position), bad=reason)
 
 
-def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files. Clears the list of members that `tarfile` keeps: there may be millions."""
+def _files(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """Yield key (up to the first dot of the file name) and kind (after the last dot) of regular files, and the file."""
     for member in tar:
-        tar.members = []  # pyrefly: ignore[missing-attribute]
-        if member.isreg() and not member.issparse() and not os.path.basename(member.name).startswith("."):
-            yield member
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Return the key of a member (up to the first dot of its file name) and its kind (after the last dot)."""
-    folder, _, base = name.rpartition("/")
-    key, _, kinds = base.partition(".")
-    return f"{folder}/{key}", kinds.rpartition(".")[2].lower()
+        tar.members = []  # pyrefly: ignore[missing-attribute]  `tarfile` keeps a list: there may be millions
+        folder, _, base = member.name.rpartition("/")
+        if member.isreg() and not member.issparse() and not base.startswith("."):
+            key, _, kinds = base.partition(".")
+            yield f"{folder}/{key}", kinds.rpartition(".")[2].lower(), member
 
 
 def _row(file: str, handle: int, parts: list[tuple[str, tarfile.TarInfo]]) -> dict[str, Any]:
@@ -187,14 +170,20 @@ def _row(file: str, handle: int, parts: list[tuple[str, tarfile.TarInfo]]) -> di
                 raise fields
             if not isinstance(fields, dict):
                 raise BadSampleError("its JSON is not an object")
-            kept = {field: value for field, value in fields.items() if field not in ("image", "images", "file_name")}
-            row = kept | row
+            row = _without_images(fields) | row
         elif kind in ("txt", "caption", "cls"):
-            row.setdefault("caption", _text(_read(handle, member)).strip())
+            try:
+                row.setdefault("caption", _read(handle, member).decode().strip())
+            except UnicodeDecodeError:
+                raise BadSampleError("its text is not UTF-8") from None
     row["images"] = [
         ImageLocation(file, member.offset_data, member.size) for kind, member in parts if kind in IMAGE_KINDS
     ]
     return row
+
+
+def _without_images(fields: dict[str, Any]) -> dict[str, Any]:
+    return {field: value for field, value in fields.items() if field not in ("image", "images", "file_name")}
 
 
 def _read(handle: int, member: tarfile.TarInfo) -> bytes:
@@ -204,13 +193,6 @@ def _read(handle: int, member: tarfile.TarInfo) -> bytes:
     if len(data) != member.size:
         raise BadSampleError("the tar file is truncated")
     return data
-
-
-def _text(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise BadSampleError("its text is not UTF-8") from None
 
 
 def read_samples(source_files: SourceFiles) -> Iterator[RawSample]:
@@ -258,14 +240,14 @@ def _read_files(source_files: SourceFiles, rows_of: RowsOf) -> Iterator[RawSampl
 def _read_texts(source_files: SourceFiles) -> Iterator[RawSample]:
     """Yield each file as one document. Skips empty files."""
     for file, fraction_at in files_with_progress(source_files.files):
-        name, fraction_read = os.path.abspath(file), fraction_at(0)
+        raw = RawSample(file=os.path.abspath(file), row=0, fraction_read=fraction_at(0))
         try:
             text = text_of(file)
         except BadSampleError as error:
-            yield RawSample(file=name, row=0, fraction_read=fraction_read, bad=str(error))
+            yield replace(raw, bad=str(error))
             continue
         if text.strip():
-            yield RawSample(file=name, row=0, fraction_read=fraction_read, turns=(Turn("text", (text,)),))
+            yield replace(raw, turns=(Turn("text", (text,)),))
 
 
 def _read_image_folder(source_files: SourceFiles) -> Iterator[RawSample]:
@@ -281,10 +263,8 @@ def _read_image_folder(source_files: SourceFiles) -> Iterator[RawSample]:
     images = [file for file in source_files.files if file.suffix.lower() in IMAGE_SUFFIXES]
     for number, file in enumerate(images, start=1):
         if (name := os.path.abspath(file)) not in listed:
-            row = _caption(file, ImageLocation(name))
-            yield sample_of(
-                file, 0, row, ImageFinder("/dev/null"), source_files.source.text_field, number / len(images)
-            )
+            row, finder = _caption(file, ImageLocation(name)), ImageFinder("/dev/null")
+            yield sample_of(file, 0, row, finder, source_files.source.text_field, number / len(images))
 
 
 def _caption(file: Path, image: ImageLocation) -> Any:
@@ -299,16 +279,14 @@ def _caption(file: Path, image: ImageLocation) -> Any:
         return error
     if not isinstance(row, dict):
         return row
-    return {field: row[field] for field in row if field not in ("image", "images", "file_name")} | {"images": [image]}
+    return _without_images(row) | {"images": [image]}
 
 
 def _read_datasets(source_files: SourceFiles) -> Iterator[RawSample]:
     """Yield the rows of a folder: of Parquet and JSON files, or of CSV files if there are no others."""
     files = [file for file in source_files.files if file.name not in NOT_ROWS]
-    parquet, lines, tables = (
-        [file for file in files if data_suffix(file) in suffixes]
-        for suffixes in ((".parquet",), JSON_SUFFIXES, CSV_SUFFIXES)
-    )
+    groups = (".parquet",), JSON_SUFFIXES, CSV_SUFFIXES
+    parquet, lines, tables = ([file for file in files if data_suffix(file) in group] for group in groups)
     return _read_rows(replace(source_files, files=[*parquet, *lines] or tables))
 
 
@@ -319,15 +297,13 @@ def _read_webdataset(source_files: SourceFiles) -> Iterator[RawSample]:
 
 def _read_shapes(source_files: SourceFiles) -> Iterator[RawSample]:
     for number in range(drawn_shapes.NUM_SAMPLES):
-        drawn = drawn_shapes.draw(number)
-        image = (drawn.image,) if drawn.image else ()
-        if drawn.question:
-            turns = (Turn("user", (*[None] * len(image), drawn.question)), Turn("assistant", (drawn.answer,)))
-        else:
-            turns = (Turn("text", (*[None] * len(image), drawn.answer)),)
-        yield RawSample(
-            file="shapes", row=number + 1, fraction_read=number / drawn_shapes.NUM_SAMPLES, turns=turns, images=image
-        )
+        drawn, fraction_read = drawn_shapes.draw(number), number / drawn_shapes.NUM_SAMPLES
+        images = (drawn.image,) if drawn.image else ()
+        markers = (None,) * len(images)
+        turns = (Turn("user", (*markers, drawn.question)), Turn("assistant", (drawn.answer,)))
+        if not drawn.question:
+            turns = (Turn("text", (*markers, drawn.answer)),)
+        yield RawSample(file="shapes", row=number + 1, fraction_read=fraction_read, turns=turns, images=images)
 
 
 READERS: dict[str, Callable[[SourceFiles], Iterator[RawSample]]] = {

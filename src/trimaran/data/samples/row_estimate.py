@@ -1,7 +1,6 @@
 """What a row of the data holds, estimated from its first samples: nothing is prepared, and no image is decoded."""
 
 from collections.abc import Iterator
-from contextlib import closing
 from itertools import islice
 
 import numpy as np
@@ -9,7 +8,7 @@ import numpy as np
 from trimaran.core import DataSection, ImageRules, RowSizes
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.row_packing import slots_per_row
-from trimaran.data.samples.prepare_samples import ImageSizeReader, find_source_files, sources_of, tokenize_batch
+from trimaran.data.samples.prepare_samples import find_source_files, size_threads, sources_of, tokenize_batch
 from trimaran.data.samples.raw_sample import SourceFiles
 from trimaran.data.samples.readers import read_samples
 from trimaran.data.samples.source_part import TokenizedSample
@@ -39,14 +38,27 @@ def estimate_rows(section: DataSection, rules: ImageRules | None) -> RowSizes | 
     if not tables:
         return None
     sizes, weights = (np.concatenate(each) for each in zip(*tables, strict=True))
-    return _row_sizes(sizes, weights, section)
+    lengths, images, patches, pairs = sizes.T
+    rows = {
+        "pack": lengths / (PACKED_FRACTION * section.seq_len),
+        "bucket": 1.0 / slots_per_row(lengths.astype(np.int64), section.seq_len),
+        "pad": np.ones(len(lengths)),
+    }[section.samples.batching]
+    num_rows, num_patches = float(weights @ rows), float(weights @ patches)
+    return RowSizes(
+        images=float(weights @ images) / num_rows,
+        patches=num_patches / num_rows,
+        image_patches=float(weights @ pairs) / max(1.0, num_patches),
+        attended_tokens=float(weights @ lengths**2) / (num_rows * section.seq_len),
+        num_samples=len(sizes),
+    )
 
 
 def _first_samples(files: SourceFiles, tokenizer: ChatTokenizer) -> tuple[list[TokenizedSample], float]:
     """Return the first good samples of a source, and about how many samples it has."""
     raw = list(islice(read_samples(files), NUM_SAMPLES))
-    with closing(ImageSizeReader()) as size_reader:
-        outcomes = list(tokenize_batch(raw, tokenizer, size_reader))
+    with size_threads() as threads:
+        outcomes = list(tokenize_batch(raw, tokenizer, threads))
     samples = [each for outcome in outcomes if not isinstance(outcome, BadSampleError) for each in outcome]
     read = raw[-1].fraction_read if raw else 1.0
     return samples, len(samples) / read if len(raw) == NUM_SAMPLES and read > 0 else float(len(samples))
@@ -62,22 +74,3 @@ def _sizes(sample: TokenizedSample, rules: ImageRules | None, seq_len: int) -> I
         patches, pairs = int(measured.patches.sum()), int(measured.patch_pairs.sum())
     if length <= seq_len or not patches:  # a sample whose images would be cut is left out
         yield min(length, seq_len), len(images), patches, pairs
-
-
-def _row_sizes(sizes: np.ndarray, weights: np.ndarray, section: DataSection) -> RowSizes:
-    lengths, images, patches, pairs = sizes.T
-    match section.samples.batching:
-        case "pack":
-            rows = lengths / (PACKED_FRACTION * section.seq_len)
-        case "bucket":
-            rows = 1.0 / slots_per_row(lengths.astype(np.int64), section.seq_len)
-        case _:
-            rows = np.ones(len(lengths))
-    num_rows, num_patches = float(weights @ rows), float(weights @ patches)
-    return RowSizes(
-        images=float(weights @ images) / num_rows,
-        patches=num_patches / num_rows,
-        image_patches=float(weights @ pairs) / max(1.0, num_patches),
-        attended_tokens=float(weights @ lengths**2) / (num_rows * section.seq_len),
-        num_samples=len(sizes),
-    )

@@ -4,7 +4,6 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
@@ -14,9 +13,9 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import read_regular_text
-from trimaran.data.feed import positions
+from trimaran.core import UserError, read_regular_text
+from trimaran.data.feed import num_held_out, positions
+from trimaran.data.sample_costs import SampleRecord
 from trimaran.data.samples.source_part import SamplePart, not_samples
 from trimaran.data.text.tokenizer import Tokenizer, check_vocabulary
 
@@ -43,16 +42,6 @@ class SourceMixture(BaseModel):
 
     format: Literal["trimaran-mixture-1"] = FORMAT
     sources: Annotated[tuple[MixtureEntry, ...], Field(min_length=1, max_length=127)]
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRecord:
-    """One sample. An image is one token; `targets` is a mask over the tokens."""
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    images: range
-    source: int
 
 
 class SampleIndex:
@@ -158,7 +147,7 @@ class SampleIndex:
 
     def image_bytes(self, number: int) -> bytes:
         """Return the bytes of an image file (JPEG, PNG, WebP and so on), undecoded."""
-        assert 0 <= number < self.num_images
+        assert 0 <= number < self._images[-1]
         source = bisect_right(self._images, number) - 1
         return self.parts[source].image_bytes(number - self._images[source])
 
@@ -175,20 +164,19 @@ class SampleIndex:
         ids = [np.arange(low, high) for low, high in zip(self._first, self._first[1:], strict=False)]
         ids = ids if keep is None else [each[keep[each]] for each in ids]
         sources = self.mixture.sources
-        repeats = repeats_per_epoch(
-            [len(each) for each in ids], [each.weight for each in sources], [each.epochs for each in sources]
-        )
+        weights, epochs = [each.weight for each in sources], [each.epochs for each in sources]
+        repeats = repeats_per_epoch([len(each) for each in ids], weights, epochs)
         return np.concatenate([repeat_ids(each, count, seed) for each, count in zip(ids, repeats, strict=True)])
 
     def holdout_mask(self, fraction: float, seed: int) -> np.ndarray:
         """Return a mask of the held-out samples: this fraction of each source, at least one sample of each."""
         mask = np.zeros(self.num_samples, dtype=bool)
         for first, part in zip(self._first, self.parts, strict=False):
-            mask[holdout_ids(first, part.num_samples, fraction, seed)] = True
+            if count := num_held_out(part.num_samples, fraction):
+                mask[first + positions(seed, np.arange(count), part.num_samples)] = True
         return mask
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """Raise if a token id is outside a vocabulary of this size."""
         check_vocabulary(self.vocab_size, vocabulary)
 
     def verify(self) -> None:
@@ -210,9 +198,8 @@ def repeats_per_epoch(
     Sources with a weight occur in that proportion. The epoch is long enough to contain each of them completely: the
     source with the most samples per weight occurs once. The others occur `epochs` times, or once.
     """
-    per_weight = max(
-        (Fraction(n) / Fraction(w) for n, w in zip(counts, weights, strict=True) if w), default=Fraction(0)
-    )
+    ratios = (Fraction(n) / Fraction(w) for n, w in zip(counts, weights, strict=True) if w)
+    per_weight = max(ratios, default=Fraction(0))
     repeats = []
     for count, weight, epoch in zip(counts, weights, epochs, strict=True):
         if weight is not None and count:
@@ -233,9 +220,3 @@ def repeat_ids(ids: np.ndarray, times: Fraction, seed: int) -> np.ndarray:
     extra = round((times - full) * len(ids))
     chosen = ids[positions(seed, np.arange(extra), len(ids))] if extra else ids[:0]
     return np.sort(np.concatenate([np.repeat(ids, full), chosen]))
-
-
-def holdout_ids(first: int, count: int, fraction: float, seed: int) -> np.ndarray:
-    """Return the held-out ids among `count` ids from `first` on: at least one, and never all."""
-    held_out = min(max(1, round(count * fraction)), count - 1) if fraction > 0 else 0
-    return first + positions(seed, np.arange(held_out), count) if held_out else np.empty(0, dtype=np.int64)

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, Self
+from typing import Annotated, BinaryIO, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import open_regular_file, read_regular_text
+from trimaran.core import UserError, open_regular_file, read_regular_text
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.raw_sample import ImageLocation, RawSample, SizedImage, origin
 from trimaran.data.text.array_folder import (
@@ -66,20 +65,16 @@ class ImageFiles:
                 data = stream.read(size + 1)
             size_now = len(data)
         else:
-            file = self._file(number)
-            data, size_now = os.pread(file.fileno(), length, offset), os.fstat(file.fileno()).st_size
+            if number not in self._open:
+                self._open[number] = open_regular_file(self.path(number), follow_links=True)
+                if len(self._open) > MAX_OPEN_FILES:
+                    self._open.popitem(last=False)  # the least recently used
+            self._open.move_to_end(number)
+            file = self._open[number].fileno()
+            data, size_now = os.pread(file, length, offset), os.fstat(file).st_size
         if len(data) != length or size not in (-1, size_now):
             raise BadSampleError(f"{self.path(number)} has changed since the samples were prepared")
         return data
-
-    def _file(self, number: int) -> BinaryIO:
-        """Return the open file. Evicts the least recently used one if too many are open."""
-        if number not in self._open:
-            self._open[number] = open_regular_file(self.path(number), follow_links=True)
-            if len(self._open) > MAX_OPEN_FILES:
-                self._open.popitem(last=False)
-        self._open.move_to_end(number)
-        return self._open[number]
 
 
 class SourcePartMeta(BaseModel):
@@ -121,8 +116,8 @@ class PartWriter(ArrayFolderWriter):
         self.num_samples = self.num_bad = 0
 
     def _begin(self) -> None:
-        self._tokens, self._targets = (self._stream(name) for name in ("tokens", "targets"))
-        self._bad, self._blob = self._stream(BAD), None
+        self._tokens, self._targets, self._bad = (self._stream(name) for name in ("tokens", "targets", BAD))
+        self._blob: BinaryIO | None = None
 
     def add(self, raw: RawSample, samples: Sequence[TokenizedSample]) -> None:
         """Add the samples of one raw sample: several if it was a long document."""
@@ -153,7 +148,7 @@ class PartWriter(ArrayFolderWriter):
             if stream is not None:
                 stream.close()
 
-    def _stream(self, name: str) -> Any:
+    def _stream(self, name: str) -> BinaryIO:
         return (self._draft / name).open("wb")
 
     def _store(self, image: ImageLocation | bytes) -> tuple[int, int, int]:

@@ -48,18 +48,16 @@ class ChatTemplate:
     required_tokens: tuple[str, ...] = field(default=())
 
 
+TURN_ROLES = ("system", "user", "assistant")
 TEMPLATES = {
     "chatml": ChatTemplate(
-        turns={
-            role: TurnFormat(f"<|im_start|>{role}\n", "<|im_end|>", "\n") for role in ("system", "user", "assistant")
-        },
+        turns={role: TurnFormat(f"<|im_start|>{role}\n", "<|im_end|>", "\n") for role in TURN_ROLES},
         required_tokens=("<|im_start|>", "<|im_end|>"),
     ),
     "llama3": ChatTemplate(
         begin="<|begin_of_text|>",
         turns={
-            role: TurnFormat(f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>")
-            for role in ("system", "user", "assistant")
+            role: TurnFormat(f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>") for role in TURN_ROLES
         },
         required_tokens=("<|start_header_id|>", "<|eot_id|>"),
     ),
@@ -95,6 +93,13 @@ if TYPE_CHECKING:
     from trimaran.data.samples.model_template import ModelTemplate
 
 
+def refuse_surrogates(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadSampleError("its text contains an unpaired surrogate") from None
+
+
 @dataclass(slots=True)
 class SampleSegments:
     """A sample as segments of text and of fixed tokens, in order. A text segment is tokenized as one string."""
@@ -128,13 +133,9 @@ class ChatTokenizer:
         self.template = self.own_template.name if self.own_template else choose_template(template, tokenizer)
         self._template = TEMPLATES["plain" if self.own_template else self.template]  # plain: for documents
         self._split_texts: dict[str, list[str | np.ndarray]] = {}
-        turns = self._template.turns.values()
-        texts = [self._template.begin, *(text for turn in turns for text in (turn.before, turn.end, turn.after))]
-        template_parts = [self._split_special(text) for text in texts]
-        ids = [
-            tokenizer.end_id,
-            *(int(part[0]) for parts in template_parts for part in parts if not isinstance(part, str)),
-        ]
+        turns, ids = self._template.turns.values(), [tokenizer.end_id]
+        for text in (self._template.begin, *(text for turn in turns for text in (turn.before, turn.end, turn.after))):
+            ids += [int(part[0]) for part in self._split_special(text) if not isinstance(part, str)]
         self._reserved = np.unique(np.concatenate([ids, self.image_ids]).astype(np.int64))
         self.is_named = template != "auto"
         self._is_byte_level = isinstance(tokenizer, ByteTokenizer)  # text never encodes to its special tokens
@@ -151,22 +152,20 @@ class ChatTokenizer:
 
     def tokenize(self, batch: Sequence[RawSample]) -> list[list[TokenizedSample] | BadSampleError]:
         """Return the tokens of each sample, or why it has none. The caller adds the images."""
-        prepared: list[SampleSegments | BadSampleError] = []
+        prepared: list[SampleSegments | list[TokenizedSample] | BadSampleError] = []
         own = self._tokenize_own(batch)
         for raw in batch:
             try:
-                prepared.append(SampleSegments() if id(raw) in own else self._segments_of(raw))
+                prepared.append(own[id(raw)] if id(raw) in own else self._segments_of(raw))
             except BadSampleError as error:
                 prepared.append(error)
-        segments = [each for sample in prepared if isinstance(sample, SampleSegments) for each in sample.segments]
-        encoded = self._encode(segments)
+        encoded = self._encode(
+            [each for some in prepared if isinstance(some, SampleSegments) for each in some.segments]
+        )
         tokenized: list[list[TokenizedSample] | BadSampleError] = []
         for raw, sample in zip(batch, prepared, strict=True):
-            if isinstance(sample, BadSampleError):
+            if not isinstance(sample, SampleSegments):
                 tokenized.append(sample)
-                continue
-            if id(raw) in own:
-                tokenized.append(own[id(raw)])
                 continue
             parts = list(islice(encoded, len(sample.segments)))
             tokens = np.concatenate([ids for ids, _ in parts], dtype=np.int64)
@@ -226,7 +225,7 @@ class ChatTokenizer:
             if isinstance(outcome, BadSampleError):
                 found[id(raw)] = outcome
                 continue
-            checked = [self._checked(chat.tokens.astype(np.int64), chat.targets, chat.num_images) for chat in outcome]
+            checked = [self._checked(tokens.astype(np.int64), targets, count) for tokens, targets, count in outcome]
             bad = next((each for each in checked if isinstance(each, BadSampleError)), None)
             found[id(raw)] = bad or [each for part in checked if isinstance(part, list) for each in part]
         return found
@@ -241,11 +240,8 @@ class ChatTokenizer:
             return BadSampleError("it has no targets")
         if len(tokens) <= self._max_tokens or not targets.all():
             return [TokenizedSample(tokens, targets)]
-        starts = range(0, len(tokens) - 1, self._max_tokens - 1)
-        stops = (start + self._max_tokens for start in starts)
-        return [
-            TokenizedSample(tokens[start:stop], targets[start:stop]) for start, stop in zip(starts, stops, strict=True)
-        ]
+        parts = [slice(at, at + self._max_tokens) for at in range(0, len(tokens) - 1, self._max_tokens - 1)]
+        return [TokenizedSample(tokens[part], targets[part]) for part in parts]
 
     def _segments_of(self, raw: RawSample) -> SampleSegments:
         segments, template = SampleSegments(), self._template
@@ -275,10 +271,7 @@ class ChatTokenizer:
             if part is None:
                 segments.add_ids(self.image_ids, is_target=False)
             else:
-                try:
-                    part.encode()
-                except UnicodeEncodeError:
-                    raise BadSampleError("its text contains an unpaired surrogate") from None
+                refuse_surrogates(part)
                 segments.add_text(part, is_target)
         if turn_format is not None:
             self._add_template_text(segments, turn_format.end, is_target)
@@ -322,16 +315,19 @@ class ChatTokenizer:
         encoded = self.tokenizer.encode_plain(texts)
         ids_of = dict(zip(texts, encoded, strict=True))
         for number in self._with_reserved(encoded):
-            ((ids, _),) = self._spans([texts[number]])
-            ids_of[texts[number]] = ids
+            ids_of[texts[number]] = self._spans([texts[number]])[0][0]
         return ids_of
 
     def _spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return ids and character spans of each text, without reserved tokens."""
         encoded = self.tokenizer.encode_spans(texts)
         for number in self._with_reserved([ids for ids, _ in encoded]):
-            ids, spans = encoded[number]
-            encoded[number] = self._encode_split(texts[number], spans[np.isin(ids, self._reserved), 0])
+            (ids, spans), text = encoded[number], texts[number]
+            # The text is split after the first character of each reserved token.
+            cuts = [0, *np.unique(spans[np.isin(ids, self._reserved), 0] + 1).tolist(), len(text)]
+            parts = self.tokenizer.encode_spans([text[low:high] for low, high in pairwise(cuts)])
+            shifted = [part_spans + low for (_, part_spans), low in zip(parts, cuts, strict=False)]
+            encoded[number] = np.concatenate([each for each, _ in parts]), np.concatenate(shifted)
         return encoded
 
     def _with_reserved(self, encoded: Sequence[np.ndarray]) -> list[int]:
@@ -341,13 +337,6 @@ class ChatTokenizer:
         ends = np.cumsum([len(ids) for ids in encoded])
         reserved_at = np.flatnonzero(np.isin(np.concatenate(encoded), self._reserved))
         return np.unique(np.searchsorted(ends, reserved_at, side="right")).tolist()
-
-    def _encode_split(self, text: str, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and spans of a text split after the first character of each reserved token."""
-        cuts = [0, *np.unique(starts + 1).tolist(), len(text)]
-        parts = self.tokenizer.encode_spans([text[low:high] for low, high in pairwise(cuts)])
-        ids = np.concatenate([each for each, _ in parts])
-        return ids, np.concatenate([spans + low for (_, spans), low in zip(parts, cuts, strict=False)])
 
 
 def _own_template(
@@ -361,9 +350,8 @@ def _own_template(
         raise UserError("T024", "the tokenizer comes without a chat template", where="data.samples.template: model",
                         fix="name a model folder with a chat template in data.tokenizer, or choose one: "
                         "data.samples.template=chatml")  # fmt: skip
-    return lazy_import.load("samples.model_template", "jinja2", where="data.samples.template").ModelTemplate(
-        tokenizer, image_ids, image_token
-    )
+    module = lazy_import.load("samples.model_template", "jinja2", where="data.samples.template")
+    return module.ModelTemplate(tokenizer, image_ids, image_token)
 
 
 def _uniform_mask(is_target: bool, length: int) -> np.ndarray:

@@ -35,14 +35,19 @@ def read_video(value: Any, find: Callable[[Any], ImageSource], choice: FrameChoi
     if isinstance(value, Mapping) and "frames" not in value:
         value = next((value[key] for key in ("path", "url", "video") if value.get(key)), value)
     if isinstance(value, str) and value.lower().endswith(VIDEO_SUFFIXES):
-        return _decoded(value, find, choice)
+        located = find(value)
+        if not isinstance(located, ImageLocation):
+            raise BadSampleError(f"a video is not a file: {value[:80]!r}")
+        require("av", where=value[:80], extra="video")
+        times = frame_times(located.file)
+        seconds = [times[each] for each in choose_frames(times, choice)]
+        return _joined(decode_frames(located.file, seconds), [each - times[0] for each in seconds], choice)
     if not isinstance(value, Mapping):
         raise BadSampleError("a video is not an object with 'frames' and 'fps' or 'times'")
     frames = _frames(value.get("frames"), find)
     times = _times(value, len(frames))
     chosen = choose_frames(times, choice)
-    start = times[0]
-    return _joined([find(frames[each]) for each in chosen], [times[each] - start for each in chosen], choice)
+    return _joined([find(frames[each]) for each in chosen], [times[each] - times[0] for each in chosen], choice)
 
 
 def choose_frames(times: Sequence[float], choice: FrameChoice) -> list[int]:
@@ -56,18 +61,6 @@ def choose_frames(times: Sequence[float], choice: FrameChoice) -> list[int]:
     if len(unique) > choice.most:
         unique = unique[np.linspace(0, len(unique) - 1, choice.most).round().astype(np.int64)]
     return unique.tolist()
-
-
-def _decoded(value: str, find: Callable[[Any], ImageSource], choice: FrameChoice) -> Video:
-    """Return the chosen frames of a video file, as images inside the index."""
-    located = find(value)
-    if not isinstance(located, ImageLocation):
-        raise BadSampleError(f"a video is not a file: {value[:80]!r}")
-    require("av", where=value[:80], extra="video")
-    times = frame_times(located.file)
-    chosen = choose_frames(times, choice)
-    frames = decode_frames(located.file, [times[each] for each in chosen])
-    return _joined(frames, [times[each] - times[0] for each in chosen], choice)
 
 
 def _joined(frames: Sequence[ImageSource], times: Sequence[float], choice: FrameChoice) -> Video:
@@ -116,10 +109,9 @@ def _content(frame: ImageSource) -> bytes:
 
 def _frames(value: Any, find: Callable[[Any], ImageSource]) -> Sequence[Any]:
     """Return references of all frames: those in a list, or the images of a folder by name."""
-    if isinstance(value, list):
-        frames: Sequence[Any] = value
-    elif isinstance(value, str) and value:
-        folder = find(value)
+    frames: Sequence[Any] = value
+    if not isinstance(value, list):
+        folder = find(value) if isinstance(value, str) and value else None
         if not isinstance(folder, ImageLocation):
             raise BadSampleError("the frames of a video are neither a folder nor a list")
         try:
@@ -127,8 +119,6 @@ def _frames(value: Any, find: Callable[[Any], ImageSource]) -> Sequence[Any]:
         except OSError as error:
             raise BadSampleError(f"the frames of a video cannot be read: {error.strerror}: {value[:80]}") from None
         frames = [os.path.join(folder.file, each) for each in names if each.lower().endswith(FRAME_SUFFIXES)]
-    else:
-        raise BadSampleError("the frames of a video are neither a folder nor a list")
     if not frames:
         raise BadSampleError("a video has no frames")
     if len(frames) > MAX_FRAMES_IN_VIDEO:

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +26,8 @@ from trimaran.data.scenes.recorded_scenes import (
     SceneOptions,
     black_image,
     camera_scale,
+    file_inside,
     inside_grid,
-    joined,
     moved_points,
     no_points,
     read_camera,
@@ -70,8 +69,7 @@ class NuscenesScenes:
 
     @property
     def rig(self) -> None:
-        """Each scene has its own calibration."""
-        return None
+        """None: each scene has its own calibration."""
 
     def __len__(self) -> int:
         return len(self.tables.samples)
@@ -106,10 +104,7 @@ class NuscenesScenes:
         return to_vehicle @ tables.ego_poses[recording.ego_pose] @ tables.calibrations[recording.calibration].pose
 
     def _file(self, name: str) -> Path:
-        path = (self.folder / name).resolve()
-        if not path.is_relative_to(self.folder.resolve()):
-            raise BadSampleError(f"{name[:120]!r} leaves the folder")
-        return path
+        return file_inside(self.folder, name)
 
     def _cameras(self, sample: KeyFrame, to_vehicle: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the images, and the calibration of each camera for them."""
@@ -130,10 +125,9 @@ class NuscenesScenes:
             across, down = rules.width / recording.size[0], rules.height / recording.size[1]
             rig[number] = (math.atan2(ahead[1], ahead[0]), matrix[0, 0] * across, matrix[0, 2] * across,
                            matrix[1, 2] * down, pose[2, 3], pose[0, 3], pose[1, 3])  # fmt: skip
-            read = self._file(recording.file)
-            images.append(
-                self.options.read_or(black_image(rules), "cameras", lambda read=read: read_camera(read, rules))
-            )
+            file = self._file(recording.file)
+            read = self.options.read_or(black_image(rules), "cameras", lambda file=file: read_camera(file, rules))
+            images.append(read)
         return np.stack(images), rig
 
     def _lidar(self, sample: KeyFrame) -> np.ndarray:
@@ -149,7 +143,12 @@ class NuscenesScenes:
         if not self.rules.radar:
             return no_points("radar")
         now = self.tables.recordings[sample.recordings[LIDAR]].microseconds
-        parts = []
+        parts = [no_points("radar")]
+
+        def read(recording: SensorRecording) -> np.ndarray:
+            pose, age = self._placed(recording, to_vehicle), (now - recording.microseconds) / 1e6
+            return swept_points(read_radar(self._file(recording.file)), pose, age)
+
         for channel in RADAR_CHANNELS:
             if channel not in sample.recordings:
                 parts.append(self._absent(sample, channel, no_points("radar"), "radar"))
@@ -159,9 +158,9 @@ class NuscenesScenes:
                 if not token:
                     break
                 recording = self.tables.recordings[token]
-                parts.append(self._sweep(recording, to_vehicle, (now - recording.microseconds) / 1e6))
+                parts.append(self.options.read_or(no_points("radar"), "radar", lambda each=recording: read(each)))
                 token = recording.previous
-        return inside_grid(joined(parts, "radar"), self.rules, "radar points")
+        return inside_grid(np.concatenate(parts), self.rules, "radar points")
 
     def _absent(self, sample: KeyFrame, channel: str, empty: np.ndarray, sensor: Sensor) -> np.ndarray:
         """Return `empty` for a sensor that a sample has no key frame of, if that is allowed."""
@@ -170,12 +169,6 @@ class NuscenesScenes:
             raise MissingFileError(f"{self.folder}, sample {sample.token}: no key frame of {channel}")
 
         return self.options.read_or(empty, sensor, missing)
-
-    def _sweep(self, recording: SensorRecording, to_vehicle: np.ndarray, age: float) -> np.ndarray:
-        def read() -> np.ndarray:
-            return swept_points(read_radar(self._file(recording.file)), self._placed(recording, to_vehicle), age)
-
-        return self.options.read_or(no_points("radar"), "radar", read)
 
     def _boxes(self, sample: KeyFrame, to_vehicle: np.ndarray) -> np.ndarray:
         """Return the boxes with a point of LiDAR or radar in them, whose centre is inside the grid."""
@@ -209,42 +202,31 @@ def table_folders(folder: Path) -> list[Path]:
 
 def open_nuscenes(folder: Path, rules: SceneRules, options: SceneOptions) -> NuscenesScenes:
     """Return the samples of a folder in nuScenes' layout. Raises UserError if they do not fit the model."""
-    tables_at = _version(folder, options)
+    found = table_folders(folder)
+    if options.version is not None:
+        tables_at = folder / options.version
+        if tables_at not in found:
+            raise wrong_table(f"there is no version {options.version}", folder)
+    elif len(found) > 1:
+        raise UserError("D016", f"there are several versions: {', '.join(each.name for each in found)}",
+                        where=str(folder), fix="set data.scenes.version to one of them")  # fmt: skip
+    else:
+        tables_at = found[0]
     tables = read_tables(tables_at, rules.sensors, CATEGORIES)
     if not tables.samples:
         raise wrong_table("there is no sample", tables_at)
-    _check_cameras(tables, rules, tables_at)
+    if rules.cameras not in (0, len(CAMERAS)):
+        raise UserError("D016", f"nuScenes has {len(CAMERAS)} cameras, and the model {rules.cameras}",
+                        where=str(tables_at),
+                        fix=f"set model.shape.cameras to {len(CAMERAS)}, or to 0")  # fmt: skip
+    for each in tables.recordings.values() if rules.cameras else ():
+        if tables.calibrations[each.calibration].modality == "camera":
+            if min(each.size) <= 0:
+                raise wrong_table("an image has no width or height", tables_at)
+            camera_scale("nuScenes", each.size, rules, str(tables_at))
     for sample in tables.samples:
         if LIDAR not in sample.recordings:
             raise wrong_table(f"sample {sample.token} has no key frame of {LIDAR}, its reference", tables_at)
     sizes = [(tables_at / f"{table}.json").stat().st_size for table in TABLES]
     text = "\n".join([tables_at.name, repr(sizes), *(sample.token for sample in tables.samples)])
     return NuscenesScenes(folder, rules, options, tables, hashlib.sha256(text.encode()).hexdigest())
-
-
-def _version(folder: Path, options: SceneOptions) -> Path:
-    found = table_folders(folder)
-    if options.version is not None:
-        if folder / options.version not in found:
-            raise wrong_table(f"there is no version {options.version}", folder)
-        return folder / options.version
-    if len(found) > 1:
-        names = ", ".join(each.name for each in found)
-        raise UserError("D016", f"there are several versions: {names}", where=str(folder),
-                        fix="set data.scenes.version to one of them")  # fmt: skip
-    return found[0]
-
-
-def _check_cameras(tables: NuscenesTables, rules: SceneRules, where: Path) -> None:
-    if rules.cameras not in (0, len(CAMERAS)):
-        raise UserError("D016", f"nuScenes has {len(CAMERAS)} cameras, and the model {rules.cameras}", where=str(where),
-                        fix=f"set model.shape.cameras to {len(CAMERAS)}, or to 0")  # fmt: skip
-    if rules.cameras:
-        sizes: Mapping[tuple[int, int], None] = dict.fromkeys(
-            each.size for each in tables.recordings.values()
-            if tables.calibrations[each.calibration].modality == "camera"
-        )  # fmt: skip
-        for size in sizes:
-            if min(size) <= 0:
-                raise wrong_table("an image has no width or height", where)
-            camera_scale("nuScenes", size, rules, str(where))

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL.PngImagePlugin import PngImageFile
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import check_regular_file, read_regular_text
+from trimaran.core import UserError, check_regular_file, read_regular_text
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.scenes.recorded_scenes import read_sensor_file
 
@@ -99,7 +98,14 @@ def read_tables(folder: Path, sensors: Collection[str], categories: Collection[s
 
 
 def _tables(folder: Path, sensors: Collection[str], categories: Collection[str]) -> NuscenesTables:
-    calibrations = _calibrations(folder)
+    sensor_of = dict(_rows(folder, "sensor", lambda row: (row["token"], (row["channel"], row["modality"]))))
+
+    def calibration(row: dict[str, Any]) -> tuple[str, SensorCalibration]:
+        matrix = np.array(row["camera_intrinsic"] or np.eye(3), dtype=np.float64).reshape(3, 3)
+        channel, modality = sensor_of[row["sensor_token"]]
+        return row["token"], SensorCalibration(channel, modality, pose_of(row), matrix)
+
+    calibrations: dict[str, SensorCalibration] = dict(_rows(folder, "calibrated_sensor", calibration))
     wanted = {token for token, each in calibrations.items() if MODALITIES.get(each.modality) in {*sensors, "lidar"}}
 
     def recording(row: dict[str, Any]) -> tuple[str, SensorRecording] | None:
@@ -112,26 +118,13 @@ def _tables(folder: Path, sensors: Collection[str], categories: Collection[str])
 
     recordings = dict(_rows(folder, "sample_data", recording))
     needed = {each.ego_pose for each in recordings.values()}
-
-    def ego_pose(row: dict[str, Any]) -> tuple[str, np.ndarray] | None:
-        return (row["token"], pose_of(row)) if row["token"] in needed else None
-
-    ego_poses = dict(_rows(folder, "ego_pose", ego_pose))
+    ego_poses = dict(
+        _rows(folder, "ego_pose", lambda row: (row["token"], pose_of(row)) if row["token"] in needed else None)
+    )
     if missing := needed - set(ego_poses):
         raise ValueError(f"ego_pose {min(missing)}")
     samples = _samples(folder, recordings, calibrations)
     return NuscenesTables(samples, recordings, calibrations, ego_poses, _annotations(folder, categories))
-
-
-def _calibrations(folder: Path) -> dict[str, SensorCalibration]:
-    sensors = dict(_rows(folder, "sensor", lambda row: (row["token"], (row["channel"], row["modality"]))))
-
-    def calibration(row: dict[str, Any]) -> tuple[str, SensorCalibration]:
-        matrix = np.array(row["camera_intrinsic"] or np.eye(3), dtype=np.float64).reshape(3, 3)
-        channel, modality = sensors[row["sensor_token"]]
-        return row["token"], SensorCalibration(channel, modality, pose_of(row), matrix)
-
-    return dict(_rows(folder, "calibrated_sensor", calibration))
 
 
 def _samples(
@@ -145,21 +138,15 @@ def _samples(
     for token, each in recordings.items():
         if each.is_key_frame:
             by_sample.setdefault(each.sample, {})[calibrations[each.calibration].channel] = token
-    maps = _maps(folder)
+    has_map = (folder / "map.json").is_file()  # of each log: the drivable surface, as a mask; the table is optional
+    files = _rows(folder, "map", lambda row: (row["filename"], row["log_tokens"])) if has_map else []
+    maps = {log: file for file, logs in files if file for log in logs}
     rows = list(_rows(folder, "sample", lambda row: (row["scene_token"], int(row["timestamp"]), row["token"])))
     rows.sort(key=lambda row: (scenes[row[0]][0], row[1]))
     for scene, _, _ in rows:
         if scenes[scene][1] not in logs:
             raise ValueError(f"log {scenes[scene][1]}")
     return tuple(KeyFrame(token, by_sample.get(token, {}), maps.get(scenes[scene][1])) for scene, _, token in rows)
-
-
-def _maps(folder: Path) -> dict[str, str]:
-    """Return the file of the map of each log: the drivable surface, as a mask. The table is optional."""
-    if not (folder / "map.json").is_file():
-        return {}
-    rows = _rows(folder, "map", lambda row: (row["filename"], row["log_tokens"]))
-    return {log: file for file, logs in rows if file for log in logs}
 
 
 def _annotations(folder: Path, categories: Collection[str]) -> dict[str, tuple[BoxAnnotation, ...]]:
@@ -212,9 +199,8 @@ def _rows(folder: Path, table: str, reduce: Callable[[dict[str, Any]], Any]) -> 
 
 
 def wrong_table(what: str, path: Path) -> UserError:
-    return UserError(
-        "D016", what, where=str(path), fix="compare the folder with nuScenes' v1.0 layout, and copy it again"
-    )
+    fix = "compare the folder with nuScenes' v1.0 layout, and copy it again"
+    return UserError("D016", what, where=str(path), fix=fix)
 
 
 def read_lidar(path: Path) -> np.ndarray:
@@ -247,9 +233,7 @@ def read_radar(path: Path) -> np.ndarray:
         keep = np.logical_and.reduce([np.isin(rows[name], states) for name, states in KEPT_STATES.items()])
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise BadSampleError(f"{path}: it is not a radar file of nuScenes: {error}") from None
-    if count and not np.isfinite(points[0]).all():
-        return points[:0]
-    return points[keep]
+    return points[keep] if not count or np.isfinite(points[0]).all() else points[:0]
 
 
 def _header(content: bytes, path: Path) -> tuple[dict[str, list[str]], bytes]:

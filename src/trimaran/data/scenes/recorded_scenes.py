@@ -9,13 +9,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
 
-from trimaran.core import UserError
+from trimaran.core import UserError, check_regular_file, read_regular_text
 from trimaran.core.input_rules import (
     BOX_NUMBERS,
     CAMERA_METRES,
@@ -27,7 +28,6 @@ from trimaran.core.input_rules import (
     SceneRules,
     Sensor,
 )
-from trimaran.core.regular_files import check_regular_file, read_regular_text
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.scenes.simulated_scenes import RADARS, SimulatedScene
 from trimaran.data.vision.decode import BadImageError, pixels_of
@@ -75,6 +75,13 @@ def read_sensor_file(path: Path) -> bytes:
         raise BadSampleError(f"{path}: {error}") from None
 
 
+def file_inside(folder: Path, name: str) -> Path:
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise BadSampleError(f"{name[:120]!r} leaves the folder")
+    return path
+
+
 def read_camera(path: Path, rules: SceneRules) -> np.ndarray:
     """Return an image file as u8 [3, height, width], in the size of the model."""
     content = read_sensor_file(path)
@@ -118,11 +125,6 @@ def inside_grid(points: np.ndarray, rules: SceneRules, name: str) -> np.ndarray:
     if not np.isfinite(points).all():
         raise BadSampleError(f"its {name} are not all finite")
     return points[(np.abs(points[:, :2]) < rules.reach).all(axis=1)]
-
-
-def joined(parts: Sequence[np.ndarray], sensor: Sensor) -> np.ndarray:
-    """Return the points of several sweeps together."""
-    return np.concatenate([no_points(sensor), *parts])
 
 
 def flat_pose(x: float, y: float, z: float, heading: float) -> np.ndarray:
@@ -172,7 +174,17 @@ class RecordedScenes:
         """Return a scene. Raises BadSampleError if a file is wrong, UserError if one is missing that may not be."""
         entry, rules = self.entries[number], self.rules
         try:
-            cameras = self._cameras(entry)
+            cameras = black_image(rules)[None][:0]
+            if rules.cameras:
+                names = _list(entry, "cameras", rules.cameras)
+                cameras = np.stack(
+                    [
+                        self.options.read_or(
+                            black_image(rules), "cameras", lambda each=each: read_camera(self._file(each), rules)
+                        )
+                        for each in names
+                    ]
+                )
             ground = self._array(entry.get("ground"), (rules.cells, rules.cells))
             if ground.min() < 0 or ground.max() >= len(GROUND):
                 raise BadSampleError(f"its ground has classes outside 0 to {len(GROUND) - 1}")
@@ -185,36 +197,20 @@ class RecordedScenes:
         """Return the LiDAR and radar points of a scene inside the grid."""
         return len(self._points(self.entries[number])), len(self._radar(number))
 
-    def _cameras(self, entry: Mapping[str, Any]) -> np.ndarray:
-        rules, black = self.rules, black_image(self.rules)
-        if not rules.cameras:
-            return black[None][:0]
-        names = _list(entry, "cameras", rules.cameras)
-        return np.stack([
-            self.options.read_or(black, "cameras", lambda name=name: read_camera(self._file(name), rules))
-            for name in names
-        ])  # fmt: skip
-
     def _points(self, entry: Mapping[str, Any]) -> np.ndarray:
         """Return the LiDAR points inside the grid: x, y, z in metres from the vehicle, and intensity."""
-        empty = no_points("lidar")
-        if not self.rules.lidar:
-            return empty
-        points = self.options.read_or(
-            empty, "lidar", lambda: self._array(entry.get("lidar"), (-1, LIDAR_NUMBERS), required="lidar")
-        )
+        points, shape = no_points("lidar"), (-1, LIDAR_NUMBERS)
+        if self.rules.lidar:
+            read = partial(self._array, entry.get("lidar"), shape, required="lidar")
+            points = self.options.read_or(points, "lidar", read)
         return inside_grid(points, self.rules, "LiDAR points")
 
     def _radar(self, number: int) -> np.ndarray:
         """Return the radar points of the newest sweeps of each radar, inside the grid."""
-        empty = no_points("radar")
-        if not self.rules.radar:
-            return empty
-        parts = [
-            self.options.read_or(empty, "radar", lambda sweep=sweep: self._sweep(sweep))
-            for sweep in self._sweeps(number)
-        ]
-        return inside_grid(joined(parts, "radar"), self.rules, "radar points")
+        parts = [no_points("radar")]
+        for sweep in self._sweeps(number) if self.rules.radar else ():
+            parts.append(self.options.read_or(parts[0], "radar", lambda sweep=sweep: self._sweep(sweep)))
+        return inside_grid(np.concatenate(parts), self.rules, "radar points")
 
     def _sweeps(self, number: int) -> list[Mapping[str, Any]]:
         """Return the newest sweeps of each radar. A scene that names none has no radar."""
@@ -258,10 +254,7 @@ class RecordedScenes:
     def _file(self, name: Any) -> Path:
         if not isinstance(name, str) or not name:
             raise BadSampleError(f"{name!r} is not the name of a file")
-        path = (self.folder / name).resolve()
-        if not path.is_relative_to(self.folder.resolve()):
-            raise BadSampleError(f"{name[:120]!r} leaves the folder")
-        return path
+        return file_inside(self.folder, name)
 
 
 def open_index(folder: Path, rules: SceneRules, options: SceneOptions) -> RecordedScenes:
@@ -299,7 +292,16 @@ def write_scenes(scenes: Sequence[SimulatedScene], rules: SceneRules, folder: Pa
         np.save(folder / f"{number:06d}-lidar.npy", scene.points)
         np.save(folder / f"{number:06d}-ground.npy", scene.segmentation.astype(np.uint8))
         entry = {"lidar": f"{number:06d}-lidar.npy", "ground": f"{number:06d}-ground.npy"}
-        entry |= {"radar": _write_sweeps(scene.radar, folder, number)} if rules.radar else {}
+        sweeps = []
+        for age in np.unique(scene.radar[:, 6]) if rules.radar else ():
+            taken = scene.radar[scene.radar[:, 6] == age]
+            for radar, mount in enumerate(RADARS):
+                name = f"{number:06d}-radar-{radar}-{1000 * age:03.0f}.npy"
+                to_radar = np.linalg.inv(flat_pose(mount.x, mount.y, mount.metres, mount.heading))
+                part = taken[radar :: len(RADARS)].astype(np.float64)
+                np.save(folder / name, swept_points(part[:, :6], to_radar, 0.0)[:, :6])
+                sweeps.append({"radar": radar, "file": name, "age": float(age)})
+        entry |= {"radar": sweeps} if rules.radar else {}
         boxes = [
             {"centre": box[:3], "size": box[3:6], "yaw": box[6], "class": OBJECTS[int(box[7])]}
             for box in scene.boxes.tolist()
@@ -309,20 +311,6 @@ def write_scenes(scenes: Sequence[SimulatedScene], rules: SceneRules, folder: Pa
     radars = [{"position": [each.x, each.y, each.metres], "heading": each.heading} for each in RADARS]
     tree = {"format": FORMAT, "cameras": cameras, "scenes": entries} | ({"radars": radars} if rules.radar else {})
     (folder / INDEX).write_text(json.dumps(tree), encoding="utf-8")
-
-
-def _write_sweeps(points: np.ndarray, folder: Path, number: int) -> list[dict[str, Any]]:
-    """Write radar points as sweeps of the simulated radars, in their coordinates, and return their entries."""
-    sweeps = []
-    for age in np.unique(points[:, 6]):
-        taken = points[points[:, 6] == age]
-        for radar, mount in enumerate(RADARS):
-            name = f"{number:06d}-radar-{radar}-{1000 * age:03.0f}.npy"
-            to_radar = np.linalg.inv(flat_pose(mount.x, mount.y, mount.metres, mount.heading))
-            part = taken[radar :: len(RADARS)].astype(np.float64)
-            np.save(folder / name, swept_points(part[:, :6], to_radar, 0.0)[:, :6])
-            sweeps.append({"radar": radar, "file": name, "age": float(age)})
-    return sweeps
 
 
 def _rig(cameras: Any, rules: SceneRules, where: str) -> np.ndarray:

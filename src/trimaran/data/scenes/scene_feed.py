@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from trimaran.core import DataSection
-from trimaran.core.input_rules import BOX_NUMBERS, RIG_NUMBERS, ScenePoints, SceneRules, Sensor
-from trimaran.data.feed import DataShare, LoadedArrays, positions
+from trimaran.core.input_rules import RIG_NUMBERS, ScenePoints, SceneRules, Sensor
+from trimaran.data.feed import DataShare, LoadedArrays, QuarantiningFeed, num_held_out, positions
 from trimaran.data.scenes.nuscenes_scenes import open_nuscenes, table_folders
 from trimaran.data.scenes.recorded_scenes import INDEX, SceneOptions, SceneRecords, open_index
-from trimaran.data.scenes.simulated_scenes import SimulatedScene, make_scene
+from trimaran.data.scenes.simulated_scenes import SimulatedScene, blank_scene, make_scene
 
 MEASURED_SCENES = 16
 NUM_SCENES = 100_000  # per epoch; scenes are generated on the fly
@@ -54,11 +54,10 @@ class SceneRange:
         return self.last - self.first
 
     def scene(self, number: int) -> SimulatedScene:
-        """Return the scene of this number."""
         return make_scene(SCENES_SEED, number, self.rules) if self.recorded is None else self.recorded.scene(number)
 
 
-class SceneFeed:
+class SceneFeed(QuarantiningFeed):
     """A `feed.BatchFeed` of scenes. `scenes` must not be empty.
 
     A quarantined scene keeps its row, which is then black, empty and not `valid`.
@@ -68,17 +67,16 @@ class SceneFeed:
         self, scenes: SceneRange, *, seed: int, share: DataShare, quarantined: frozenset[int] = frozenset()
     ) -> None:
         assert len(scenes) > 0
-        self._scenes, self._seed, self._quarantined = scenes, seed, quarantined
+        self._scenes, self._seed, self.quarantined = scenes, seed, quarantined
         self.share = share
 
     def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
-        scenes, valid = [], []
+        scenes, valid, rules = [], [], self._scenes.rules
         for number in self.samples(step, [self.share.rank]):
             at(number)
-            valid.append(number not in self._quarantined)
-            scenes.append(self._scenes.scene(number) if valid[-1] else self._blank_scene())
+            valid.append(number not in self.quarantined)
+            scenes.append(self._scenes.scene(number) if valid[-1] else blank_scene(rules))
         shape, size = (self.share.grad_accum, self.share.micro_batch), self.share.micro_batch
-        rules = self._scenes.rules
         arrays: dict[str, np.ndarray] = {"valid": np.array(valid).reshape(shape)}
         for name in ("cameras", "segmentation") if rules.cameras else ("segmentation",):
             stacked = np.stack([getattr(each, name) for each in scenes])
@@ -100,14 +98,8 @@ class SceneFeed:
         return LoadedArrays(arrays=arrays, num_valid=sum(valid), offsets=offsets, metrics=metrics)
 
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
-        shares = [self.share.of(rank) for rank in data_ranks]
-        indices = np.concatenate([share.indices(step).ravel() for share in shares])
-        numbers = self._scenes.first + positions(self._seed, indices, len(self._scenes))
-        return tuple(numbers.tolist())
-
-    def num_quarantined(self, step: int) -> int:
-        quarantined = self._quarantined
-        return len(quarantined.intersection(self.samples(step, range(self.share.dp)))) if quarantined else 0
+        indices = self.share.rows_of(range(step, step + 1), data_ranks)[0]
+        return tuple((self._scenes.first + positions(self._seed, indices, len(self._scenes))).tolist())
 
     def steps_in(self, epochs: float) -> int:
         """Return the number of steps in so many epochs; the last step may extend into the next epoch."""
@@ -121,32 +113,17 @@ class SceneFeed:
         rigs = np.stack([blank if each.rig is None else each.rig for each in scenes])
         return rigs.reshape(self.share.grad_accum, self.share.micro_batch, *rigs.shape[1:])
 
-    def _blank_scene(self) -> SimulatedScene:
-        rules = self._scenes.rules
-        return SimulatedScene(
-            np.zeros((rules.cameras, 3, rules.height, rules.width), dtype=np.uint8),
-            np.zeros((0, 4), dtype=np.float32),
-            np.zeros((0, BOX_NUMBERS), dtype=np.float32),
-            np.zeros((rules.cells, rules.cells), dtype=np.int64),
-        )
-
 
 def scene_feeds(
-    section: DataSection,
-    rules: SceneRules,
-    *,
-    seed: int,
-    share: DataShare,
-    quarantined: frozenset[int] = frozenset(),
+    section: DataSection, rules: SceneRules, *, seed: int, share: DataShare, quarantined: frozenset[int] = frozenset()
 ) -> tuple[SceneFeed, SceneFeed | None]:
     """Return the training feed and the holdout feed (the last `holdout` fraction of the scenes), if any."""
     recorded = recorded_scenes(section, rules) if section.path is not None else None
     count = NUM_SCENES if recorded is None else len(recorded)
-    num_held_out = min(max(1, round(count * section.holdout)), count - 1) if section.holdout > 0 else 0
-    training = SceneRange(rules, 0, count - num_held_out, recorded)
-    holdout = SceneRange(rules, count - num_held_out, count, recorded)
-    feed = SceneFeed(training, seed=seed, share=share, quarantined=quarantined)
-    return feed, SceneFeed(holdout, seed=seed, share=share) if num_held_out else None
+    end = count - num_held_out(count, section.holdout)
+    feed = SceneFeed(SceneRange(rules, 0, end, recorded), seed=seed, share=share, quarantined=quarantined)
+    held_out = SceneRange(rules, end, count, recorded)
+    return feed, SceneFeed(held_out, seed=seed, share=share) if held_out else None
 
 
 def recorded_scenes(section: DataSection, rules: SceneRules) -> SceneRecords:

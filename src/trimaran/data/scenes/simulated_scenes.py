@@ -66,8 +66,13 @@ def radar_points(seed: int, number: int, boxes: np.ndarray, rules: SceneRules) -
 
     They have a generator of their own, so that a scene's other sensors are the same with and without radar.
     """
-    draw = np.random.default_rng([seed, number, RADAR_NUMBERS])
-    velocities = _velocities(draw, boxes)
+    draw, kinds = np.random.default_rng([seed, number, RADAR_NUMBERS]), boxes[:, -1].astype(np.int64)
+    # Vehicles move along their length, people in any direction.
+    speeds = draw.uniform(0.2, 1.0, len(boxes)) * TOP_SPEEDS[kinds] * (draw.random(len(boxes)) > PARKED_FRACTION)
+    ends = math.pi * draw.integers(2, size=len(boxes))
+    walks = draw.uniform(-math.pi, math.pi, len(boxes))
+    headings = np.where(kinds == OBJECTS.index("pedestrian"), walks, boxes[:, 6] + ends)
+    velocities = np.stack([np.cos(headings), np.sin(headings)], axis=1) * speeds[:, None]
     sweeps = [
         _sweep(draw, boxes, velocities, radar, age, rules)
         for age in np.arange(SWEEPS) * SWEEP_SECONDS
@@ -75,16 +80,6 @@ def radar_points(seed: int, number: int, boxes: np.ndarray, rules: SceneRules) -
     ]
     points = np.concatenate(sweeps).astype(np.float32)
     return points[(np.abs(points[:, :2]) < rules.reach).all(axis=1)]
-
-
-def _velocities(draw: np.random.Generator, boxes: np.ndarray) -> np.ndarray:
-    """Return the velocity of each box [K, 2]: vehicles along their length, people in any direction."""
-    kinds = boxes[:, -1].astype(np.int64)
-    speeds = draw.uniform(0.2, 1.0, len(boxes)) * TOP_SPEEDS[kinds] * (draw.random(len(boxes)) > PARKED_FRACTION)
-    ends = math.pi * draw.integers(2, size=len(boxes))
-    walks = draw.uniform(-math.pi, math.pi, len(boxes))
-    headings = np.where(kinds == OBJECTS.index("pedestrian"), walks, boxes[:, 6] + ends)
-    return np.stack([np.cos(headings), np.sin(headings)], axis=1) * speeds[:, None]
 
 
 def _sweep(
@@ -161,20 +156,32 @@ class Road:
         return y * math.cos(self.heading) - x * math.sin(self.heading) - self.offset
 
 
+def blank_scene(rules: SceneRules) -> SimulatedScene:
+    """Return a scene without content, in place of a quarantined one."""
+    cameras = np.zeros((rules.cameras, 3, rules.height, rules.width), dtype=np.uint8)
+    points, boxes = np.zeros((0, 4), dtype=np.float32), np.zeros((0, BOX_NUMBERS), dtype=np.float32)
+    return SimulatedScene(cameras, points, boxes, np.zeros((rules.cells, rules.cells), dtype=np.int64))
+
+
 def make_scene(seed: int, number: int, rules: SceneRules) -> SimulatedScene:
     """Return scene `number` for this seed."""
     draw = np.random.default_rng([seed, number])
-    roads = _roads(draw)
+    heading = draw.uniform(-0.4, 0.4)
+    roads = [Road(heading, draw.uniform(-2, 2), draw.uniform(3, 4.5))]
+    if draw.random() < 0.5:  # a crossing road
+        heading = heading + math.pi / 2 + draw.uniform(-0.2, 0.2)
+        roads.append(Road(heading, draw.uniform(-8, 8), draw.uniform(2.5, 4)))
     boxes = _boxes(draw, roads, rules)
     distances, hits, _ = cast(_lidar(), boxes)
     counts = np.bincount(hits[hits >= 0], minlength=len(boxes))
     points = _points(draw, distances, hits, rules)
-    images = (
-        _images(draw, boxes, roads, rules) if rules.cameras else np.zeros((0, 3, rules.height, rules.width), np.uint8)
-    )
-    radar = radar_points(seed, number, boxes, rules) if rules.radar else np.zeros((0, RADAR_NUMBERS), np.float32)
-    boxes = boxes[counts >= MIN_BOX_POINTS]
-    return SimulatedScene(images, points, boxes, _segmentation(boxes, roads, rules), radar)
+    blank = blank_scene(rules)
+    images = _images(draw, boxes, roads, rules) if rules.cameras else blank.cameras
+    radar = radar_points(seed, number, boxes, rules) if rules.radar else blank.radar
+    boxes, centres = boxes[counts >= MIN_BOX_POINTS], cell_centres(rules)
+    on_road = _on_road(roads, centres[:, None], centres[None, :])
+    classes = np.where(on_road, GROUND.index("road"), GROUND.index("terrain"))
+    return SimulatedScene(images, points, boxes, with_objects(classes, boxes, rules), radar)
 
 
 def cast(rig: SensorRays, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -231,15 +238,6 @@ def camera_rays(rules: SceneRules) -> SensorRays:
     rays = np.empty((len(azimuths), rules.height, 3), dtype=np.float32)
     rays[..., :2], rays[..., 2] = flat[:, None], up
     return SensorRays(azimuths, rays / np.linalg.norm(rays, axis=-1, keepdims=True), CAMERA_METRES)
-
-
-def _roads(draw: np.random.Generator) -> list[Road]:
-    """Return the vehicle's road, and in half of the scenes a crossing road."""
-    heading = draw.uniform(-0.4, 0.4)
-    roads = [Road(heading, draw.uniform(-2, 2), draw.uniform(3, 4.5))]
-    if draw.random() < 0.5:
-        roads.append(Road(heading + math.pi / 2 + draw.uniform(-0.2, 0.2), draw.uniform(-8, 8), draw.uniform(2.5, 4)))
-    return roads
 
 
 def _boxes(draw: np.random.Generator, roads: list[Road], rules: SceneRules) -> np.ndarray:
@@ -299,14 +297,6 @@ def _images(draw: np.random.Generator, boxes: np.ndarray, roads: list[Road], rul
     pixels = (colours[which] * (shades * np.float32(light))[..., None] + noise).clip(0, 255).astype(np.uint8)
     shape = (rules.cameras, rules.width, rules.height, 3)
     return np.ascontiguousarray(pixels.reshape(shape).transpose(0, 3, 2, 1))
-
-
-def _segmentation(boxes: np.ndarray, roads: list[Road], rules: SceneRules) -> np.ndarray:
-    """Return the class at the centre of each cell."""
-    centres = cell_centres(rules)
-    x, y = centres[:, None], centres[None, :]
-    classes = np.where(_on_road(roads, x, y), GROUND.index("road"), GROUND.index("terrain"))
-    return with_objects(classes, boxes, rules)
 
 
 def cell_centres(rules: SceneRules) -> np.ndarray:

@@ -5,16 +5,16 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import open_regular_file, read_regular_text
+from trimaran.core import UserError, open_regular_file, read_regular_text
 from trimaran.data.text.tokenizer import Tokenizer
 
 META, BAD = "meta.json", "bad.jsonl"
@@ -22,33 +22,28 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}  # of token ids
 
 
 class ArrayFolderWriter:
-    """Writes a draft folder next to `path` and renames it to `path` when the `with` block succeeds.
+    """Writes the files of a new folder at `path`; see `drafted`.
 
-    If the block fails, the draft is removed. If another process created `path` meanwhile, its folder stays and
-    FileExistsError is raised. Token ids are below `vocab_size`; the tokenizer is stored with them.
+    Token ids are below `vocab_size`; the tokenizer is stored with them.
     """
 
     def __init__(self, path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self._path, self._tokenizer, self._vocab_size = path.absolute(), tokenizer, vocab_size
-        self._draft = draft_of(path)
+        self._path, self._tokenizer, self._vocab_size, self._stack = path, tokenizer, vocab_size, ExitStack()
         self._dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 1 << 16 else "uint32"
 
     def __enter__(self) -> Self:
-        self._draft.mkdir(parents=True)
+        self._draft = self._stack.enter_context(drafted(self._path))
+        self._stack.callback(self._close)
         self._begin()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                meta = self._finish()
-                (self._draft / META).write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
-                rename_into_place(self._draft, self._path)
-        finally:
-            self._close()
-            shutil.rmtree(self._draft, ignore_errors=True)  # no longer exists if it was renamed
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
+        with self._stack:
+            meta = self._finish()
+            (self._draft / META).write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
     def _begin(self) -> None:
         raise NotImplementedError
@@ -62,23 +57,28 @@ class ArrayFolderWriter:
         raise NotImplementedError
 
 
-def draft_of(path: Path) -> Path:
-    """Return a new name next to `path`, for a folder that becomes `path` when it is complete."""
-    return path.absolute().with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
+@contextmanager
+def drafted(path: Path) -> Iterator[Path]:
+    """Yield a new folder next to `path`, which is renamed to `path`, durably, when the block succeeds; else removed.
 
-
-def rename_into_place(draft: Path, path: Path) -> None:
-    """Rename a finished folder to `path`, durably (fsync). Raises FileExistsError if `path` exists."""
-    for file in draft.iterdir():
-        _sync(file)
-    _sync(draft)
+    If another process created `path` meanwhile, its folder stays and FileExistsError is raised.
+    """
+    path = path.absolute()
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
+    draft.mkdir(parents=True)
     try:
-        draft.rename(path)
-    except OSError as error:
-        if path.exists():  # the error is ENOTEMPTY on some systems, EEXIST on others
-            raise FileExistsError(error.errno, error.strerror, str(path)) from None
-        raise
-    _sync(path.parent)
+        yield draft
+        for file in (*draft.iterdir(), draft):
+            _sync(file)
+        try:
+            draft.rename(path)
+        except OSError as error:
+            if path.exists():  # the error is ENOTEMPTY on some systems, EEXIST on others
+                raise FileExistsError(error.errno, error.strerror, str(path)) from None
+            raise
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)  # no longer exists if it was renamed
 
 
 def _sync(path: Path) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import datasets
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import check_regular_file
+from trimaran.core import UserError, check_regular_file
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.text.bad_lines import BadLines
 from trimaran.data.text.source_files import CSV_SUFFIXES, csv_rows, data_suffix, is_saved_dataset

@@ -14,8 +14,7 @@ import numpy as np
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from trimaran.core import UserError, did_you_mean
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core import UserError, did_you_mean, read_regular_bytes
 from trimaran.data import lazy_import
 from trimaran.data.text.tokenizer import TOKENIZER_FILE, has_tokenizer, read_record, read_tokenizer_folder, unusable
 

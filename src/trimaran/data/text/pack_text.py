@@ -2,21 +2,23 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from trimaran.core import DataSection, UserError
 from trimaran.data.text.bad_lines import BadLines
 from trimaran.data.text.source_files import find_files
-from trimaran.data.text.text_sources import TextChunk, check_file_starts, read_chunks
+from trimaran.data.text.text_sources import check_file_starts, read_chunks
 from trimaran.data.text.token_files import TOKEN_SOURCES, check_token_files, read_token_runs
 from trimaran.data.text.token_shards import ShardWriter
 from trimaran.data.text.tokenizer import Tokenizer, load_tokenizer
 
-BATCH_CHARACTERS = 1 << 22
+BATCH_CHARACTERS = 1 << 22  # a few megabytes: enough for a tokenizer to use all cores
 REPORTED_RUNS = 1000  # of tokens between reports of progress
 
 Progress = Callable[[str, float], None]
+Item = TypeVar("Item")
 
 
 def pack(section: DataSection, out: Path, *, end_token: str | None = None, progress: Progress | None = None) -> Path:
@@ -24,12 +26,13 @@ def pack(section: DataSection, out: Path, *, end_token: str | None = None, progr
     if section.source == "shards":
         raise UserError("T016", "the source is packed shards already", where="data.source",
                         fix="pack another source, or use the shards directly")  # fmt: skip
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise _already_exists(out)
     try:
+        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise FileExistsError
         pack_files(section, find_files(section), load_tokenizer(section.tokenizer, end_token=end_token), out, progress)
     except FileExistsError:
-        raise _already_exists(out) from None
+        raise UserError("T016", "this path already exists", where=str(out),
+                        fix="name a folder that does not exist yet") from None  # fmt: skip
     return out
 
 
@@ -70,7 +73,7 @@ def _write_texts(section: DataSection, files: list[Path], tokenizer: Tokenizer, 
     """Write the documents of a text source, and yield the fraction read after each batch."""
     bad = BadLines(section.samples.max_bad, kind="row" if section.source == "datasets" else "line")
     begin, at_start = np.array(tokenizer.begin_ids, dtype=np.int64), True
-    for batch in _batches(read_chunks(section, files, bad)):
+    for batch in in_batches(read_chunks(section, files, bad), lambda chunk: len(chunk.text), BATCH_CHARACTERS):
         encoded = tokenizer.encode_many([chunk.text for chunk in batch])
         for chunk, ids in zip(batch, encoded, strict=True):
             if at_start:
@@ -81,7 +84,7 @@ def _write_texts(section: DataSection, files: list[Path], tokenizer: Tokenizer, 
                 writer.end_document()
         yield batch[-1].fraction_read
     bad.refuse_too_many()
-    writer.record_bad(bad)
+    writer.bad = bad
 
 
 def _write_tokens(
@@ -96,20 +99,15 @@ def _write_tokens(
             yield run.fraction_read
 
 
-def _batches(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
-    """Yield the chunks in batches of a few megabytes: enough for a tokenizer to use all cores."""
-    batch: list[TextChunk] = []
-    num_characters = 0
-    for chunk in chunks:
-        batch.append(chunk)
-        num_characters += len(chunk.text)
-        if num_characters >= BATCH_CHARACTERS:
+def in_batches(items: Iterable[Item], size_of: Callable[[Item], float], full_size: float) -> Iterator[list[Item]]:
+    """Yield the items in batches of at least this size; the last one may be smaller."""
+    batch: list[Item] = []
+    size = 0.0
+    for each in items:
+        batch.append(each)
+        size += size_of(each)
+        if size >= full_size:
             yield batch
-            batch, num_characters = [], 0
+            batch, size = [], 0.0
     if batch:
         yield batch
-
-
-def _already_exists(path: Path) -> UserError:
-    return UserError("T016", "this path already exists", where=str(path),
-                     fix="name a folder that does not exist yet")  # fmt: skip

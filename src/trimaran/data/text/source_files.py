@@ -10,14 +10,13 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from trimaran.core import DataSection, UserError, did_you_mean
+from trimaran.core import DataSection, UserError, did_you_mean, open_regular_file
 from trimaran.core.plugins import SOURCES
-from trimaran.core.regular_files import open_regular_file
 from trimaran.data.quarantine import BadSampleError
 
 CSV_SUFFIXES = (".csv", ".tsv")
@@ -47,6 +46,8 @@ DAMAGED = "the compressed file is truncated or damaged"
 DELIMITERS = ",;\t"
 MAX_FIELD_CHARACTERS = 1 << 30
 HEAD_BYTES = 1 << 16
+FractionAt = Callable[[int], float]
+"""Returns the fraction of a source that lies before a position in the current file."""
 
 
 def find_files(section: DataSection) -> list[Path]:
@@ -72,8 +73,10 @@ def find_files(section: DataSection) -> list[Path]:
             files = next(filter(None, of_groups), [])
             if section.source == "nanogpt":
                 files = [file for file in files if file not in held_out_files(files)]
-    if total_bytes(files):
-        return files
+    for file in files:
+        with reading(file):
+            if file.stat().st_size:
+                return files
     suffixes = SUFFIXES.get(section.source, (("",),))[0]
     kind = "Python file" if section.source == "python-stdlib" else f"{suffixes[0]} file".strip()
     raise UserError("T005", f"there is no non-empty {kind}", where=str(root),
@@ -152,12 +155,16 @@ def reading(path: Path) -> Iterator[None]:
                         fix="check the name, the permissions and the disk") from None  # fmt: skip
 
 
-def total_bytes(files: list[Path]) -> int:
+def files_with_progress(files: Sequence[Path]) -> Iterator[tuple[Path, FractionAt]]:
+    """Yield each file, and the function from a position in it to the fraction of all files before that position."""
     sizes = []
     for file in files:
         with reading(file):
             sizes.append(file.stat().st_size)
-    return sum(sizes)
+    total, before = sum(sizes) or 1, 0
+    for file, size in zip(files, sizes, strict=True):
+        yield file, lambda position, before=before: min(1.0, (before + position) / total)
+        before += size
 
 
 class TextFile:
@@ -211,8 +218,16 @@ def open_text_file(path: Path) -> Iterator[TextFile]:
     with open_regular_file(path, follow_links=True) as file:
         head = file.read(len(ZSTD_MAGIC))
         file.seek(0)
-        stream = io.BufferedReader(_decompressed(head, file, path))
-        zstd_errors = (importlib.import_module("zstandard").ZstdError,) if head == ZSTD_MAGIC else ()
+        zstd_errors: tuple[type[Exception], ...] = ()
+        raw: Any = gzip.GzipFile(fileobj=file) if head.startswith(GZIP_MAGIC) else file
+        if head == ZSTD_MAGIC:
+            try:
+                zstandard = importlib.import_module("zstandard")
+            except ImportError:
+                raise UserError("T013", "a .zst file needs the package 'zstandard', which is not installed",
+                                where=str(path), fix="run: pip install zstandard") from None  # fmt: skip
+            raw, zstd_errors = ZstdReader(zstandard.ZstdDecompressor(), file), (zstandard.ZstdError,)
+        stream = io.BufferedReader(raw)
         damage: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile, *zstd_errors)
         try:
             if stream.peek(len(codecs.BOM_UTF8)).startswith(codecs.BOM_UTF8):
@@ -222,20 +237,7 @@ def open_text_file(path: Path) -> Iterator[TextFile]:
             raise OSError(errno.EIO, DAMAGED, str(path)) from None
 
 
-def _decompressed(head: bytes, file: BinaryIO, path: Path) -> Any:
-    if head.startswith(GZIP_MAGIC):
-        return gzip.GzipFile(fileobj=file)
-    if head == ZSTD_MAGIC:
-        try:
-            zstandard = importlib.import_module("zstandard")
-        except ImportError:
-            raise UserError("T013", "a .zst file needs the package 'zstandard', which is not installed",
-                            where=str(path), fix="run: pip install zstandard") from None  # fmt: skip
-        return ZstdReader(zstandard.ZstdDecompressor(), file)
-    return file
-
-
-def csv_rows(file: Path, fraction_at: Callable[[int], float]) -> Iterator[tuple[int, Any, float]]:
+def csv_rows(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any, float]]:
     """Yield line number, row and fraction read of each row. A file that cannot be parsed ends with a bad row."""
     csv.field_size_limit(MAX_FIELD_CHARACTERS)
     number = 1

@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from trimaran.core import DataSection, UserError, did_you_mean
+from trimaran.core import DataSection, UserError, did_you_mean, read_regular_text
 from trimaran.core.plugins import SOURCES, find_plugin, load_plugin, plugin_errors
-from trimaran.core.regular_files import read_regular_text
 from trimaran.data import lazy_import
 from trimaran.data.row_fields import answer_fields, field_of, learns_rejected, preference_error
 from trimaran.data.text.bad_lines import BadLines
-from trimaran.data.text.source_files import TextFile, named_path, open_text_file, reading, total_bytes
+from trimaran.data.text.source_files import TextFile, files_with_progress, named_path, open_text_file, reading
 
 HEAD_BYTES = 1 << 16
 HEAD_FILES = 64
@@ -113,13 +112,10 @@ def check_file_starts(section: DataSection, files: list[Path]) -> None:
 
 
 def _read_texts(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
-    total, before = total_bytes(files), 0
-    for file in files:
+    for file, fraction_at in files_with_progress(files):
         with reading(file), open_text_file(file) as opened:
             for text, ends_document in _document_chunks(opened, file, section.samples.max_bad, bad):
-                fraction_read = min(1.0, (before + opened.position()) / total)
-                yield TextChunk(text, ends_document=ends_document, fraction_read=fraction_read)
-        before += file.stat().st_size
+                yield TextChunk(text, ends_document, fraction_at(opened.position()))
 
 
 def _document_chunks(opened: TextFile, file: Path, max_bad: float, bad: BadLines) -> Iterator[tuple[str, bool]]:
@@ -170,14 +166,11 @@ def _decode_lines(chunk: bytes, file: Path, first_line: int) -> tuple[str, list[
 
 
 def _read_jsonl(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
-    total, before = total_bytes(files), 0
-    for file in files:
+    for file, fraction_at in files_with_progress(files):
         with reading(file), open_text_file(file) as opened:
             for number, line in enumerate(opened.lines(), start=1):
                 if text := _line_text(line, section.text_field, f"{file}:{number}", bad):
-                    fraction_read = min(1.0, (before + opened.position()) / total)
-                    yield TextChunk(text, ends_document=True, fraction_read=fraction_read)
-        before += file.stat().st_size
+                    yield TextChunk(text, ends_document=True, fraction_read=fraction_at(opened.position()))
 
 
 def _read_datasets(section: DataSection, files: list[Path], bad: BadLines) -> Iterator[TextChunk]:
@@ -204,17 +197,14 @@ READERS: dict[str, Callable[[DataSection, list[Path], BadLines], Iterator[TextCh
 def _decode_line(line: bytes, where: str) -> str:
     """Return a line as text. Raises UserError with the place of the first byte that is not text."""
     if (zero := line.find(b"\0")) >= 0:
-        raise _not_text(where, f"a zero byte at column {zero + 1:,}")
-    try:
-        return line.decode()
-    except UnicodeDecodeError as error:
-        byte = f"byte 0x{line[error.start]:02x} at column {error.start + 1:,}"
-        raise _not_text(where, f"{byte}, which is not UTF-8") from None
-
-
-def _not_text(where: str, what: str) -> UserError:
-    return UserError("T006", f"this line is not UTF-8 text: {what}", where=where,
-                     fix="convert the file (iconv -t UTF-8) or move it out of data.path")  # fmt: skip
+        what = f"a zero byte at column {zero + 1:,}"
+    else:
+        try:
+            return line.decode()
+        except UnicodeDecodeError as error:
+            what = f"byte 0x{line[error.start]:02x} at column {error.start + 1:,}, which is not UTF-8"
+    raise UserError("T006", f"this line is not UTF-8 text: {what}", where=where,
+                    fix="convert the file (iconv -t UTF-8) or move it out of data.path")  # fmt: skip
 
 
 def _line_text(line: bytes, field: str, where: str, bad: BadLines) -> str:
@@ -222,11 +212,18 @@ def _line_text(line: bytes, field: str, where: str, bad: BadLines) -> str:
     if not line.strip():
         return ""
     try:
-        row = _parse_line(_decode_line(line, where), field, where)
+        row = json.loads(_decode_line(line, where))
     except UserError as error:
         bad.add(error)
-        return ""
-    return counted_text(row, field, where, bad)
+    except (ValueError, RecursionError) as error:
+        bad.add(UserError("T007", f"this line is not JSON: {error}", where=where,
+                          fix="write one JSON object per line, or use data.source = text"))  # fmt: skip
+    else:
+        if isinstance(row, dict):
+            return counted_text(row, field, where, bad)
+        bad.add(UserError("T007", f"this line is a JSON {type(row).__name__} and not an object", where=where,
+                          fix=f'write lines like {{"{field}": "..."}}'))  # fmt: skip
+    return ""
 
 
 def counted_text(row: dict, field: str, where: str, bad: BadLines) -> str:
@@ -239,18 +236,6 @@ def counted_text(row: dict, field: str, where: str, bad: BadLines) -> str:
         return ""
     bad.add_good()
     return text
-
-
-def _parse_line(line: str, field: str, where: str) -> dict:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError("T007", f"this line is not JSON: {error}", where=where,
-                        fix="write one JSON object per line, or use data.source = text") from None  # fmt: skip
-    if not isinstance(row, dict):
-        raise UserError("T007", f"this line is a JSON {type(row).__name__} and not an object", where=where,
-                        fix=f'write lines like {{"{field}": "..."}}')  # fmt: skip
-    return row
 
 
 def row_text(row: dict, field: str, where: str) -> str:

@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from trimaran.data.feed import DataShare, LoadedArrays, positions
+from trimaran.data.feed import DataShare, LoadedArrays, QuarantiningFeed, positions
 from trimaran.data.quarantine import SampleReader, blank_sample
 from trimaran.data.text.token_shards import IGNORED, Sequences
 
 ORDERED_ROWS = 1024  # whose order is computed at once, which takes three times as long as that of one row
 
 
-class TokenFeed:
+class TokenFeed(QuarantiningFeed):
     """A `feed.BatchFeed` of text. A sample is a sequence; its id is its index in the shards.
 
     With `epochs`, rows after the last epoch are blank on all ranks alike, so the last batch has the usual size and
@@ -30,6 +30,7 @@ class TokenFeed:
     ) -> None:
         assert len(sequences) > 0
         self._sequences, self._seed, self._reader = sequences, seed, reader or SampleReader()
+        self.quarantined = self._reader.quarantined
         self._num_rows = self._rows_in(epochs) if epochs else None
         self.share = share
         self._ordered_steps = max(1, ORDERED_ROWS // (share.micro_batch * share.grad_accum))
@@ -80,7 +81,3 @@ class TokenFeed:
         if self._num_rows is None:
             return [*map(tuple, ids.tolist())]
         return [tuple(row[inside].tolist()) for row, inside in zip(ids, indices < self._num_rows, strict=True)]
-
-    def num_quarantined(self, step: int) -> int:
-        quarantined = self._reader.quarantined
-        return len(quarantined.intersection(self.samples(step, range(self.share.dp)))) if quarantined else 0

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trimaran.core import DataSection, UserError
-from trimaran.core.regular_files import check_regular_file
+from trimaran.core import DataSection, UserError, check_regular_file
 from trimaran.data.text.tokenizer import Tokenizer
 
 TOKEN_SOURCES = ("megatron", "nanogpt")

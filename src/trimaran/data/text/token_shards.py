@@ -16,8 +16,8 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trimaran.core import DataSection, UserError
-from trimaran.core.regular_files import read_regular_text
+from trimaran.core import DataSection, UserError, read_regular_text
+from trimaran.data.feed import num_held_out
 from trimaran.data.text.array_folder import BAD, DTYPES, META, ArrayFolderWriter, map_array, read_bad
 from trimaran.data.text.bad_lines import BadLines, ceil_share
 from trimaran.data.text.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
@@ -65,7 +65,7 @@ class ShardWriter(ArrayFolderWriter):
         super().__init__(path, tokenizer, tokenizer.vocab_size)
         self._shard_tokens = shard_tokens
         self._shards: list[Shard] = []
-        self._bad: BadLines | None = None
+        self.bad: BadLines | None = None  # the lines that were read, and which of them were left out
 
     @property
     def num_documents(self) -> int:
@@ -86,10 +86,6 @@ class ShardWriter(ArrayFolderWriter):
             self._finish_shard()
             self._begin()
 
-    def record_bad(self, bad: BadLines) -> None:
-        """Store how many lines were read, and which were left out."""
-        self._bad = bad
-
     def _begin(self) -> None:
         self._file = (self._draft / f"shard-{len(self._shards):05d}.tokens").open("wb")
         self._hash = hashlib.sha256()
@@ -106,14 +102,8 @@ class ShardWriter(ArrayFolderWriter):
         ends = np.array(self._ends, dtype=ENDS_DTYPE).tobytes()
         file.with_suffix(".documents").write_bytes(ends)
         self._hash.update(ends)
-        self._shards.append(
-            Shard(
-                file=file.name,
-                num_tokens=self._num_tokens,
-                num_documents=len(self._ends),
-                sha256=self._hash.hexdigest(),
-            )
-        )
+        digest, count = self._hash.hexdigest(), len(self._ends)
+        self._shards.append(Shard(file=file.name, num_tokens=self._num_tokens, num_documents=count, sha256=digest))
         self._ends = []
 
     def _close(self) -> None:
@@ -121,8 +111,8 @@ class ShardWriter(ArrayFolderWriter):
 
     def _finish(self) -> TokenShardsMeta:
         self._finish_shard()
-        if self._bad is not None and self._bad.listed:
-            lines = "".join(json.dumps(entry) + "\n" for entry in self._bad.listed)
+        if self.bad is not None and self.bad.listed:
+            lines = "".join(json.dumps(entry) + "\n" for entry in self.bad.listed)
             (self._draft / BAD).write_text(lines, encoding="utf-8")
         self._tokenizer.save(self._draft)
         return TokenShardsMeta(
@@ -132,8 +122,8 @@ class ShardWriter(ArrayFolderWriter):
             tokenizer=self._tokenizer.describe(),
             num_tokens=sum(shard.num_tokens for shard in self._shards),
             num_documents=self.num_documents,
-            num_lines=self._bad.num_lines if self._bad else 0,
-            num_bad=self._bad.num_bad if self._bad else 0,
+            num_lines=self.bad.num_lines if self.bad else 0,
+            num_bad=self.bad.num_bad if self.bad else 0,
             shards=tuple(self._shards),
         )
 
@@ -145,15 +135,13 @@ class TokenShards:
         self.path, self.meta = path, meta
         self._starts = [0, *accumulate(shard.num_tokens for shard in meta.shards)]
         self._first_documents = [0, *accumulate(shard.num_documents for shard in meta.shards)]
-        self._tokens = [
-            map_array(path / shard.file, DTYPES[meta.dtype], shard.num_tokens, _damaged) for shard in meta.shards
-        ]
-        self._ends = [
-            map_array(_ends_file(path, shard), ENDS_DTYPE, shard.num_documents, _damaged) for shard in meta.shards
-        ]
-        for shard, ends in zip(meta.shards, self._ends, strict=True):
-            if ends[-1] != shard.num_tokens:
-                raise _damaged(_ends_file(path, shard), "its last document does not end at the last token")
+        self._tokens, self._ends = list[np.ndarray](), list[np.ndarray]()
+        for shard in meta.shards:
+            ends_file = (path / shard.file).with_suffix(".documents")
+            self._tokens.append(map_array(path / shard.file, DTYPES[meta.dtype], shard.num_tokens, _damaged))
+            self._ends.append(map_array(ends_file, ENDS_DTYPE, shard.num_documents, _damaged))
+            if self._ends[-1][-1] != shard.num_tokens:
+                raise _damaged(ends_file, "its last document does not end at the last token")
         if (meta.num_tokens, meta.num_documents) != (self._starts[-1], self._first_documents[-1]):
             raise _damaged(path / META, "its counts do not add up")
 
@@ -173,17 +161,14 @@ class TokenShards:
     def open(cls, path: Path) -> Self:
         """Return the shards at `path`. Checks only file sizes; `verify` checks the content."""
         try:
-            text = read_regular_text(path / META, follow_links=True)
+            return cls(path, TokenShardsMeta.model_validate_json(read_regular_text(path / META, follow_links=True)))
         except (OSError, UnicodeDecodeError):
-            raise UserError("T014", f"this is not a folder of packed shards: it has no readable {META}",
-                            where=str(path), fix="create one with: trimaran data pack") from None  # fmt: skip
-        try:
-            return cls(path, TokenShardsMeta.model_validate_json(text))
+            reason = f"it has no readable {META}"
         except ValidationError as error:
             mistake = error.errors(include_url=False)[0]
-            field = ".".join(map(str, mistake["loc"])) or "the object"
-            raise UserError("T014", f"this is not a folder of packed shards: {field} in {META}: {mistake['msg']}",
-                            where=str(path), fix="create one with: trimaran data pack") from None  # fmt: skip
+            reason = f"{'.'.join(map(str, mistake['loc'])) or 'the object'} in {META}: {mistake['msg']}"
+        raise UserError("T014", f"this is not a folder of packed shards: {reason}", where=str(path),
+                        fix="create one with: trimaran data pack")  # fmt: skip
 
     @property
     def num_tokens(self) -> int:
@@ -198,7 +183,6 @@ class TokenShards:
         return self.meta.vocab_size
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """Raise if a token id is outside a vocabulary of this size."""
         check_vocabulary(self.vocab_size, vocabulary)
 
     def refuse_many_bad(self, max_bad: float) -> None:
@@ -253,10 +237,6 @@ class TokenShards:
             start, shard = end, shard + 1
 
 
-def _ends_file(path: Path, shard: Shard) -> Path:
-    return (path / shard.file).with_suffix(".documents")
-
-
 def _damaged(file: Path, what: str) -> UserError:
     return UserError("T015", f"a file of the packed shards is damaged: {what}", where=str(file),
                      fix=f"delete {file.parent} and pack the data again")  # fmt: skip
@@ -306,9 +286,11 @@ class Sequences:
 def split(shards: TokenShards, section: DataSection) -> tuple[Sequences, Sequences]:
     """Return the training sequences and the holdout (the last `holdout` fraction), which may be empty."""
     count = count_sequences(shards, section.seq_len)
-    num_held_out = min(max(1, round(count * section.holdout)), count - 1) if section.holdout > 0 else 0
-    train = Sequences(shards, section.seq_len, section.isolate_documents, 0, count - num_held_out)
-    return train, Sequences(shards, section.seq_len, section.isolate_documents, count - num_held_out, count)
+    end, isolate = count - num_held_out(count, section.holdout), section.isolate_documents
+    return (
+        Sequences(shards, section.seq_len, isolate, 0, end),
+        Sequences(shards, section.seq_len, isolate, end, count),
+    )
 
 
 def count_sequences(shards: TokenShards, seq_len: int) -> int:

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core import UserError, read_regular_bytes
 from trimaran.data import lazy_import
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimaran.checkpoint.load_state import MatchedShard
+from trimaran.checkpoint.load_state import MatchedShard, packed_bits
 from trimaran.checkpoint.manifest import INDEX, MANIFEST, MAX_INDEX_BYTES, MAX_MANIFEST_BYTES, Manifest, read_limited
 from trimaran.checkpoint.rank_layout import RankLayout, all_true, barrier
 from trimaran.checkpoint.step_files import files_here
@@ -113,11 +113,8 @@ def transfer_files(
 def _gather_names(manifest: Manifest, names: Collection[str], nodes: Sequence[int]) -> dict[int, set[str]]:
     """Return the names that the ranks of each node give. They are sent as bits: there may be thousands of each."""
     files = [name for name in manifest.files if name != INDEX]
-    bits = np.packbits(np.array([name in names for name in files], dtype=bool))
-    words = np.zeros(-(-len(bits) // 8), dtype=np.int64)
-    words.view(np.uint8)[: len(bits)] = bits
     found: dict[int, set[str]] = {node: set() for node in nodes}
-    for node, row in zip(nodes, all_gather_int64(words), strict=True):
+    for node, row in zip(nodes, all_gather_int64(packed_bits(files, names)), strict=True):
         given = np.unpackbits(np.ascontiguousarray(row).view(np.uint8), count=len(files))
         found[node].update(name for name, is_given in zip(files, given, strict=True) if is_given)
     return found

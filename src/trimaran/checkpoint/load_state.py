@@ -9,7 +9,7 @@ import errno
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
@@ -24,8 +24,7 @@ from trimaran.checkpoint.file_parts import BLOCK_BYTES, MAX_DIRECT_CALLS, Thread
 from trimaran.checkpoint.manifest import Damage, FileRecord, unreadable
 from trimaran.checkpoint.shard_index import Overlap, overlaps
 from trimaran.checkpoint.step_files import StepFiles
-from trimaran.core import UserError, did_you_mean
-from trimaran.core.regular_files import SpecialFileError, open_regular_fd
+from trimaran.core import SpecialFileError, UserError, did_you_mean, open_regular_fd
 from trimaran.parallel.tensor_regions import TensorRegion
 from trimaran.parallel.tensor_shards import TORCH_DTYPES, CheckpointSource, Gather, TensorLike, TensorShard, meta_of
 
@@ -111,17 +110,21 @@ def refuse_unused_tensors(
     `allowed` are prefixes of keys that may be unused, such as `optimizer/` if only weights are loaded.
     """
     keys = sorted(source.index)
-    wanted = {shard.key for shard in shards}
-    bits = np.packbits(np.array([key in wanted for key in keys], dtype=bool))
-    words = np.zeros(-(-len(bits) // 8), dtype=np.int64)
-    words.view(np.uint8)[: len(bits)] = bits
-    used_anywhere = np.bitwise_or.reduce(gather(words), axis=0)
+    used_anywhere = np.bitwise_or.reduce(gather(packed_bits(keys, {shard.key for shard in shards})), axis=0)
     is_used = np.unpackbits(used_anywhere.view(np.uint8), count=len(keys))
     unused = [key for key, used in zip(keys, is_used, strict=True) if not used and not key.startswith(tuple(allowed))]
     if unused:
         some = ", ".join(unused[:MAX_NAMED_TENSORS]) + (", ..." if len(unused) > MAX_NAMED_TENSORS else "")
         what = f"has {len(unused)} tensors that this run does not use: {some}"
         raise _mismatch("K005", what, unused[0], source, SAME_MODEL)
+
+
+def packed_bits(names: Sequence[str], given: Collection[str]) -> np.ndarray:
+    """Return which of `names` are given, as bits in int64 words: there may be thousands of names."""
+    bits = np.packbits(np.array([name in given for name in names], dtype=bool))
+    words = np.zeros(-(-len(bits) // 8), dtype=np.int64)
+    words.view(np.uint8)[: len(bits)] = bits
+    return words
 
 
 def _matching_regions(shard: TensorShard, source: CheckpointSource) -> list[Overlap]:
@@ -134,13 +137,13 @@ def _matching_regions(shard: TensorShard, source: CheckpointSource) -> list[Over
         raise _mismatch("K001", what, shard.key, source, SAME_MODEL)
     has = entry.meta
     if wants.shape != has.shape:
-        what = f"has {shard.key} as {_shape(has.shape)}, this run wants {_shape(wants.shape)}"
+        sizes = [" x ".join(map(str, each)) or "a scalar" for each in (has.shape, wants.shape)]
+        what = f"has {shard.key} as {sizes[0]}, this run wants {sizes[1]}"
         raise _mismatch("K003", what, shard.key, source, SAME_MODEL)
     if wants.dtype != has.dtype:
         what = f"has {shard.key} as {has.dtype}, this run wants {wants.dtype}"
-        raise _mismatch(
-            "K002", what, shard.key, source, "resume with the precision and optimizer that it was saved with"
-        )
+        fix = "resume with the precision and optimizer that it was saved with"
+        raise _mismatch("K002", what, shard.key, source, fix)
     size = tuple(shard.tensor.shape)
     found = overlaps(entry.regions, shard.start, size)
     num_values = sum(prod(extent) for _, _, extent in found)
@@ -157,10 +160,6 @@ def window(start: tuple[int, ...], size: tuple[int, ...], origin: tuple[int, ...
 
 def _mismatch(code: str, what: str, key: str, source: CheckpointSource, fix: str) -> UserError:
     return UserError(code, f"the checkpoint of step {source.step} {what}", where=key, fix=fix)
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) if shape else "a scalar"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,7 +236,12 @@ class PartLoader:
         name, number = part
         record = self._source.manifest.files[name]
         try:
-            found = self._read_direct(name, number)
+            try:
+                found = self._read(name, number, os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL or isinstance(error, SpecialFileError):
+                    raise
+                found = self._read(name, number)  # this file system has no direct I/O
         except FileNotFoundError:
             return Damage(name, "is missing")
         except OSError as error:
@@ -261,18 +265,9 @@ class PartLoader:
                     copy.target.copy_(source.view(copy.target.shape))
         return None
 
-    def _read_direct(self, name: str, number: int) -> tuple[memoryview, str] | Damage:
+    def _read(self, name: str, number: int, flags: int = 0) -> tuple[memoryview, str] | Damage:
         """Return the bytes of a part, in the buffer of this thread, and their SHA-256."""
-        path = self._source.path / name
-        try:
-            return self._read(open_regular_fd(path, os.O_RDONLY | os.O_DIRECT), name, number)
-        except OSError as error:
-            if error.errno != errno.EINVAL or isinstance(error, SpecialFileError):
-                raise
-        return self._read(open_regular_fd(path), name, number)  # this file system has no direct I/O
-
-    def _read(self, fd: int, name: str, number: int) -> tuple[memoryview, str] | Damage:
-        """See `_read_direct`. Closes `fd`."""
+        fd = open_regular_fd(self._source.path / name, os.O_RDONLY | flags)
         record = self._source.manifest.files[name]
         begin, end = record.range_of(number)
         try:

@@ -10,8 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import open_regular_file
+from trimaran.core import UserError, open_regular_file
 
 FORMAT, PARTS_FORMAT, NODES_FORMAT, COMPACT_FORMAT = 1, 2, 3, 4
 """The second has files with checksums of parts, the third has files on several disks, the fourth a compact index:

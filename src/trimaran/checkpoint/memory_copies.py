@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,7 @@ from torch import Tensor
 from trimaran.checkpoint.rank_layout import RankLayout, all_true, can_pair
 from trimaran.core import CheckpointSection, UserError, show_bytes
 from trimaran.machine.host_limits import free_bytes
-from trimaran.parallel.comm.json_exchange import all_gather_int64
-from trimaran.parallel.tensor_regions import IndexEntry, TensorIndex, TensorMeta, TensorRegion
+from trimaran.parallel import IndexEntry, TensorIndex, TensorMeta, TensorRegion, all_gather_int64
 from trimaran.parallel.tensor_shards import RankShare, ShareItem, item_view
 
 PAGE_BYTES = 4096
@@ -160,10 +160,8 @@ class RankMemory:
 
     def has_layout(self, num_slots: int, *, num_bytes: int, items_bytes: int) -> bool:
         """Return whether `create_slots` would leave the contents as they are."""
-        count, *sizes = _layout(num_slots, num_bytes, items_bytes)
-        return self._layout[0] == count and all(
-            has >= needs for has, needs in zip(self._layout[1:], sizes, strict=True)
-        )
+        count, header, data = _layout(num_slots, num_bytes, items_bytes)
+        return self._layout[0] == count and self._layout[1] >= header and self._layout[2] >= data
 
     def allocate(self, should_continue: Callable[[], bool] = lambda: True) -> None:
         """Allocate the memory, at about 6 GB a second; a lack of it is an OSError.
@@ -234,14 +232,10 @@ def checksum(data: Tensor) -> int:
     num_threads = min(MAX_CHECKSUM_THREADS, torch.get_num_threads(), len(parts))
     if num_threads > 1:
         with ThreadPoolExecutor(num_threads, "trimaran-checksum") as threads:
-            sums = [*threads.map(_sums_of_blocks, parts)]
+            sums = [*threads.map(lambda each: each.sum(axis=1), parts)]
     else:
-        sums = [_sums_of_blocks(each) for each in parts]
+        sums = [each.sum(axis=1) for each in parts]
     return zlib.crc32(np.concatenate([*sums, words[in_blocks:].sum(keepdims=True)]).tobytes())
-
-
-def _sums_of_blocks(blocks: np.ndarray) -> np.ndarray:
-    return blocks.sum(axis=1)
 
 
 def encode_items(items: Iterable[ShareItem]) -> bytes:
@@ -274,13 +268,7 @@ def _decode_items(data: bytes) -> tuple[ShareItem, ...]:
 
 
 def _encode_metadata(metadata: CopyMetadata) -> bytes:
-    fields = {
-        "step": metadata.step,
-        "incarnation": metadata.incarnation,
-        "rank": metadata.rank,
-        "world_size": metadata.world_size,
-        "progress": metadata.progress,
-    }
+    fields = {each.name: getattr(metadata, each.name) for each in dataclass_fields(metadata)}
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
@@ -292,12 +280,9 @@ def _decode_metadata(data: bytes) -> CopyMetadata:
 
 def _layout(num_slots: int, num_bytes: int, items_bytes: int) -> tuple[int, int, int]:
     """Return the number of slots, the bytes of a header and the bytes of the data of a slot."""
-    header = _round_to_pages(SLOT_START.size + items_bytes + MAX_PROGRESS_BYTES)
-    return num_slots, header, _round_to_pages(num_bytes)
-
-
-def _round_to_pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    sizes = SLOT_START.size + items_bytes + MAX_PROGRESS_BYTES, num_bytes
+    header, data = (-(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes)
+    return num_slots, header, data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,16 +328,17 @@ def first_fitting_budget(
 
     For each rank: the bytes of one of its slots, its node, and the free bytes of that node.
     """
+    needs = [_on_node(slot_bytes, nodes, node) for node in nodes]
     for option in options[:-1]:
-        needs = {
-            node: sum(size for size, each in zip(slot_bytes, nodes, strict=True) if each == node) for node in nodes
-        }
-        if all(
-            option.num_slots * needs[node] <= MAX_FREE_MEMORY_FRACTION * has
-            for node, has in zip(nodes, free, strict=True)
-        ):
+        pairs = zip(needs, free, strict=True)
+        if all(option.num_slots * size <= MAX_FREE_MEMORY_FRACTION * has for size, has in pairs):
             return option
     return options[-1]
+
+
+def _on_node(sizes: Sequence[int], nodes: Sequence[int], node: int) -> int:
+    """Return the sum of the sizes, by rank, of the ranks on a node."""
+    return sum(size for size, each in zip(sizes, nodes, strict=True) if each == node)
 
 
 def choose_budget(
@@ -371,14 +357,11 @@ def choose_budget(
     mine = np.array([slot_bytes, free_bytes(), rank_memory_bytes], dtype=np.int64)
     sizes, free, allocated = all_gather_int64(mine).T.tolist()
     nodes = rank_layout.nodes
-    available = [
-        has + sum(size for size, node in zip(allocated, nodes, strict=True) if node == here)
-        for has, here in zip(free, nodes, strict=True)
-    ]
+    available = [has + _on_node(allocated, nodes, here) for has, here in zip(free, nodes, strict=True)]
     options = budget_options(section, has_rank_memory=has_rank_memory, pairs=can_pair(rank_layout) and has_rank_memory)
     budget = first_fitting_budget(options, sizes, nodes, available)
     if isinstance(section.memory, int) and section.memory > 0 and has_rank_memory and not budget.keeps_copies:
-        needs = 2 * sum(size for size, node in zip(sizes, nodes, strict=True) if node == rank_layout.node)
+        needs = 2 * _on_node(sizes, nodes, rank_layout.node)
         allowed = int(MAX_FREE_MEMORY_FRACTION * available[rank_layout.rank])
         raise UserError("K040", f"two copies of the state take {show_bytes(needs)} of this node's memory, "
                         f"they may take {show_bytes(allowed)}", where="checkpoint.memory",
@@ -398,10 +381,8 @@ class SlotPool:
         self.rank_memory = rank_memory
         had_memory = True
         try:
-            if budget.num_slots:
-                rank_memory.create_slots(
-                    budget.num_slots, num_bytes=num_bytes, items_bytes=items_bytes, allocate=allocate
-                )
+            if count := budget.num_slots:
+                rank_memory.create_slots(count, num_bytes=num_bytes, items_bytes=items_bytes, allocate=allocate)
         except OSError:
             had_memory = False
         self.budget = budget if all_true(had_memory) else NO_SLOTS

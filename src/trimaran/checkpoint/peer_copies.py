@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from queue import SimpleQueue
 from typing import Any
 
@@ -35,9 +36,7 @@ from trimaran.checkpoint.memory_copies import (
     index_of,
 )
 from trimaran.checkpoint.rank_layout import RankLayout, barrier
-from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json
-from trimaran.parallel.tensor_regions import TensorIndex, overlap
-from trimaran.parallel.tensor_shards import TensorShard
+from trimaran.parallel import TensorIndex, TensorShard, all_gather_int64, all_gather_json, overlap
 from trimaran.runs.gloo_listeners import closed_listeners
 
 CHUNK_BYTES = 64 << 20
@@ -63,7 +62,7 @@ class PeerCopies:
         self._next_rank = (rank_layout.rank + rank_layout.local_size) % rank_layout.world_size
         self._previous_rank = (rank_layout.rank - rank_layout.local_size) % rank_layout.world_size
         self._peer_slots, self._wait_committed = list(peer_slots), wait_committed
-        self._next_step, self._interval_steps = 0, FIRST_INTERVAL_STEPS
+        self._next_step, self.interval_steps = 0, FIRST_INTERVAL_STEPS  # from one round to the next, at least
         self._sending: MemorySlot | None = None
         self._sent: MemorySlot | None = None
         self.num_rounds = 0
@@ -74,11 +73,6 @@ class PeerCopies:
         threading.Thread(target=self._work, name="trimaran-peer", daemon=True).start()
 
     @property
-    def interval_steps(self) -> int:
-        """The number of steps from one round to the next, at least."""
-        return self._interval_steps
-
-    @property
     def in_use(self) -> list[MemorySlot]:
         """The slots that must not be overwritten: the one being sent, and the one that was sent last."""
         return [slot for slot in (self._sending, self._sent) if slot is not None]
@@ -87,7 +81,7 @@ class PeerCopies:
         """Start over after `step` steps: nothing that was sent before counts."""
         self.wait()
         self._sending = self._sent = None
-        self._next_step, self._interval_steps = step, FIRST_INTERVAL_STEPS
+        self._next_step, self.interval_steps = step, FIRST_INTERVAL_STEPS
 
     def offer(self, step: int, slot: MemorySlot, *, step_seconds: float) -> None:
         """Send `slot` if it is due, which is decided alike on all ranks from the duration of the round before last.
@@ -97,7 +91,7 @@ class PeerCopies:
         if step < self._next_step:
             return
         self.wait()
-        self._next_step = step + self._interval_steps
+        self._next_step = step + self.interval_steps
         self._sending = slot
         self._idle.clear()
         self._queue.put((slot, step_seconds))
@@ -145,21 +139,18 @@ class PeerCopies:
         self._sent, self._sending = slot, None
         round_seconds, shortest_step_seconds = float(slowest[0]), -float(slowest[1])
         if shortest_step_seconds > 0:
-            self._interval_steps = max(1, math.ceil(INTERVAL_PER_ROUND * round_seconds / shortest_step_seconds))
+            self.interval_steps = max(1, math.ceil(INTERVAL_PER_ROUND * round_seconds / shortest_step_seconds))
         self.num_rounds += 1
 
     def _exchange(self, ours: Tensor, theirs: Tensor) -> None:
         """Send `ours` to the next node while `theirs` is received from the node before."""
         sends = [dist.isend(chunk, dst=self._next_rank, group=self._group) for chunk in ours.split(CHUNK_BYTES)]
-        for chunk in theirs.split(CHUNK_BYTES):
-            _wait(dist.irecv(chunk, src=self._previous_rank, group=self._group))
-        for work in sends:
-            _wait(work)
-
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
+        receives = (
+            dist.irecv(chunk, src=self._previous_rank, group=self._group) for chunk in theirs.split(CHUNK_BYTES)
+        )
+        for work in chain(receives, sends):
+            if work is not None:
+                work.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,10 +177,9 @@ class CopyFinder:
         ]
         self._found: dict[CopyKey, list[FoundCopy]] = defaultdict(list)
         for reader, rank_rows in enumerate(all_gather_json(rows)):
+            node = rank_layout.nodes[reader]
             for (attempt, num_rewinds), step, world_size, rank_memory, index, rank in rank_rows:
-                copy = FoundCopy(
-                    node=rank_layout.nodes[reader], reader=reader, rank_memory=rank_memory, slot=index, rank=rank
-                )
+                copy = FoundCopy(node=node, reader=reader, rank_memory=rank_memory, slot=index, rank=rank)
                 self._found[(attempt, num_rewinds), step, world_size].append(copy)
 
     def complete_copies(self) -> Iterator[CopyKey]:
@@ -239,9 +229,8 @@ class CopyFetcher:
         nodes_with = {rank: {copy.node for copy in copies if copy.rank == rank} for rank in self._sender}
         self._to_send = [rank for rank, nodes in nodes_with.items() if nodes != set(rank_layout.nodes)]
         """The shares that some node does not have."""
-        mine = {
-            rank: encode_contents(self._local[rank]) for rank in self._to_send if self._sender[rank] == rank_layout.rank
-        }
+        own = [rank for rank in self._to_send if self._sender[rank] == rank_layout.rank]
+        mine = {rank: encode_contents(self._local[rank]) for rank in own}
         headers = all_gather_json(mine) if self._to_send else []
         received = {int(rank): decode_contents(text) for row in headers for rank, text in row.items()}
         self._remote = {rank: contents for rank, contents in received.items() if rank not in local}
@@ -253,9 +242,8 @@ class CopyFetcher:
     def fetch(self, shards: Sequence[TensorShard]) -> MemorySource:
         """Return a source with all values that `shards` need. Every rank must call it."""
         if self._to_send:
-            wanted = np.array(
-                [rank in self._remote and _overlaps(self._remote[rank], shards) for rank in self._to_send]
-            )
+            needed = {rank for rank, contents in self._remote.items() if _overlaps(contents, shards)}
+            wanted = np.array([rank in needed for rank in self._to_send])
             for column, receivers in enumerate(all_gather_int64(wanted).T):
                 for receiver in np.flatnonzero(receivers):
                     self._transfer(self._to_send[column], int(receiver))

@@ -169,9 +169,6 @@ class Saver:
     def _num_pieces(self) -> int:
         return self._disk.num_pieces + self._num_verified
 
-    def _count_verified(self) -> None:
-        self._num_verified += 1
-
     def share_end(self, wait: Callable[[Callable[[], bool]], None]) -> None:
         """Tell the other ranks that rank 0 has nothing left to do; they call `wait` with whether it has."""
         key = f"trimaran/save/{self._nonce}/end"
@@ -201,12 +198,11 @@ class Saver:
         began = time.monotonic()
         final = step_path(self._folder, request.step)
         draft = draft_path(self._folder, request.step, f"{self._nonce}{self._count:04x}")
-        written: dict[str, Any] = {"failed": "", "bytes": 0, "written_bytes": 0}
+        written: dict[str, Any]
         try:
             report = self._write(request, draft)
             self._publish("report", report if isinstance(report, str) else report.text(brief=self._layout_sent))
-            conclude = self._conclude_on_nodes if self._own_disk else self._conclude
-            written, is_new = conclude(request, draft, final)
+            written, is_new = self._conclude(request, draft, final)
             if not written["failed"]:
                 self._layout_sent = True
                 self._publish("damages", json.dumps(self._damages(final, is_new=is_new)))
@@ -215,10 +211,8 @@ class Saver:
             written = {"failed": _message(error), "bytes": 0, "written_bytes": 0}
         if not written["failed"]:
             self._previous = final
-        seconds = time.monotonic() - began
-        return SaveResult(
-            step=request.step, path=str(final), seconds=seconds, stall_seconds=request.stall_seconds, **written
-        )
+        seconds, stall = time.monotonic() - began, request.stall_seconds
+        return SaveResult(step=request.step, path=str(final), seconds=seconds, stall_seconds=stall, **written)
 
     def _write(self, request: SaveRequest, draft: Path) -> WriteReport | str:
         """Write this rank's files. Returns the report, or a JSON text with the reason for a failure."""
@@ -246,23 +240,39 @@ class Saver:
         """Commit on rank 0 what all ranks wrote, or remove the draft.
 
         Returns the outcome on every rank, and whether the checkpoint is what was written now: if its step was there
-        already, that one stays.
+        already, that one stays. Where every node has its own files on its own disk, it is replaced.
         """
-        if self._rank_layout.rank != 0:
+        if (rank := self._rank_layout.rank) != 0:
+            commits = self._own_disk and self._commits
+            commit_here = NodeCommit(draft, final, self._store, self._key, self._disk) if commits else None
+            if commit_here:
+                commit_here.follow(self._own_disk, rank)
             result, is_new = json.loads(self._wait_for_rank_0("result"))
+            if commit_here and result["failed"]:
+                commit_here.abandon()
             return result, is_new
         is_new = True
         result: dict[str, Any] = {"failed": "", "bytes": 0, "written_bytes": 0}
+        commit_nodes = NodeCommit(draft, final, self._store, self._key, self._disk) if self._own_disk else None
         try:
             reports = self._reports()
-            is_new = not looks_complete(final)
-            commit(draft, final, reports, self._make_manifest(request), self._disk)
+            if commit_nodes:
+                commit_nodes.lead(self._own_disk, reports, self._make_manifest(request), self._rank_layout)
+            else:
+                is_new = not looks_complete(final)
+                commit(draft, final, reports, self._make_manifest(request), self._disk)
             result |= _sizes(reports)
         except Exception as error:
             result["failed"] = _message(error)
-            with suppress(OSError):  # a draft that remains is removed at the next start
-                remove_checkpoint(draft, self._disk)
+            if commit_nodes:
+                commit_nodes.tell_failed()
+                commit_nodes.abandon()
+            else:
+                with suppress(OSError):  # a draft that remains is removed at the next start
+                    remove_checkpoint(draft, self._disk)
         self._publish("result", json.dumps([result, is_new]))
+        if commit_nodes:
+            self._sent_last, self._sent = self._sent, commit_nodes.messages
         return result, is_new
 
     def _reports(self) -> list[WriteReport]:
@@ -271,29 +281,6 @@ class Saver:
         if failures := [fields["failed"] for text in texts if "failed" in (fields := json.loads(text))]:
             raise OSError("; ".join(failures))
         return [self._report_parser.parse(text) for text in texts]
-
-    def _conclude_on_nodes(self, request: SaveRequest, draft: Path, final: Path) -> tuple[dict[str, Any], bool]:
-        """See `_conclude`. Here every node has its own files on its own disk; a step that was there is replaced."""
-        layout, commit_here = self._rank_layout, NodeCommit(draft, final, self._store, self._key, self._disk)
-        if layout.rank != 0:
-            if self._commits:
-                commit_here.follow(self._own_disk, layout.rank)
-            result, is_new = json.loads(self._wait_for_rank_0("result"))
-            if self._commits and result["failed"]:
-                commit_here.abandon()
-            return result, is_new
-        result: dict[str, Any] = {"failed": "", "bytes": 0, "written_bytes": 0}
-        try:
-            reports = self._reports()
-            commit_here.lead(self._own_disk, reports, self._make_manifest(request), layout)
-            result |= _sizes(reports)
-        except Exception as error:
-            result["failed"] = _message(error)
-            commit_here.tell_failed()
-            commit_here.abandon()
-        self._publish("result", json.dumps([result, True]))
-        self._sent_last, self._sent = self._sent, commit_here.messages
-        return result, True
 
     @property
     def _commits(self) -> bool:
@@ -305,13 +292,16 @@ class Saver:
 
         Each rank has read back what it wrote. If the step was there already, the files are those of its manifest.
         """
+
+        def count_verified() -> None:
+            self._num_verified += 1
+
         try:
             files = sorted(read_manifest(final).files)[self._rank_layout.rank :: self._rank_layout.world_size]
-            threads = self._disk.num_threads
-            found = verify(
-                final, files=[] if is_new else files, report_progress=self._count_verified, num_threads=threads
-            )
-            return [str(damage) for damage in found]
+            threads, mine = self._disk.num_threads, [] if is_new else files
+            return [
+                str(each) for each in verify(final, files=mine, report_progress=count_verified, num_threads=threads)
+            ]
         except (OSError, UserError) as error:
             return [_message(error)]
 
@@ -333,7 +323,12 @@ class Saver:
         self._publish("verdict", json.dumps(verdict | {"upload": is_uploaded}))
         if self.uploads is not None and not verdict["failed"]:
             self.uploads.start(request.step) if is_uploaded else self.uploads.skip()
-        self._delete_messages()
+        if isinstance(self._store, TorchStore):  # messages of all ranks for this checkpoint, and of rank 0 for the last
+            ranks = range(self._rank_layout.world_size)
+            messages = [self._key(what, rank) for what in ("report", "damages") for rank in ranks]
+            if self._own_disk:
+                messages += [*self._sent_last, *(self._key("committed", rank) for rank in {*self._rank_layout.nodes})]
+            self._store.delete([*messages, *(self._key(what, 0, self._count - 1) for what in ("result", "verdict"))])
         return written | verdict
 
     def _refuse_or_prune(self, request: SaveRequest, final: Path, failed: str) -> None:
@@ -352,22 +347,11 @@ class Saver:
         self._store.set(self._key(what, self._rank_layout.rank), text)
 
     def _wait_for_all(self, what: str) -> list[str]:
-        return self._store.wait_get(
-            [self._key(what, rank) for rank in range(self._rank_layout.world_size)], RANK_TIMEOUT_SECONDS
-        )
+        keys = [self._key(what, rank) for rank in range(self._rank_layout.world_size)]
+        return self._store.wait_get(keys, RANK_TIMEOUT_SECONDS)
 
     def _wait_for_rank_0(self, what: str) -> str:
         return self._store.wait_get([self._key(what, 0)], RANK_TIMEOUT_SECONDS)[0]
-
-    def _delete_messages(self) -> None:
-        """Delete old messages: those of all ranks for this checkpoint, and those of rank 0 for the one before."""
-        if isinstance(self._store, TorchStore):
-            messages = [
-                self._key(what, rank) for what in ("report", "damages") for rank in range(self._rank_layout.world_size)
-            ]
-            if self._own_disk:
-                messages += [*self._sent_last, *(self._key("committed", rank) for rank in {*self._rank_layout.nodes})]
-            self._store.delete([*messages, *(self._key(what, 0, self._count - 1) for what in ("result", "verdict"))])
 
 
 def _sizes(reports: Sequence[WriteReport]) -> dict[str, int]:

@@ -248,14 +248,10 @@ def index_bytes(layouts: tuple[ShardLayout, ...], min_compact_rows: int = MIN_CO
     entries = merge(layouts)
     files = sorted({region.file for entry in entries.values() for region in entry.regions})
     number = {name: index for index, name in enumerate(files)}
-    tensors = {
-        key: {
-            "dtype": entry.meta.dtype,
-            "shape": entry.meta.shape,
-            "parts": [[number[region.file], region.offset, *region.start, *region.size] for region in entry.regions],
-        }
-        for key, entry in sorted(entries.items())
-    }
+    tensors: dict[str, Any] = {}
+    for key, entry in sorted(entries.items()):
+        parts = [[number[each.file], each.offset, *each.start, *each.size] for each in entry.regions]
+        tensors[key] = {"dtype": entry.meta.dtype, "shape": entry.meta.shape, "parts": parts}
     return json.dumps({"files": files, "tensors": tensors}, separators=(",", ":")).encode() + b"\n"
 
 
@@ -372,12 +368,8 @@ def _are_row_blocks(entry: IndexEntry) -> bool:
     num_rows, *rest = entry.meta.shape
     row_size, row_start, reached = tuple(rest), (0,) * len(rest), 0
     for region in entry.regions:
-        if (
-            region.start[0] != reached
-            or region.start[1:] != row_start
-            or region.size[1:] != row_size
-            or region.size[0] <= 0
-        ):
+        follows = region.start == (reached, *row_start)
+        if not follows or region.size[1:] != row_size or region.size[0] <= 0:
             return False
         reached += region.size[0]
     return reached == num_rows

@@ -19,8 +19,7 @@ from trimaran.checkpoint.manifest import (
     unreadable,
 )
 from trimaran.checkpoint.shard_index import parse_index
-from trimaran.core import UserError
-from trimaran.core.regular_files import open_regular_fd
+from trimaran.core import UserError, open_regular_fd
 from trimaran.parallel.tensor_regions import VALUE_BYTES, TensorIndex, TensorMeta, TensorRegion
 
 MAX_NAMED_FILES = 4

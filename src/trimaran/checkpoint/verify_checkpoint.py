@@ -8,18 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from trimaran.checkpoint.file_parts import (
-    ThreadBuffer,
-    ThreadProgress,
-    hash_range,
-    map_in_threads,
-    num_io_threads,
-)
+from trimaran.checkpoint.file_parts import ThreadBuffer, ThreadProgress, hash_range, map_in_threads, num_io_threads
 from trimaran.checkpoint.manifest import INDEX, MANIFEST, Damage, DamagedError, FileRecord, unreadable
 from trimaran.checkpoint.shard_index import overlaps
 from trimaran.checkpoint.step_files import StepFiles
-from trimaran.core import UserError
-from trimaran.core.regular_files import open_regular_fd
+from trimaran.core import UserError, open_regular_fd
 from trimaran.parallel.tensor_regions import VALUE_BYTES, TensorMeta, TensorRegion
 
 WEIGHTS = "model/"  # the prefix of their keys
@@ -115,7 +108,8 @@ def compare(one: Path, other: Path) -> list[TensorDifference]:
         if key not in theirs.index or key not in ours.index:
             found.append(TensorDifference(key=key, what=f"is only in {(one if key in ours.index else other).name}"))
         elif (here := ours.index[key].meta) != (there := theirs.index[key].meta):
-            found.append(TensorDifference(key=key, what=f"is {_describe(here)} and {_describe(there)}"))
+            one_is, other_is = (f"{each.dtype} {'x'.join(map(str, each.shape))}" for each in (here, there))
+            found.append(TensorDifference(key=key, what=f"is {one_is} and {other_is}"))
         elif difference := _compare(key, ours, theirs):
             found.append(difference)
     return found
@@ -133,10 +127,9 @@ def _compare(key: str, ours: StepFiles, theirs: StepFiles) -> TensorDifference |
                 largest = max(largest, _distance(mine[different], its[different], meta.dtype))
     if not num_different:
         return None
-    has_numbers = meta.dtype in (*NUMPY_DTYPES, "BF16")
+    distance = largest if meta.dtype in (*NUMPY_DTYPES, "BF16") else None
     return TensorDifference(key=key, what="has different values", num_values=prod(meta.shape),
-                            num_different=num_different,
-                            largest=largest if has_numbers else None)  # fmt: skip
+                            num_different=num_different, largest=distance)  # fmt: skip
 
 
 def _window(
@@ -159,7 +152,3 @@ def _distance(mine: np.ndarray, its: np.ndarray, dtype: str) -> float:
     a, b = (np.ascontiguousarray(each).view(NUMPY_DTYPES[dtype]).astype(np.float64) for each in (mine, its))
     with np.errstate(invalid="ignore"):
         return float(np.nanmax(np.abs(a - b), initial=0.0))
-
-
-def _describe(meta: TensorMeta) -> str:
-    return f"{meta.dtype} {'x'.join(map(str, meta.shape))}"

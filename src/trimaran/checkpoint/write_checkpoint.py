@@ -40,9 +40,7 @@ TIMEOUT_SECONDS = 3600.0  # for their answers
 class KeyValueStore(Protocol):
     """How the savers of all ranks exchange messages."""
 
-    def set(self, key: str, text: str) -> None:
-        """Store `text` under `key` for the other ranks."""
-        ...
+    def set(self, key: str, text: str) -> None: ...
 
     def has(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are set."""
@@ -98,8 +96,8 @@ class WriteReportParser:
         layout = self._layouts.get(rank)
         if layout is None or layout.digest != digest:
             raise AssertionError(f"rank {rank} sent a brief report before its layout")
-        known = {name: fields[name] for name in ("written_bytes", "node")}
-        return WriteReport(rank=rank, files=files, layout=layout, **known)
+        size, node = fields["written_bytes"], fields["node"]
+        return WriteReport(rank=rank, files=files, layout=layout, written_bytes=size, node=node)
 
 
 def write_share(
@@ -234,7 +232,13 @@ class NodeCommit:
         for report in reports:
             nodes.setdefault(report.node, []).extend(sorted(report.files))
         manifest = replace(manifest, nodes=nodes)
-        self._send(index, manifest)
+        text = json.dumps({"index": index.decode(), "manifest": manifest_bytes(manifest).decode()})
+        packed = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
+        pieces = [packed[at : at + PIECE_CHARACTERS] for at in range(0, len(packed), PIECE_CHARACTERS)]
+        for number, piece in enumerate(pieces):
+            self._store.set(self._key(f"contents-{number}", 0), piece)
+        self._num_pieces = len(pieces)
+        self._store.set(self._key("contents", 0), str(len(pieces)))
         others = sorted({*layout.nodes} - {0})
         answers = self._store.wait_get([self._key("committed", rank) for rank in others], TIMEOUT_SECONDS)
         if failed := "; ".join(filter(None, answers)):
@@ -245,8 +249,13 @@ class NodeCommit:
         """Commit the files of `node`, as its first rank, and tell rank 0 whether that worked."""
         failed = ""
         try:
-            if (contents := self._receive()) is not None:
-                self._place(node, *contents)
+            count = int(self._store.wait_get([self._key("contents", 0)], TIMEOUT_SECONDS)[0])
+            if count:  # else there is nothing to commit
+                keys = [self._key(f"contents-{number}", 0) for number in range(count)]
+                packed = "".join(self._store.wait_get(keys, TIMEOUT_SECONDS))
+                fields = json.loads(zlib.decompress(base64.b64decode(packed)))
+                manifest = parse_manifest(self._final, fields["manifest"].encode())
+                self._place(node, fields["index"].encode(), manifest)
         except (OSError, UserError, ValueError) as error:
             failed = f"{node}: {error.what if isinstance(error, UserError) else error}"
         self._store.set(self._key("committed", rank), failed)
@@ -272,25 +281,6 @@ class NodeCommit:
                 remove_checkpoint(self._final, self._disk)  # of an attempt that ended before all nodes had committed
             self._is_placed = True
             move_into_place(self._draft, self._final, self._disk)
-
-    def _send(self, index: bytes, manifest: Manifest) -> None:
-        text = json.dumps({"index": index.decode(), "manifest": manifest_bytes(manifest).decode()})
-        packed = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
-        pieces = [packed[at : at + PIECE_CHARACTERS] for at in range(0, len(packed), PIECE_CHARACTERS)]
-        for number, piece in enumerate(pieces):
-            self._store.set(self._key(f"contents-{number}", 0), piece)
-        self._num_pieces = len(pieces)
-        self._store.set(self._key("contents", 0), str(len(pieces)))
-
-    def _receive(self) -> tuple[bytes, Manifest] | None:
-        """Return the index and manifest that rank 0 sends; None if there is nothing to commit."""
-        count = int(self._store.wait_get([self._key("contents", 0)], TIMEOUT_SECONDS)[0])
-        if not count:
-            return None
-        keys = [self._key(f"contents-{number}", 0) for number in range(count)]
-        packed = "".join(self._store.wait_get(keys, TIMEOUT_SECONDS))
-        fields = json.loads(zlib.decompress(base64.b64decode(packed)))
-        return fields["index"].encode(), parse_manifest(self._final, fields["manifest"].encode())
 
     @property
     def messages(self) -> list[str]:

@@ -3,7 +3,7 @@
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,12 @@ from trimaran.checkpoint.load_state import fill_shards
 from trimaran.core import AdapterSection, ModelSection, UserError
 from trimaran.models import model_folder
 from trimaran.models.from_hf import disk_layout
-from trimaran.nets import Decoder, open_network
-from trimaran.nets.adapters.attach import AdapterLayout, adapter_layout, attach_adapter
+from trimaran.nets import Decoder, open_network, peft_tensors
+from trimaran.nets.adapters.attach import adapter_layout, attach_adapter
 from trimaran.nets.adapters.lora_linear import adapter_parameters, adapter_scaling, merge_adapter
-from trimaran.nets.adapters.peft_format import peft_tensors
 from trimaran.nets.base_weights import BaseWeights, open_base_weights
 from trimaran.nets.local_shards import ReadTensor, full_tensor
-from trimaran.parallel.tensor_regions import TensorMeta
-from trimaran.parallel.tensor_shards import TORCH_DTYPES, CheckpointSource, TensorShard
+from trimaran.parallel import TORCH_DTYPES, CheckpointSource, TensorMeta, TensorShard
 
 MODEL_PREFIX = "model/"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -67,12 +65,9 @@ def export_hf(
             done += tensor.numel()
             progress("writing the weights", done / max(total, 1))
 
-    origin = model_folder(section.path) if section.path else None
     config = network.disk_config() | ({"dtype": "bfloat16"} if dtype == "bf16" else {})
-    try:
-        write_hf_folder(folder, config, tensors(), origin=origin, add_files=add_files)
-    except (OSError, SafetensorError) as error:
-        raise not_written(folder, error) from None
+    with reporting_errors(folder):
+        write_hf_folder(folder, config, tensors(), origin=_origin(section), add_files=add_files)
 
 
 def export_dcp(source: CheckpointSource, section: ModelSection, folder: Path, *, progress: Progress) -> dict[str, str]:
@@ -96,12 +91,11 @@ def export_dcp(source: CheckpointSource, section: ModelSection, folder: Path, *,
         return read_full_tensor(source, keys[key])
 
     try:
-        draft.parent.mkdir(parents=True, exist_ok=True)
-        write_dcp(metas, draft, read)
-        sync_folder(draft)
-        draft.rename(folder)
-    except OSError as error:
-        raise not_written(folder, error) from None
+        with reporting_errors(folder):
+            draft.parent.mkdir(parents=True, exist_ok=True)
+            write_dcp(metas, draft, read)
+            sync_folder(draft)
+            draft.rename(folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return keys
@@ -131,9 +125,18 @@ def _reader(module: nn.Module, source: CheckpointSource) -> ReadTensor:
     return lambda each: read_full_tensor(source, MODEL_PREFIX + names[each]) if each in names else full_tensor(each)
 
 
-def not_written(folder: Path, error: Exception) -> UserError:
-    return UserError("K026", f"the export cannot be written: {error}", where=str(folder),
-                     fix="free disk space, or choose another disk: --out DIR")  # fmt: skip
+@contextmanager
+def reporting_errors(folder: Path) -> Iterator[None]:
+    """Turn an error of writing the export into a UserError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError("K026", f"the export cannot be written: {error}", where=str(folder),
+                        fix="free disk space, or choose another disk: --out DIR") from None  # fmt: skip
+
+
+def _origin(section: ModelSection) -> Path | None:
+    return model_folder(section.path) if section.path else None
 
 
 def exported_keys(module: nn.Module, keys: Iterable[str]) -> dict[str, str]:
@@ -208,7 +211,7 @@ def write_dcp(metas: Mapping[str, TensorMeta], folder: Path, read: Callable[[str
 
 
 class _LazySavePlanner(dcp.DefaultSavePlanner):
-    """Torch's default planner over meta tensors; it reads the values of each tensor only when it is written."""
+    """Torch's default planner over meta tensors. Reads the values of each tensor only when it is written."""
 
     def __init__(self, fetch: Callable[[str], Tensor]) -> None:
         super().__init__()
@@ -236,19 +239,16 @@ def export_adapter(
     _refuse_missing(trained, source)
     names: dict[Tensor, str] = {each: name for name, each in trained.items()}
 
-    def read(parameter: Tensor) -> Tensor:
-        return read_full_tensor(source, MODEL_PREFIX + names[parameter])
-
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for done, (name, tensor) in enumerate(peft_tensors(network, read), 1):
+        for done, (name, tensor) in enumerate(
+            peft_tensors(network, lambda each: read_full_tensor(source, MODEL_PREFIX + names[each])), 1
+        ):
             yield name, tensor.to(DTYPES[dtype])
             progress("writing the adapter", min(1.0, done / len(trained)))
 
     facts = AdapterFacts(section=section, base=source.progress.get("base") or {}, modules=modules)
-    try:
+    with reporting_errors(folder):
         write_peft_folder(folder, facts, tensors(), add_files=add_files)
-    except (OSError, SafetensorError) as error:
-        raise not_written(folder, error) from None
 
 
 def export_merged(
@@ -280,13 +280,10 @@ def export_merged(
                 done += tensor.numel()
                 progress("writing the weights", min(1.0, done / max(total, 1)))
 
-        origin = model_folder(section.path) if section.path else None
         names = {"fp32": "float32", "bf16": "bfloat16"}
         config = base.network.disk_config() | {"dtype": names[dtype] if dtype else base.dtype}
-        try:
-            write_hf_folder(folder, config, tensors(), origin=origin, add_files=add_files)
-        except (OSError, SafetensorError) as error:
-            raise not_written(folder, error) from None
+        with reporting_errors(folder):
+            write_hf_folder(folder, config, tensors(), origin=_origin(section), add_files=add_files)
 
 
 def _adapter_of(section: ModelSection) -> AdapterSection:
@@ -297,10 +294,10 @@ def _adapter_of(section: ModelSection) -> AdapterSection:
 def _merged_reader(base: BaseWeights, source: CheckpointSource, section: AdapterSection) -> ReadTensor:
     """Return a function that reads the merged value of a parameter of the base; buffers are read now."""
     layout, module = adapter_layout(base.network, section), base.network.module
-    parts = {f"{name}.{part}" for name in layout.targets for part in _parts(section)}
+    parts = ("lora_A", "lora_B", *(["lora_magnitude"] if section.kind == "dora" else []))
     # Of a tied parameter, checkpoints hold the first name.
     whole = {name for name, _ in module.named_parameters() if name in layout.trained}
-    _refuse_missing(parts | whole, source)
+    _refuse_missing({f"{name}.{part}" for name in layout.targets for part in parts} | whole, source)
     names: dict[Tensor, str] = {each: name for name, each in module.named_parameters()}
     for name, buffer in module.named_buffers():
         if MODEL_PREFIX + name in source.index:
@@ -308,28 +305,18 @@ def _merged_reader(base: BaseWeights, source: CheckpointSource, section: Adapter
         elif name in base.buffers:
             buffer.copy_(base.read(name))
 
-    def read(tensor: Tensor) -> Tensor:
-        return full_tensor(_merged(names[tensor], base, layout, source, section) if tensor in names else tensor)
+    def merged(name: str) -> Tensor:
+        owner, _, leaf = name.rpartition(".")
+        frozen = base.read(name)
+        if name in layout.trained:
+            return read_full_tensor(source, MODEL_PREFIX + name).to(frozen.dtype)
+        if owner not in layout.targets or leaf != "weight":
+            return frozen
+        down, up, *norms = (read_full_tensor(source, f"{MODEL_PREFIX}{owner}.{part}") for part in parts)
+        magnitude, scaling = norms[0] if norms else None, adapter_scaling(section)
+        return merge_adapter(frozen, down, up, scaling=scaling, magnitude=magnitude).to(frozen.dtype)
 
-    return read
-
-
-def _merged(
-    name: str, base: BaseWeights, layout: AdapterLayout, source: CheckpointSource, section: AdapterSection
-) -> Tensor:
-    owner, _, leaf = name.rpartition(".")
-    frozen = base.read(name)
-    if name in layout.trained:
-        return read_full_tensor(source, MODEL_PREFIX + name).to(frozen.dtype)
-    if owner not in layout.targets or leaf != "weight":
-        return frozen
-    down, up, *norms = (read_full_tensor(source, f"{MODEL_PREFIX}{owner}.{part}") for part in _parts(section))
-    magnitude = norms[0] if norms else None
-    return merge_adapter(frozen, down, up, scaling=adapter_scaling(section), magnitude=magnitude).to(frozen.dtype)
-
-
-def _parts(section: AdapterSection) -> tuple[str, ...]:
-    return ("lora_A", "lora_B", "lora_magnitude") if section.kind == "dora" else ("lora_A", "lora_B")
+    return lambda tensor: full_tensor(merged(names[tensor]) if tensor in names else tensor)
 
 
 def _refuse_missing(names: Any, source: CheckpointSource) -> None:

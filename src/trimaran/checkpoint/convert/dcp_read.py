@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from trimaran.checkpoint.shard_index import coverage_error
-from trimaran.core import UserError
-from trimaran.core.regular_files import open_regular_file
-from trimaran.parallel.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion
-from trimaran.parallel.tensor_shards import DTYPE_NAMES
+from trimaran.core import UserError, open_regular_file
+from trimaran.parallel import DTYPE_NAMES, VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion
 
 MARK = object()
 LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
@@ -338,11 +336,14 @@ def _parse_metadata(tree: Any) -> tuple[TensorIndex, dict[tuple[str, int], int],
         tensor = _fields(value, "TensorStorageMetadata")
         chunks = [_fields(each, "ChunkStorageMetadata") for each in tensor["chunks"]]
         boxes = [(_sizes(each["offsets"]), _sizes(each["sizes"])) for each in chunks]
-        meta = TensorMeta(_dtype_of(tensor["properties"], key), _sizes(tensor["size"]))
+        properties = tensor["properties"].state
+        is_tuple = isinstance(properties, tuple)
+        dtype = DTYPES[(properties[0] if is_tuple else _fields(tensor["properties"], "TensorProperties")["dtype"]).text]
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(f"{key} holds {dtype}, which is not supported")
         filled = [(start, size, locations[key, start]) for start, size in boxes if prod(size)]
-        index[key] = IndexEntry(
-            meta, tuple(TensorRegion(start, size, location.file, location.offset) for start, size, location in filled)
-        )
+        regions = tuple(TensorRegion(start, size, location.file, location.offset) for start, size, location in filled)
+        index[key] = IndexEntry(TensorMeta(DTYPE_NAMES[dtype], _sizes(tensor["size"])), regions)
     return index, {(each.file, each.offset): each.length for each in locations.values()}, skipped_keys
 
 
@@ -363,15 +364,6 @@ def _fields(call: Any, class_name: str) -> dict[str, Any]:
     if not isinstance(call, PickledCall) or not call.name.endswith(f".{class_name}"):
         raise ValueError(f"there is no {class_name} where one should be")
     return call.state.string_items() if isinstance(call.state, PickledDict) else {}
-
-
-def _dtype_of(properties: PickledCall, key: str) -> str:
-    state = properties.state
-    name = state[0] if isinstance(state, tuple) else _fields(properties, "TensorProperties")["dtype"]
-    dtype = DTYPES[name.text]
-    if dtype not in DTYPE_NAMES:
-        raise ValueError(f"{key} holds {dtype}, which is not supported")
-    return DTYPE_NAMES[dtype]
 
 
 def _sizes(size: Any) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from filecmp import cmp
 from pathlib import Path
@@ -19,8 +20,7 @@ from trimaran.models import read_json
 from trimaran.models.vlm_spec import INTERNVL_CHAT
 from trimaran.nets import Network
 from trimaran.nets.local_shards import ReadTensor, full_tensor
-from trimaran.parallel.comm.json_exchange import recv_json, send_json
-from trimaran.parallel.mesh import StageMap
+from trimaran.parallel import StageMap, recv_json, send_json
 
 MAX_FILE_BYTES = 4 << 30
 MAX_CONFIG_BYTES = 10_000_000
@@ -61,8 +61,7 @@ def save_network(
     """
     tensors = all_tensors(networks, stages, rank, lambda network: network.disk_tensors(read), report_progress)
     if rank != 0:
-        for _ in tensors:
-            pass
+        deque(tensors, maxlen=0)
         return
     try:
         config = networks[0].disk_config()
@@ -196,8 +195,7 @@ def copy_tokenizer_files(origin: Path, folder: Path) -> None:
 
     `folder` has the tokenizer of the run, if it has a file: bytes have none.
     """
-    used = folder / TOKENIZER_FILE
-    its_own = origin / TOKENIZER_FILE
+    used, its_own = folder / TOKENIZER_FILE, origin / TOKENIZER_FILE
     is_own = used.is_file() and its_own.is_file() and cmp(used, its_own, shallow=False)
     for name in (*OTHER_FILES, *(TOKENIZER_FILES if is_own else ())):
         if (origin / name).is_file() and not (folder / name).exists():

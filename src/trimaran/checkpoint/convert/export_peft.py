@@ -1,6 +1,7 @@
 """Writes a trained adapter as a PEFT folder, atomically."""
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +17,8 @@ from trimaran.checkpoint.convert.export_hf import all_tensors, copy_tokenizer_fi
 from trimaran.core import AdapterSection, ModelSection, UserError
 from trimaran.models import model_folder, spec_of
 from trimaran.models.weight_files import BASE_DIGEST, base_reference
-from trimaran.nets import Network
-from trimaran.nets.adapters.peft_format import PEFT_CONFIG, PEFT_WEIGHTS, hf_modules, peft_config, peft_tensors
+from trimaran.nets import PEFT_CONFIG, PEFT_WEIGHTS, Network, hf_modules, network_of, peft_config, peft_tensors
 from trimaran.nets.local_shards import ReadTensor, full_tensor
-from trimaran.nets.network import network_of
 from trimaran.parallel.mesh import StageMap
 
 
@@ -57,13 +56,11 @@ def save_adapter(
     """
     tensors = all_tensors(networks, stages, rank, partial(peft_tensors, read=read), report_progress)
     if rank != 0:
-        for _ in tensors:
-            pass
+        deque(tensors, maxlen=0)
         return
     try:
-        write_peft_folder(
-            folder, read_facts(), tensors, add_files=add_files, replace=True, report_progress=report_progress
-        )
+        facts = read_facts()
+        write_peft_folder(folder, facts, tensors, add_files=add_files, replace=True, report_progress=report_progress)
     except (OSError, SafetensorError) as error:
         fix = "free disk space, then write it from the last checkpoint: trimaran resume RUN"
         raise UserError("D006", f"the trained adapter cannot be written: {error}", where=str(folder), fix=fix) from None

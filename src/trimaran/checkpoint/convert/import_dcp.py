@@ -17,9 +17,7 @@ from trimaran.checkpoint.step_dirs import draft_path, step_path
 from trimaran.checkpoint.write_checkpoint import commit, write_share
 from trimaran.core import Recipe, UserError
 from trimaran.models.from_hf import disk_layout
-from trimaran.nets import Decoder, Network, open_network
-from trimaran.nets.adapters.attach import attach_adapter
-from trimaran.nets.adapters.lora_linear import adapter_parameters
+from trimaran.nets import Decoder, Network, adapter_parameters, attach_adapter, open_network
 from trimaran.parallel.tensor_regions import VALUE_BYTES, TensorIndex, TensorMeta
 from trimaran.parallel.tensor_shards import (
     DTYPE_NAMES,
@@ -147,7 +145,15 @@ def find_imported_tensors(source: DcpSource, recipe: Recipe) -> ImportedTensors:
     moments = [each for name in wanted for each in _moments(name, wanted[name], states.get(name, {}), source)]
     if in_fp32:
         moments = [replace(each, meta=TensorMeta("F32", each.meta.shape)) for each in moments]
-    tensors = (*weights, *_buffers(network, mapping, source), *moments)
+    buffers = dict(network.module.named_buffers())
+    persistent = [
+        ImportedTensor(
+            f"model/{name}", TensorMeta(DTYPE_NAMES[each.dtype], tuple(each.shape)), (mapping.prefix + name,)
+        )
+        for name, each in network.module.state_dict().items()
+        if name in buffers and mapping.prefix + name in source.index
+    ]
+    tensors = (*weights, *persistent, *moments)
     for each in tensors:
         shape, count = each.meta.shape, len(each.keys)
         for key in each.keys:
@@ -158,15 +164,6 @@ def find_imported_tensors(source: DcpSource, recipe: Recipe) -> ImportedTensors:
                                 fix="import it into a run whose recipe names the model that was trained")  # fmt: skip
     steps = [read_full_tensor(source, each.keys[0]) for each in moments if each.key.split("/")[1] == STEP and each.keys]
     return ImportedTensors(tensors, int(max(steps, default=torch.zeros(()))), bool(steps))
-
-
-def _buffers(network: Network, mapping: KeyMapping, source: DcpSource) -> Iterator[ImportedTensor]:
-    """Yield the persistent buffers that `source` has."""
-    buffers = dict(network.module.named_buffers())
-    for name, each in network.module.state_dict().items():
-        if name in buffers and mapping.prefix + name in source.index:
-            meta = TensorMeta(DTYPE_NAMES[each.dtype], tuple(each.shape))
-            yield ImportedTensor(f"model/{name}", meta, (mapping.prefix + name,))
 
 
 def _key_mapping(network: Network, wanted: Mapping[str, tuple[int, ...]], source: DcpSource) -> KeyMapping:

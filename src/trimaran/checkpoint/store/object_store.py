@@ -19,7 +19,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.util import find_spec
@@ -40,8 +39,7 @@ from trimaran.checkpoint.manifest import (
     read_limited,
 )
 from trimaran.checkpoint.step_dirs import steps_to_prune
-from trimaran.core import UserError
-from trimaran.core.regular_files import open_regular_file
+from trimaran.core import UserError, open_regular_file
 
 STORED_NAME = re.compile(r"step-(\d{8,18})-([0-9a-f]{8})")
 OWNER, REFUSED_MANIFEST = "owner.json", "refused-manifest.json"
@@ -169,10 +167,8 @@ class ObjectStore:
     def steps(self) -> list[StoredStep]:
         """Return all checkpoints in ascending order of their steps, also those that are not complete."""
         names = sorted(name for name, _ in self._listed(self._root) if STORED_NAME.fullmatch(name))
-        found = [
-            StoredStep(step=step_in_name(name), name=name, sizes=dict(self._listed(f"{self._root}/{name}")))
-            for name in names
-        ]
+        sizes = {name: dict(self._listed(f"{self._root}/{name}")) for name in names}
+        found = [StoredStep(step=step_in_name(name), name=name, sizes=each) for name, each in sizes.items()]
         return sorted(found, key=lambda each: each.step)
 
     def read_manifest(self, name: str) -> tuple[Manifest, bytes]:
@@ -300,20 +296,18 @@ class ObjectStore:
 
         No run loads them then. Returns their names.
         """
-        later = [each.name for each in self.steps() if each.step > step and each.complete]
-        bad = [name for name in later if self._is_older(name, before)]
+        bad = []
+        for name in [each.name for each in self.steps() if each.step > step and each.complete]:
+            with contextlib.suppress(DamagedError):
+                if self.read_manifest(name)[0].time > before:
+                    continue
+            bad.append(name)
         for name in bad:
             with self._reporting():
                 folder = f"{self._root}/{name}"
                 self._files.cp_file(f"{folder}/{MANIFEST}", f"{folder}/{REFUSED_MANIFEST}")
                 self._files.rm_file(f"{folder}/{MANIFEST}")
         return bad
-
-    def _is_older(self, name: str, before: float) -> bool:
-        try:
-            return self.read_manifest(name)[0].time <= before
-        except DamagedError:
-            return True
 
     def fetch(
         self,
@@ -429,7 +423,7 @@ class ObjectStore:
                     what = "is not what was written: its checksum is wrong"
                     raise DamagedError(source.parent, [Damage(source.name, what)])
 
-    @contextmanager
+    @contextlib.contextmanager
     def _writing(self, target: str, block_bytes: int) -> Iterator[Any]:
         """Yield a file to write to in the store. If the block fails, nothing of it stays there."""
         with self._reporting():
@@ -438,25 +432,22 @@ class ObjectStore:
                 yield out
                 out.close()
             except BaseException:
-                self._abandon(out, target)
+                with contextlib.suppress(Exception):
+                    out.discard()
+                with contextlib.suppress(Exception):
+                    out.closed = True  # or it would be completed when Python frees it
+                with contextlib.suppress(Exception):
+                    out.f.close()  # of a local file
+                with contextlib.suppress(Exception):
+                    self._files.rm_file(target)
                 raise
-
-    def _abandon(self, out: Any, target: str) -> None:
-        with contextlib.suppress(Exception):
-            out.discard()
-        with contextlib.suppress(Exception):
-            out.closed = True  # or it would be completed when Python frees it
-        with contextlib.suppress(Exception):
-            out.f.close()  # of a local file
-        with contextlib.suppress(Exception):
-            self._files.rm_file(target)
 
     def _make_folder(self, path: str) -> None:
         if self._has_folders:
             with self._reporting():
                 self._files.makedirs(path, exist_ok=True)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
         """Turn whatever a backend raises into a StoreError."""
         try:

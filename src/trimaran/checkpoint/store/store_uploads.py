@@ -28,8 +28,7 @@ from trimaran.checkpoint.step_files import files_here
 from trimaran.checkpoint.store.object_store import StoreError, describe, stored_name, unusable_store
 from trimaran.checkpoint.store.store_process import TAKEN_OVER, DamagedInStoreError, StoreClient
 from trimaran.checkpoint.write_checkpoint import KeyValueStore
-from trimaran.core import CheckpointSection, UserError
-from trimaran.core.regular_files import read_regular_text, write_atomically
+from trimaran.core import CheckpointSection, UserError, read_regular_text, write_atomically
 from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
 
 log = logging.getLogger(__name__)
@@ -163,7 +162,14 @@ class StoreUploads:
         failed = "; ".join(dict.fromkeys(each["failed"] for each in answers if each["failed"]))
         is_new = False
         if not failed:
-            failed, is_new = self._publish(step)
+            keep = {"keep": self._section.keep, "keep_every": self._section.keep_every}
+            folder = str(step_path(self._folder, step))
+            try:
+                answer = self._client.call("publish", folder=folder, owner=self._owner, **keep)
+                failed = taken_over(answer[TAKEN_OVER]) if TAKEN_OVER in answer else ""
+                is_new = not failed and answer["is_new"]
+            except (StoreError, UserError) as error:
+                failed = describe(error)
         if not failed and not is_new:
             return  # the store had it: this attempt only looked
         sizes = {name: sum(each[name] for each in answers) for name in ("bytes", "sent_bytes")}
@@ -172,6 +178,10 @@ class StoreUploads:
     def _send(self, step: int) -> dict[str, Any]:
         """Upload the files of this node, and return how many bytes that were, or why it failed."""
         path, sizes = step_path(self._folder, step), {"bytes": 0, "sent_bytes": 0}
+
+        def show(num_bytes: int) -> None:
+            self.sent_bytes = max(self.sent_bytes, num_bytes)
+
         try:
             if self._rank_layout.rank == 0 and (why := self._claim()):
                 return sizes | {"failed": why}
@@ -179,7 +189,7 @@ class StoreUploads:
             names = self._names(path, manifest)
             self.total_bytes = sum(manifest.files[name].bytes for name in names)
             clean = self._rank_layout.rank == 0
-            sent = self._client.call("upload", self._progress, folder=str(path), files=names, clean=clean)
+            sent = self._client.call("upload", show, folder=str(path), files=names, clean=clean)
             return sizes | sent | {"failed": ""}
         except Exception as error:  # rank 0 waits for the answer
             return sizes | {"failed": describe(error)}
@@ -198,19 +208,6 @@ class StoreUploads:
             nodes = sorted({*layout.nodes})
             names = sorted(name for name in manifest.files if name != INDEX)[nodes.index(layout.node) :: len(nodes)]
         return [*names, INDEX] if layout.rank == 0 else names
-
-    def _publish(self, step: int) -> tuple[str, bool]:
-        """Complete the checkpoint in the store. Returns why that failed, and whether it was not complete before."""
-        keep = {"keep": self._section.keep, "keep_every": self._section.keep_every}
-        folder = str(step_path(self._folder, step))
-        try:
-            answer = self._client.call("publish", folder=folder, owner=self._owner, **keep)
-        except (StoreError, UserError) as error:
-            return describe(error), False
-        return (taken_over(answer[TAKEN_OVER]), False) if TAKEN_OVER in answer else ("", answer["is_new"])
-
-    def _progress(self, num_bytes: int) -> None:
-        self.sent_bytes = max(self.sent_bytes, num_bytes)
 
     def _report(self, step: int, *, failed: str, **fields: Any) -> None:
         if self._rank_layout.rank != 0:

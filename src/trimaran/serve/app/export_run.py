@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,7 +28,7 @@ from trimaran.checkpoint import (
     export_merged,
     read_full_tensor,
 )
-from trimaran.checkpoint.convert.convert import not_written, refuse_occupied
+from trimaran.checkpoint.convert.convert import refuse_occupied, reporting_errors
 from trimaran.checkpoint.convert.export_hf import write_folder
 from trimaran.checkpoint.step_dirs import step_of
 from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
@@ -40,7 +41,6 @@ from trimaran.runs import read_evaluations
 from trimaran.serve.app.export import ExportRequest
 from trimaran.serve.exports.compare_logits import (
     Logits,
-    LogitsDifference,
     compare_logits,
     network_logits,
     refuse_difference,
@@ -85,10 +85,6 @@ logits = program(ids)  # ids: int64 [batch, sequence]""",
 }
 SERVED = ("hf", "merged", "adapter")
 Progress = Callable[[str, float], None]
-
-
-def write_model_card(request: ExportRequest, manifest: Manifest, folder: Path) -> None:
-    (folder / CARD).write_text(model_card(request, manifest, folder.name), encoding="utf-8")
 
 
 def model_card(request: ExportRequest, manifest: Manifest, folder: str) -> str:
@@ -248,10 +244,8 @@ def _write_hf(request: ExportRequest, path: Path, target: Path, progress: Progre
     if width not in ("int8", "int4"):
         _write_weights(request, recipe, path, target, add_files, progress)
     else:
-        try:
+        with reporting_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise not_written(target, error) from None
         with TemporaryDirectory(dir=target.parent, prefix=".trimaran-export-") as scratch:
             plain, quantised = Path(scratch) / "plain", Path(scratch) / "quantised"
             _write_weights(request, recipe, path, plain, lambda folder: None, progress)
@@ -266,7 +260,11 @@ def _write_hf(request: ExportRequest, path: Path, target: Path, progress: Progre
             write_folder(target, fill)
     if not request.check or not recipe.model.kind.in_transformers or recipe.model.trust_remote_code:
         return {}
-    return {"check": _compare(request, _open(request, path), target, progress).as_dict()}
+    return {
+        "check": _compare(
+            request, open_trained(_weights(request, path), "fp32", cache=cache_folder(os.environ)), target, progress
+        )
+    }
 
 
 def _write_weights(
@@ -290,7 +288,7 @@ def _write_weights(
 
 
 def _write_file(request: ExportRequest, path: Path, target: Path, progress: Progress) -> dict[str, Any]:
-    trained = _open(request, path)
+    trained = open_trained(_weights(request, path), "fp32", cache=cache_folder(os.environ))
     facts: dict[str, Any] = {}
 
     def fill(draft: Path) -> None:
@@ -309,12 +307,10 @@ def _write_file(request: ExportRequest, path: Path, target: Path, progress: Prog
                 write_program(module, draft / PROGRAM, max_seq_len=network.max_seq_len)
         _add_files(request, path, None if request.form == "gguf" else trained.tokenizer, draft)
 
-    try:
+    with reporting_errors(target):
         write_folder(target, fill)
-    except OSError as error:
-        raise not_written(target, error) from None
     if request.check:
-        facts["check"] = _compare(request, trained, target, progress).as_dict()
+        facts["check"] = _compare(request, trained, target, progress)
     return facts
 
 
@@ -334,7 +330,7 @@ def _exported_logits(request: ExportRequest, network: Network, target: Path) -> 
     return network_logits(open_trained(TrainedWeights(path=target), "fp32", cache=None).network)
 
 
-def _compare(request: ExportRequest, trained: TrainedModel, target: Path, progress: Progress) -> LogitsDifference:
+def _compare(request: ExportRequest, trained: TrainedModel, target: Path, progress: Progress) -> dict[str, float]:
     network, precision = trained.network, request.precision
     exported = _exported_logits(request, network, target)
     progress("comparing the logits", 0.5)
@@ -345,17 +341,14 @@ def _compare(request: ExportRequest, trained: TrainedModel, target: Path, progre
         batches = [tokens.masked_fill(tokens == trained.rules.image_token, 0) for tokens in batches]
     difference = compare_logits(network_logits(network), exported, batches, precision=precision)
     refuse_difference(difference, str(target))
-    return difference
+    return asdict(difference)
 
 
 def _weights(request: ExportRequest, path: Path) -> TrainedWeights:
     return TrainedWeights(path=path, run=request.run, step=step_of(path))
 
 
-def _open(request: ExportRequest, path: Path) -> TrainedModel:
-    return open_trained(_weights(request, path), "fp32", cache=cache_folder(os.environ))
-
-
 def _add_files(request: ExportRequest, path: Path, tokenizer: Tokenizer | None, folder: Path) -> None:
     save_tokenizer(tokenizer, folder)
-    write_model_card(request, DiskSource(path).manifest, folder)
+    card = model_card(request, DiskSource(path).manifest, folder.name)
+    (folder / CARD).write_text(card, encoding="utf-8")

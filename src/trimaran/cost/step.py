@@ -48,18 +48,13 @@ def predict_equal(job: Job, cluster: Cluster, plan: Plan) -> Prediction:
     """
     memory, time = peak_memory_of(job, cluster, plan), step_time_of(job, cluster, plan)
     device, precision = cluster.device, rate_name(cluster.device, plan.precision)
-    slowdown = allocator_slowdown(memory, cluster, job)
-    terms = dict(time.terms)
-    if slowdown:
-        terms["allocator"] = Seconds(slowdown * sum(terms.values()))
+    terms = _with_slowdown(time, memory, cluster, job)
     seconds = Seconds(sum(terms.values()))
     samples, positions = plan.global_batch, job.outline.main.sample_positions(job.seq_len)[0]
     flops = Flops(samples * job.outline.training_flops(job.seq_len))
     peak_flops, sustained = device.peak(precision), rates_for(job, cluster, plan).matmul_flops
     return Prediction(
-        fits=memory.runs
-        and memory.device <= device.memory_bytes
-        and memory.host <= MAX_PINNED_FRACTION * cluster.host_bytes,
+        fits=_fits(memory, cluster),
         peak_bytes=memory.peak,
         reserved_bytes=memory.reserved,
         device_bytes=memory.device,
@@ -80,6 +75,18 @@ def predict_equal(job: Job, cluster: Cluster, plan: Plan) -> Prediction:
         source=f"{device.name} at a steady {sustained / 1e12:.3g} TFLOP/s: {device.note}",
         cluster=str(cluster),
     )
+
+
+def _fits(memory: Memory, cluster: Cluster) -> bool:
+    is_small = memory.device <= cluster.device.memory_bytes
+    return memory.runs and is_small and memory.host <= MAX_PINNED_FRACTION * cluster.host_bytes
+
+
+def _with_slowdown(time: StepTime, memory: Memory, cluster: Cluster, job: Job) -> dict[str, Seconds]:
+    """Return the terms of a step with the time of a nearly full allocator."""
+    slowdown = allocator_slowdown(memory, cluster, job)
+    more = {"allocator": Seconds(slowdown * sum(time.terms.values()))} if slowdown else {}
+    return dict(time.terms) | more
 
 
 def allocator_slowdown(memory: Memory, cluster: Cluster, job: Job) -> float:
@@ -144,13 +151,7 @@ class KindCost(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        cluster = self.kind.cluster
-        is_small = self.memory.device <= cluster.device.memory_bytes
-        return self.memory.runs and is_small and self.memory.host <= MAX_PINNED_FRACTION * cluster.host_bytes
-
-    @property
-    def occupancy(self) -> float:
-        return self.memory.device / self.kind.cluster.device.memory_bytes
+        return _fits(self.memory, self.kind.cluster)
 
 
 def predict(job: Job, cluster: Cluster, plan: Plan) -> Prediction:
@@ -167,12 +168,14 @@ def predict(job: Job, cluster: Cluster, plan: Plan) -> Prediction:
         plan = with_rows(plan, rows)
     costs = kind_costs(job, cluster, plan)
     slowest = max(costs, key=lambda cost: cost.busy_seconds)
-    fullest = max(costs, key=lambda cost: cost.occupancy)
+    fullest = max(costs, key=lambda cost: cost.memory.device / cost.kind.cluster.device.memory_bytes)
     base = predict_equal(job, slowest.kind.cluster, slowest.plan)
-    terms, seconds = _with_slowdown(slowest, job)
+    terms = _with_slowdown(slowest.time, slowest.memory, slowest.kind.cluster, job)
+    seconds = sum(terms.values())
     samples, positions = plan.global_batch, job.outline.main.sample_positions(job.seq_len)[0]
     flops = Flops(samples * job.outline.training_flops(job.seq_len))
-    peak = sum(_peak_flops(cost, plan) * len(cost.kind.ranks) for cost in costs)
+    devices = [(cost.kind.cluster.device, len(cost.kind.ranks)) for cost in costs]
+    peak = sum(device.peak(rate_name(device, plan.precision)) * count for device, count in devices)
     return base.model_copy(update={
         "fits": all(cost.fits for cost in costs),
         "peak_bytes": fullest.memory.peak,
@@ -297,19 +300,6 @@ def _data_cost(job: Job, kind: Kind, plan: Plan) -> KindCost:
 
 def _equal_rows(plan: Plan, rows: int) -> Plan:
     return plan.model_copy(update={"micro_batch": rows, "micro_batches": ()})
-
-
-def _with_slowdown(cost: KindCost, job: Job) -> tuple[dict[str, Seconds], float]:
-    """Return the terms of a kind's step and their sum, with the time of a nearly full allocator."""
-    terms = dict(cost.time.terms)
-    if slowdown := allocator_slowdown(cost.memory, cost.kind.cluster, job):
-        terms["allocator"] = Seconds(slowdown * sum(terms.values()))
-    return terms, sum(terms.values())
-
-
-def _peak_flops(cost: KindCost, plan: Plan) -> float:
-    device = cost.kind.cluster.device
-    return device.peak(rate_name(device, plan.precision))
 
 
 def _kind_prediction(cost: KindCost, job: Job) -> KindPrediction:

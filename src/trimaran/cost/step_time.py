@@ -112,11 +112,18 @@ def _step_time(
         exposed["waiting for the slowest rank"] = straggler * doublings * (forward + backward)
     num_updated = _num_updated(job, plan, heaviest)
     update = _update_seconds(job, cluster, plan, num_updated, rates)
+    bubble = 0.0
+    if plan.mesh.pp > 1 and plan.pipeline.schedule == "zero-bubble":  # it fills most of it: see `Plan.bubble`
+        bubble = count * slowest.seconds * plan.bubble / (1 - plan.bubble)
+    elif plan.mesh.pp > 1:
+        # All other ranks' time for one micro-batch, while the first arrives and the last leaves; with several stages
+        # per rank, a part of it.
+        bubble = (all_ranks - slowest.seconds) * plan.mesh.pp / plan.num_stages
     terms = {
         "forward": forward,
         "backward": backward,
         "comm": sum(exposed.values()),
-        "bubble": _bubble(plan, slowest.seconds, all_ranks),
+        "bubble": bubble,
         "offload": offload_seconds(job, cluster, plan, slowest, num_owned=num_updated, update=update),
         "optimizer": update,
     }
@@ -212,19 +219,6 @@ def _add_host_waits(terms: dict[str, float], host: dict[str, float], *, has_wait
         wait = max(0.0, total - busy) if has_waited else host_wait(busy, total)
         for phase, seconds in host.items():
             terms[phase] += wait * seconds / total
-
-
-def _bubble(plan: Plan, slowest: float, all_ranks: float) -> float:
-    """Return how long a pipeline's slowest rank waits while the first micro-batch arrives and the last one leaves.
-
-    That is the time all other ranks need for one micro-batch; with several stages per rank, a part of it. The
-    zero-bubble schedule fills most of it: `Plan.bubble` says how much is left.
-    """
-    if plan.mesh.pp == 1:
-        return 0.0
-    if plan.pipeline.schedule == "zero-bubble":
-        return plan.grad_accum * slowest * plan.bubble / (1 - plan.bubble)
-    return (all_ranks - slowest) * plan.mesh.pp / plan.num_stages
 
 
 def _num_updated(job: Job, plan: Plan, stage: StageTime) -> float:

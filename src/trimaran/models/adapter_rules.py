@@ -43,7 +43,10 @@ def refuse_adapter(section: ModelSection, plan: Plan | None = None, spec: Spec |
                         fix=f"remove {both[0]} from model.freeze: towers without an adapter are frozen "
                         "anyway")  # fmt: skip
     if spec is not None and not section.kind.is_hf:
-        names = [name for name in _adapted_linears(adapter, spec) if not _is_within(name, adapter.train)]
+        names = linear_names(spec)
+        if spec.vision is not None:
+            names = [name for name in names if name.split(".")[0] in (adapter.towers or ("language",))]
+        names = [name for name in names if not _is_within(name, adapter.train)]
         if adapter.targets == ALL_LINEAR:
             names = [name for name in names if name.rpartition(".")[2] != HEAD]
         else:
@@ -88,13 +91,6 @@ def refuse_unknown_targets(targets: Sequence[str], names: Iterable[str]) -> None
     if unknown or not targets:
         what = f"no linear layer is called {unknown[0]!r}{did_you_mean(unknown[0], known)}" if unknown else "no targets"
         raise UserError("M054", what, where="model.adapter.targets", fix=f"the linear layers are {listed(known)}")
-
-
-def _adapted_linears(adapter: AdapterSection, spec: Spec) -> list[str]:
-    """Return the names of the linear layers of the adapted towers."""
-    if spec.vision is None:
-        return linear_names(spec)
-    return [name for name in linear_names(spec) if name.split(".")[0] in (adapter.towers or ("language",))]
 
 
 def last_parts(names: Iterable[str]) -> list[str]:

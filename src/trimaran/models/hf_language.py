@@ -330,21 +330,21 @@ def _head_dim(hidden: int, heads: int, where: str) -> int:
     return hidden // heads
 
 
+def is_on(switch: Switch, fields: Fields) -> bool:
+    return fields.boolean(switch, default=False) if isinstance(switch, str) else switch
+
+
 def _extras(layer: OutlineLayer, traits: FamilyTraits, fields: Fields) -> int:
     """Return the parameters of a layer that are in no matmul: norms and biases."""
-
-    def on(switch: Switch) -> bool:
-        return fields.boolean(switch, default=False) if isinstance(switch, str) else switch
-
     extras = traits.norms * layer.hidden * (1 + traits.shifted) + 2 * layer.head_dim * traits.head_norms
     if latent := layer.latent:
         extras += latent.query_rank + latent.kv_rank
-        extras += (latent.query_rank + latent.kv_rank + latent.rope_dim) * on(traits.qkv_bias)
+        extras += (latent.query_rank + latent.kv_rank + latent.rope_dim) * is_on(traits.qkv_bias, fields)
     else:
-        extras += (layer.heads + 2 * layer.kv_heads) * layer.head_dim * on(traits.qkv_bias)
-    extras += layer.hidden * on(traits.out_bias)
+        extras += (layer.heads + 2 * layer.kv_heads) * layer.head_dim * is_on(traits.qkv_bias, fields)
+    extras += layer.hidden * is_on(traits.out_bias, fields)
     if layer.experts is None:
-        extras += (layer.ffn * (layer.matrices - 1) + layer.hidden) * on(traits.ffn_bias)
+        extras += (layer.ffn * (layer.matrices - 1) + layer.hidden) * is_on(traits.ffn_bias, fields)
     return extras
 
 

@@ -5,10 +5,9 @@ from fnmatch import fnmatchcase
 
 from trimaran.core import UserError, did_you_mean
 from trimaran.models.any_spec import Spec
-from trimaran.models.layer_variations import LatentSpec, norm_names
+from trimaran.models.layer_variations import norm_names
 from trimaran.models.perception_spec import PerceptionSpec, perception_module_names
-from trimaran.models.spec import LayerSpec, ModelSpec
-from trimaran.models.vlm_spec import VlmSpec
+from trimaran.models.spec import ModelSpec
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
@@ -18,16 +17,10 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 
 def module_names(spec: Spec) -> list[str]:
     """Return the name of every module of the network that `spec` describes."""
-    match spec:
-        case ModelSpec():
-            return _decoder(spec)
-        case VlmSpec():
-            return _vlm(spec)
-        case PerceptionSpec():
-            return perception_module_names(spec)
-
-
-def _vlm(spec: VlmSpec) -> list[str]:
+    if isinstance(spec, ModelSpec):
+        return _decoder(spec)
+    if isinstance(spec, PerceptionSpec):
+        return perception_module_names(spec)
     names = ["vision", "vision.stem", "vision.stem.patch_embed", "vision.layers", "projector", "language"]
     names += ["vision.stem.norm"] * spec.vision.ends.first_norm
     mlp = FEED_FORWARD if spec.vision.block.gated else FEED_FORWARD[1:]
@@ -46,14 +39,22 @@ def _vlm(spec: VlmSpec) -> list[str]:
 
 
 def _decoder(spec: ModelSpec) -> list[str]:
-    names = ["embed_tokens", "layers", "norm", "lm_head"]
+    names, attention = ["embed_tokens", "layers", "norm", "lm_head"], ATTENTION
+    if (latent := spec.block.attention.latent) is not None:
+        queries = ("q_a_proj", "q_a_layernorm", "q_b_proj") if latent.query_rank else ("q_proj",)
+        attention = (*queries, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
     for number in range(spec.num_blocks):
         layer = f"layers.{number}"
         if number >= spec.layers:
             names += [f"{layer}.{part}" for part in ("enorm", "hnorm", "eh_proj", "shared_head", "shared_head.norm")]
         names += [layer, *(f"{layer}.{norm}" for norm in norm_names(spec.block.norm)), f"{layer}.self_attn"]
-        names += [f"{layer}.self_attn.{part}" for part in _attention(spec)]
-        names += [f"{layer}.mlp", *(f"{layer}.mlp.{part}" for part in _feed_forward(spec.layer(number)))]
+        names += [f"{layer}.self_attn.{part}" for part in attention]
+        feed_forward = list(FEED_FORWARD)
+        if (experts := spec.layer(number).experts) is not None:
+            shared = ["shared_expert", *(f"shared_expert.{part}" for part in FEED_FORWARD)]
+            feed_forward = ["gate", "experts", *(shared if experts.shared_ffn else [])]
+            feed_forward += ["shared_expert_gate"] * experts.shared_gate
+        names += [f"{layer}.mlp", *(f"{layer}.mlp.{part}" for part in feed_forward)]
     return names
 
 
@@ -96,23 +97,18 @@ def _sizes(spec: Spec, name: str) -> tuple[int, int]:
     if part == "lm_head":
         return decoder.hidden, decoder.vocab
     if (latent := decoder.block.attention.latent) is not None and ".self_attn." in name:
-        return _latent_sizes(part, latent, decoder)
+        queries = decoder.heads * latent.head_dim
+        return {
+            "q_proj": (decoder.hidden, queries),
+            "q_a_proj": (decoder.hidden, latent.query_rank),
+            "q_b_proj": (latent.query_rank, queries),
+            "kv_a_proj_with_mqa": (decoder.hidden, latent.kv_rank + latent.rope_dim),
+            "kv_b_proj": (latent.kv_rank, decoder.heads * (latent.nope_dim + latent.value_dim)),
+            "o_proj": (decoder.heads * latent.value_dim, decoder.hidden),
+        }[part]
     experts = decoder.layer(int(name.split(".")[1])).experts
     widths = decoder.heads * decoder.head_dim, decoder.kv_heads * decoder.head_dim
     return _block_sizes(part, decoder.hidden, widths, experts.shared_ffn if experts else decoder.ffn)
-
-
-def _latent_sizes(part: str, latent: LatentSpec, spec: ModelSpec) -> tuple[int, int]:
-    """Return inputs and outputs of a linear layer of latent attention."""
-    queries, wide = spec.heads * latent.head_dim, spec.heads * (latent.nope_dim + latent.value_dim)
-    return {
-        "q_proj": (spec.hidden, queries),
-        "q_a_proj": (spec.hidden, latent.query_rank),
-        "q_b_proj": (latent.query_rank, queries),
-        "kv_a_proj_with_mqa": (spec.hidden, latent.kv_rank + latent.rope_dim),
-        "kv_b_proj": (latent.kv_rank, wide),
-        "o_proj": (spec.heads * latent.value_dim, spec.hidden),
-    }[part]
 
 
 def _block_sizes(part: str, hidden: int, widths: tuple[int, int], ffn: int) -> tuple[int, int]:
@@ -129,21 +125,3 @@ def refuse_unmatched(patterns: Iterable[str], names: Sequence[str]) -> None:
             raise UserError("P033", f"no module is called {pattern!r}{did_you_mean(pattern, names)}",
                             where="train.precision", fix="use the name of a module, such as "
                             f"{next(iter(names))}; a star stands for one part of it: layers.*.mlp")  # fmt: skip
-
-
-def _attention(spec: ModelSpec) -> tuple[str, ...]:
-    latent = spec.block.attention.latent
-    if latent is None:
-        return ATTENTION
-    queries = ("q_a_proj", "q_a_layernorm", "q_b_proj") if latent.query_rank else ("q_proj",)
-    return (*queries, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
-
-
-def _feed_forward(layer: LayerSpec) -> list[str]:
-    experts = layer.experts
-    if experts is None:
-        return list(FEED_FORWARD)
-    names = ["gate", "experts"]
-    if experts.shared_ffn:
-        names += ["shared_expert", *(f"shared_expert.{part}" for part in FEED_FORWARD)]
-    return names + ["shared_expert_gate"] * experts.shared_gate

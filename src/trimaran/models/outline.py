@@ -1,10 +1,10 @@
 """The planner's view of any network: towers of layers in forward order, with their shapes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from trimaran.core import Bytes, Flops, RowCost
 from trimaran.models.spec import ExpertSpec, ModelSpec, rows_per_rank
@@ -235,16 +235,18 @@ class TowerLayer(OutlineLayer):
         return self.own_operators
 
 
+def _own_fields(layer: OutlineLayer) -> dict[str, Any]:
+    return {each.name: getattr(layer, each.name) for each in fields(OutlineLayer)}
+
+
 def with_operators(layer: OutlineLayer, operators: LayerOperators) -> TowerLayer:
     """Return the layer with operators of its own."""
-    return TowerLayer(**{field.name: getattr(layer, field.name) for field in fields(OutlineLayer)},
-                      own_operators=operators)  # fmt: skip
+    return TowerLayer(**_own_fields(layer), own_operators=operators)
 
 
 def adapted(layer: OutlineLayer, adapter: LayerAdapter) -> AdaptedLayer:
     """Return the layer with adapters."""
-    return AdaptedLayer(**{field.name: getattr(layer, field.name) for field in fields(OutlineLayer)},
-                        layer_adapter=adapter, own_operators=layer.operators)  # fmt: skip
+    return AdaptedLayer(**_own_fields(layer), layer_adapter=adapter, own_operators=layer.operators)
 
 
 @lru_cache(maxsize=1024)
@@ -528,9 +530,17 @@ class Outline:
 
 def outline_of(spec: ModelSpec) -> Outline:
     """Return the outline of our decoder with the shape `spec`."""
+    runs: list[tuple[OutlineLayer, int]] = [(_layer_of(spec, 0), spec.layers)]
+    if not spec.is_uniform:
+        layers = (_layer_of(spec, number) for number in range(spec.layers))
+        runs = [(layer, len(list(run))) for layer, run in groupby(layers)]
+    if spec.prediction_layers:  # one more norm for each input, and one before the head
+        layer = _layer_of(spec, spec.layers)
+        own = _own_fields(layer) | {"extras": layer.extras + 3 * spec.hidden}
+        runs.append((LaterTokenLayer(**own), spec.prediction_layers))
     tower = Tower(
         name="language",
-        runs=(*(((_layer_of(spec, 0), spec.layers),) if spec.is_uniform else _runs_of(spec)), *_later_runs(spec)),
+        runs=tuple(runs),
         hidden=spec.hidden,
         vocab=spec.vocab,
         outputs=spec.vocab,
@@ -539,21 +549,6 @@ def outline_of(spec: ModelSpec) -> Outline:
         extras=spec.hidden,
     )
     return Outline(name=spec.name, towers=(tower,), max_seq_len=spec.max_seq_len)
-
-
-def _runs_of(spec: ModelSpec) -> tuple[tuple[OutlineLayer, int], ...]:
-    layers = (_layer_of(spec, number) for number in range(spec.layers))
-    return tuple((layer, len(list(run))) for layer, run in groupby(layers))
-
-
-def _later_runs(spec: ModelSpec) -> tuple[tuple[LaterTokenLayer, int], ...]:
-    """Return the layers that predict later tokens: one more norm for each input, and one before the head."""
-    if not spec.prediction_layers:
-        return ()
-    layer = _layer_of(spec, spec.layers)
-    layer = replace(layer, extras=layer.extras + 3 * spec.hidden)
-    own = LaterTokenLayer(**{field.name: getattr(layer, field.name) for field in fields(OutlineLayer)})
-    return ((own, spec.prediction_layers),)
 
 
 def _layer_of(spec: ModelSpec, number: int) -> OutlineLayer:

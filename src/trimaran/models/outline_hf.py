@@ -1,15 +1,14 @@
 """The outline of any Hugging Face config.json: decoders, vision transformers and vision-language models."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from trimaran.models.config_fields import Fields, bad_field, unknown_network
-from trimaran.models.hf_language import HEADS, LAYERS, Switch, language_tower, longest
+from trimaran.models.hf_language import HEADS, LAYERS, Switch, is_on, language_tower, longest
 from trimaran.models.outline import Outline, OutlineLayer, Tower
 from trimaran.models.validate_spec import MOST_LAYERS
-from trimaran.models.vlm_spec import DYNAMIC_SIZE, ImageLimits
+from trimaran.models.vlm_spec import DYNAMIC_SIZE, ImageLimits, feed_forward_of, num_tiles
 
 HIDDEN = ("embed_dim", "hidden_size")  # Qwen2-VL has both, and means the language's width by the second
 DEPTH = (*LAYERS, "depth")
@@ -145,9 +144,8 @@ def vision_tower(fields: Fields, traits: VisionTraits, view: View) -> Tower:
         gated, ffn = True, (ffn * 2 // 3 + 7) // 8 * 8
     matrices = 3 if gated else 2
     extras = hidden * (2 * (1 + traits.shifted) + 2 * traits.scaled + 2 * traits.wide_norms)
-    extras += 3 * hidden * _on(traits.qkv_bias, fields) + (hidden + ffn * (matrices - 1) + hidden) * _on(
-        traits.bias, fields
-    )
+    extras += 3 * hidden * is_on(traits.qkv_bias, fields)
+    extras += (hidden + ffn * (matrices - 1) + hidden) * is_on(traits.bias, fields)
     layer = OutlineLayer(
         hidden=hidden,
         heads=heads,
@@ -173,10 +171,6 @@ def _ffn(fields: Fields, hidden: int) -> int:
     if fields.has("mlp_ratio"):
         return int(hidden * fields.number("mlp_ratio"))
     return fields.size("intermediate_size")
-
-
-def _on(switch: Switch, fields: Fields) -> bool:
-    return fields.boolean(switch, default=False) if isinstance(switch, str) else switch
 
 
 def _runs(layer: OutlineLayer, fields: Fields, layers: int) -> tuple[tuple[OutlineLayer, int], ...]:
@@ -325,11 +319,8 @@ def _grid_of_tiles(vision: Fields, model: Fields, images: ImageLimits, tokens: i
 
 
 def _square_tiles(vision: Fields, model: Fields, images: ImageLimits, tokens: int) -> View:
-    """InternVL: as many tiles as cover at least half of the image's pixels, plus a thumbnail if there are several."""
     base = max(model.sides("force_image_size") if model.has("force_image_size") else vision.sides("image_size"))
-    most, side = model.size("max_dynamic_patch", default=MOST_TILES), images.size or base
-    across = max((k for k in range(1, math.isqrt(most) + 1) if 2 * side * side > k * k * base * base), default=1)
-    tiles = across * across + (across > 1)
+    tiles = num_tiles(model.size("max_dynamic_patch", default=MOST_TILES), images.size or base, base)
     return View(images.count * tiles, patches_of(vision, base), tokens)
 
 
@@ -339,20 +330,11 @@ def _any_size(vision: Fields, model: Fields, images: ImageLimits, tokens: int) -
     return View(images.count, patches_of(vision, images.size or DYNAMIC_SIZE, multiple=merge), tokens)
 
 
-def _feed_forward(weights: int, width: int, extras: int) -> OutlineLayer:
-    """Return a feed-forward with this many weights and input `width`; the remainder of two equal matmuls is extra."""
-    ffn = weights // (2 * width)
-    return OutlineLayer(
-        hidden=width, heads=0, kv_heads=0, head_dim=0, ffn=ffn, gated=False, causal=False,
-        extras=extras + weights - 2 * width * ffn,
-    )  # fmt: skip
-
-
 def _two_matmuls(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs, int, int]:
     layers = vision_width(vision) * max(1, len(model.numbers("vision_feature_layer")))
     bias = 2 * width * model.boolean("multimodal_projector_bias", default=True)
     whole = model.word("vision_feature_select_strategy", default="default") == "full"
-    return ((_feed_forward(width * (layers + width), width, bias), 1),), view.segment if whole else view.patches, 0
+    return ((feed_forward_of(width * (layers + width), width, bias), 1),), view.segment if whole else view.patches, 0
 
 
 def _two_products_and_newline(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs, int, int]:
@@ -366,16 +348,16 @@ def _shuffled(model: Fields, vision: Fields, width: int, view: View) -> tuple[Ru
     if not 0 < ratio <= 1:
         raise bad_field("downsample_ratio", f"{ratio} is not between 0 and 1", model.where)
     wide = vision_width(vision) * round(1 / ratio) ** 2
-    return ((_feed_forward(width * (wide + width), width, 2 * wide + 2 * width), 1),), int(view.patches * ratio**2), 0
+    return ((feed_forward_of(width * (wide + width), width, 2 * wide + 2 * width), 1),), int(view.patches * ratio**2), 0
 
 
 def _one_matmul(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs, int, int]:
     """Gemma 3 pools and normalises before its matmul; PaliGemma's has a bias and its own width."""
     wide = vision_width(vision)
     if model.word("model_type", default="") == "gemma3":
-        return ((_feed_forward(wide * width, width, wide), 1),), model.size("mm_tokens_per_image", default=256), 0
+        return ((feed_forward_of(wide * width, width, wide), 1),), model.size("mm_tokens_per_image", default=256), 0
     width = model.size("projection_dim", default=width)
-    return ((_feed_forward(wide * width, width, width), 1),), view.patches, 0
+    return ((feed_forward_of(wide * width, width, width), 1),), view.patches, 0
 
 
 def _merged_and_two_matmuls(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs, int, int]:
@@ -383,7 +365,7 @@ def _merged_and_two_matmuls(model: Fields, vision: Fields, width: int, view: Vie
     wide, merge = vision_width(vision), model.size("spatial_merge_size", default=2) ** 2
     bias = 2 * width * model.boolean("multimodal_projector_bias", default=False)
     weights = wide * wide * merge + width * (wide + width)
-    return ((_feed_forward(weights, width, wide + bias), 1),), view.patches // merge, 0
+    return ((feed_forward_of(weights, width, wide + bias), 1),), view.patches // merge, 0
 
 
 def _merger(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs, int, int]:
@@ -394,8 +376,8 @@ def _merger(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs
     weights, bias = merged * (merged + width), merged + width
     taps = len(vision.numbers("deepstack_visual_indexes"))
     runs = (
-        (_feed_forward(weights, merged, bias + shifted * wide), 1),
-        (_feed_forward(weights, merged, bias + 2 * merged), taps),
+        (feed_forward_of(weights, merged, bias + shifted * wide), 1),
+        (feed_forward_of(weights, merged, bias + 2 * merged), taps),
     )
     return tuple(run for run in runs if run[1]), view.patches // merge, 0
 

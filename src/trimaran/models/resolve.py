@@ -16,8 +16,7 @@ from trimaran.models.hub_names import repo_name
 from trimaran.models.model_presets import PRESETS, VLM_PRESETS
 from trimaran.models.outline import Outline, OutlineLayer, outline_of
 from trimaran.models.section_spec import MAX_CONFIG_BYTES, model_folder, preset_of, spec_of
-from trimaran.models.spec import ModelSpec
-from trimaran.models.vlm_spec import ImageLimits, VlmSpec, vlm_outline
+from trimaran.models.vlm_spec import ImageLimits, vlm_outline
 
 
 def outline_for(section: ModelSection, data: DataSection | None = None, points: ScenePoints | None = None) -> Outline:
@@ -27,8 +26,19 @@ def outline_for(section: ModelSection, data: DataSection | None = None, points: 
     if section.kind.is_plugin:
         return _family_outline_of(section.model_dump_json(), (data or DataSection()).seq_len)
     decoder = decoder_of(spec)
-    if section.kind.is_hf:
-        outline = _hf_outline(section, decoder, images)
+    if section.kind.is_hf and decoder is not None:
+        outline = outline_of(decoder)
+        main = outline.main  # transformers' code caches keys and values of all heads
+        runs = tuple(
+            (replace(block, latent=replace(block.latent, narrow_cache=False)), count)
+            if isinstance(block, OutlineLayer) and block.latent
+            else (block, count)
+            for block, count in main.runs
+        )
+        outline = replace(outline, towers=(replace(main, runs=runs),))
+    elif section.kind.is_hf:
+        assert section.path is not None, "a section of family hf without a path is refused"
+        outline = _outline_in(model_folder(section.path) / "config.json", images)
     else:
         assert spec is not None, "our own networks always have a spec"
         outline = spec_outline(spec, images, points)
@@ -42,7 +52,15 @@ def outline_for(section: ModelSection, data: DataSection | None = None, points: 
             raise UserError("M013", f"the images of a sample are {tokens} tokens, and its sequence has {data.seq_len}",
                             where="data.seq_len",
                             fix="raise data.seq_len, or lower data.images_per_sample or data.image_size")  # fmt: skip
-    outline = _frozen(outline, section.freeze)
+    names, towers = section.freeze, [tower.name for tower in outline.towers]
+    for name in names:
+        if name not in towers:
+            raise UserError("M012", f"there is no tower '{name}'{did_you_mean(name, towers)}", where="model.freeze",
+                            fix=f"its towers are {', '.join(towers)}")  # fmt: skip
+    if set(names) == set(towers):
+        raise UserError("M012", "every tower is frozen, and nothing is left to train", where="model.freeze",
+                        fix=f"leave out one of {', '.join(towers)}")  # fmt: skip
+    outline = replace(outline, towers=tuple(replace(tower, frozen=tower.name in names) for tower in outline.towers))
     return with_adapter(outline, section.adapter) if section.adapter else outline
 
 
@@ -87,44 +105,12 @@ def refuse_freezing(section: ModelSection) -> None:
                         "use `trimaran plan`")  # fmt: skip
 
 
-def _hf_outline(section: ModelSection, decoder: ModelSpec | None, images: ImageLimits) -> Outline:
-    """Return the outline of a Hugging Face model: by its spec if it is a decoder like ours, else by its config.json."""
-    if decoder is not None:
-        return _with_wide_cache(outline_of(decoder))
-    assert section.path is not None, "a section of family hf without a path is refused"
-    return _outline_in(model_folder(section.path) / "config.json", images)
-
-
 def _outline_in(file: Path, images: ImageLimits) -> Outline:
     from trimaran.models.outline_hf import outline_from_hf  # noqa: PLC0415
 
     config = read_json(file, limit_bytes=MAX_CONFIG_BYTES)
     name = repo_name(file.parent) if file.name == "config.json" else file.stem
     return outline_from_hf(config, where=str(file), name=name, images=images)
-
-
-def _with_wide_cache(outline: Outline) -> Outline:
-    """Return the outline of a decoder whose code is that of transformers: it caches keys and values of all heads."""
-
-    def wide(layer: OutlineLayer) -> OutlineLayer:
-        return replace(layer, latent=replace(layer.latent, narrow_cache=False)) if layer.latent else layer
-
-    runs = tuple(
-        (wide(block) if isinstance(block, OutlineLayer) else block, count) for block, count in outline.main.runs
-    )
-    return replace(outline, towers=(replace(outline.main, runs=runs),))
-
-
-def _frozen(outline: Outline, names: tuple[str, ...]) -> Outline:
-    towers = [tower.name for tower in outline.towers]
-    for name in names:
-        if name not in towers:
-            raise UserError("M012", f"there is no tower '{name}'{did_you_mean(name, towers)}", where="model.freeze",
-                            fix=f"its towers are {', '.join(towers)}")  # fmt: skip
-    if set(names) == set(towers):
-        raise UserError("M012", "every tower is frozen, and nothing is left to train", where="model.freeze",
-                        fix=f"leave out one of {', '.join(towers)}")  # fmt: skip
-    return replace(outline, towers=tuple(replace(tower, frozen=tower.name in names) for tower in outline.towers))
 
 
 def model_text(section: ModelSection, data: DataSection) -> str:
@@ -153,13 +139,9 @@ def recipe_image_rules(recipe: Recipe) -> ImageRules | None:
             raise UserError("M090", f"{spec.name} does not read two frames of a video as one image",
                             where="data.samples.temporal_patches",
                             fix="set it to false, or train a Qwen2-VL, Qwen2.5-VL or Qwen3-VL")  # fmt: skip
-        rules = replace(rules, frames=spec.vision.frames, time_positions=_time_positions(spec))
+        # Of a second of video; 0: one for each pair of frames; None: times are in the text (Qwen3-VL).
+        positions = spec.vision.ends.positions_per_second or (QWEN_25_RATE if spec.vision.window else 0)
+        time_positions = None if len(spec.sections) > 3 else positions
+        rules = replace(rules, frames=spec.vision.frames, time_positions=time_positions)
     most = samples.max_pixels or rules.max_pixels
     return replace(rules, min_pixels=min(samples.min_pixels or rules.min_pixels, most), max_pixels=most)
-
-
-def _time_positions(spec: VlmSpec) -> int | None:
-    """Return the time positions of a second of video; 0: one for each pair of frames; None: times are in the text."""
-    if len(spec.sections) > 3:  # Qwen3-VL
-        return None
-    return spec.vision.ends.positions_per_second or (QWEN_25_RATE if spec.vision.window else 0)

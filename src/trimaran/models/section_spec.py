@@ -37,7 +37,14 @@ def spec_of(section: ModelSection) -> Spec | None:
                         fix="remove model.shape, edit config.json, or use model.family=decoder")  # fmt: skip
     match section.family:
         case "decoder":
-            return _decoder_of(section)
+            if section.path is None:
+                decoder = reshaped(preset_of(section.preset or DEFAULT_PRESET), section.shape)
+            else:
+                folder = model_folder(section.path)
+                config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
+                decoder = _decoder_in(folder, config, section.shape)
+            wanted = section.multi_token_prediction
+            return decoder if wanted is None else _predicting(decoder, section, wanted)
         case "vlm":
             spec = vlm_of(section)
         case "perception":
@@ -51,16 +58,6 @@ def spec_of(section: ModelSection) -> Spec | None:
     if section.multi_token_prediction is not None:
         raise _no_prediction(f"the family {section.family} has no layers that predict later tokens")
     return spec
-
-
-def _decoder_of(section: ModelSection) -> ModelSpec:
-    if section.path is None:
-        spec = reshaped(preset_of(section.preset or DEFAULT_PRESET), section.shape)
-    else:
-        folder = model_folder(section.path)
-        spec = _decoder_in(folder, read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES), section.shape)
-    wanted = section.multi_token_prediction
-    return spec if wanted is None else _predicting(spec, section, wanted)
 
 
 def _decoder_in(folder: Path, config: Mapping[str, Any], shape: Mapping[str, Any]) -> ModelSpec:

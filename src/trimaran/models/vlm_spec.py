@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal
 
 from trimaran.core import ImageRules, RowSizes
@@ -285,14 +286,12 @@ class ImageLimits:
 
 def interleaved_sections(parts: tuple[int, ...], pairs: int) -> tuple[int, ...]:
     """Return Qwen3-VL's sections: time, row and column take turns, `parts` of each; time also has the rest."""
-    axes = [number % 3 if number < 3 * parts[number % 3] else 0 for number in range(pairs)]
+    axes = (number % 3 if number < 3 * parts[number % 3] else 0 for number in range(pairs))
     sections: list[int] = []
-    number = 0
-    while number < pairs:
-        first = number
-        while number < pairs and axes[number] == len(sections) % 3:
-            number += 1
-        sections.append(number - first)
+    for axis, run in groupby(axes):
+        while len(sections) % 3 != axis:  # an axis whose turn it is has none left
+            sections.append(0)
+        sections.append(len(list(run)))
     return tuple(sections)
 
 
@@ -304,22 +303,22 @@ QUICK_GELU_BYTES = 12
 
 def vlm_outline(spec: VlmSpec, images: ImageLimits) -> Outline:
     """Return the outline of `spec` for sequences with these images: vision, projector and language."""
-    num_tiles, patches = _view(spec, images)
+    tiles, patches = _view(spec, images)
     segment = patches + spec.vision.ends.class_token
-    language = outline_of(spec.language)
     vision = Tower(
         name="vision",
         runs=_runs(spec.vision),
         hidden=spec.vision.hidden,
         extras=spec.vision.outer_parameters,
-        positions=num_tiles * segment,
+        positions=tiles * segment,
         segment=segment,
     )
-    return Outline(
-        name=spec.name,
-        towers=(vision, _projector(spec, num_tiles * patches), *language.towers),
-        max_seq_len=spec.max_seq_len,
-    )
+    # Two matmuls, modelled as one feed-forward of its own width.
+    block = feed_forward_of(spec.projector_weights, spec.feature_width, spec.projector_extras)
+    positions = tiles * patches // spec.projector.merge**2
+    projector = Tower(name="projector", runs=((block, 1),), hidden=spec.hidden, positions=positions)
+    towers = (vision, projector, *outline_of(spec.language).towers)
+    return Outline(name=spec.name, towers=towers, max_seq_len=spec.max_seq_len)
 
 
 def with_row_sizes(outline: Outline, spec: VlmSpec, sizes: RowSizes) -> Outline:
@@ -342,12 +341,9 @@ def _view(spec: VlmSpec, images: ImageLimits) -> tuple[int, int]:
     """Return the number of tiles of a sequence's images, and the patches of each."""
     vision, cell = spec.vision, spec.vision.patch * spec.projector.merge
     if vision.variant == "tiled":
-        side = images.size or vision.tile
-        across = max(
-            (k for k in range(1, math.isqrt(spec.max_tiles) + 1) if 2 * side * side > k * k * vision.tile**2), default=1
-        )
-        thumbnail = across > 1 and vision.ends.thumbnail != "none"
-        return images.count * (across * across + thumbnail), vision.tile_side**2
+        has_thumbnail = vision.ends.thumbnail != "none"
+        tiles = num_tiles(spec.max_tiles, images.size or vision.tile, vision.tile, thumbnail=has_thumbnail)
+        return images.count * tiles, vision.tile_side**2
     side = images.size or min(DYNAMIC_SIZE, math.isqrt(spec.max_pixels))
     return images.count, (max(1, round(side / cell)) * spec.projector.merge) ** 2
 
@@ -373,28 +369,18 @@ def _runs(vision: VisionSpec) -> tuple[tuple[OutlineLayer, int], ...]:
     if not vision.window:
         return ((layer, vision.layers),)
     windowed = replace(layer, window=(vision.window // vision.patch) ** 2)
-    runs: list[tuple[OutlineLayer, int]] = []
-    for number in range(vision.layers):
-        each = layer if number in vision.full_layers else windowed
-        if runs and runs[-1][0] == each:
-            runs[-1] = each, runs[-1][1] + 1
-        else:
-            runs.append((each, 1))
-    return tuple(runs)
+    layers = (layer if number in vision.full_layers else windowed for number in range(vision.layers))
+    return tuple((each, len(list(run))) for each, run in groupby(layers))
 
 
-def _projector(spec: VlmSpec, patches: int) -> Tower:
-    """Return the projector: two matmuls, modelled as one feed-forward of its own width."""
-    width, weights = spec.feature_width, spec.projector_weights
-    ffn = weights // (2 * width)
-    block = OutlineLayer(
-        hidden=width,
-        heads=0,
-        kv_heads=0,
-        head_dim=0,
-        ffn=ffn,
-        gated=False,
-        causal=False,
-        extras=spec.projector_extras + weights - 2 * width * ffn,
-    )
-    return Tower(name="projector", runs=((block, 1),), hidden=spec.hidden, positions=patches // spec.projector.merge**2)
+def feed_forward_of(weights: int, width: int, extras: int) -> OutlineLayer:
+    """Return a feed-forward with this many weights and input `width`; the remainder of two equal matmuls is extra."""
+    ffn, rest = divmod(weights, 2 * width)
+    sizes = {"hidden": width, "heads": 0, "kv_heads": 0, "head_dim": 0, "ffn": ffn}
+    return OutlineLayer(**sizes, gated=False, causal=False, extras=extras + rest)
+
+
+def num_tiles(most: int, side: int, tile: int, *, thumbnail: bool = True) -> int:
+    """Return InternVL's tiles of an image: as many as cover at least half of its pixels, and a thumbnail of several."""
+    across = max((k for k in range(1, math.isqrt(most) + 1) if 2 * side * side > k * k * tile * tile), default=1)
+    return across * across + (thumbnail and across > 1)

@@ -117,13 +117,9 @@ class JobTerms:
     slow: SlowNodeTerms = SlowNodeTerms()
 
     @property
-    def failures_per_second(self) -> float:
-        return self.failure_scale * self.num_devices * sum(each.per_device_second for each in self.failures)
-
-    @property
     def mtbf(self) -> float:
         """Mean seconds between failures of the job; infinity if nothing fails."""
-        rate = self.failures_per_second
+        rate = self.failure_scale * self.num_devices * sum(each.per_device_second for each in self.failures)
         return 1 / rate if rate else math.inf
 
 
@@ -275,8 +271,11 @@ class _JobSimulation:
                 return
             self._end_segment(activity)
             self._outage.pop(0)
-            if not self._outage:
-                self._replace_nodes()
+            if not self._outage:  # spares take the place of the missing nodes
+                while self._repairs and self._repairs[0] <= self._now:
+                    heapq.heappop(self._repairs)
+                    self._spares += 1
+                self._spares, self._missing = self._spares - self._missing, 0
         while self._now < until:
             self._train(until)
 
@@ -311,7 +310,8 @@ class _JobSimulation:
             self._missing += 1
             heapq.heappush(self._repairs, now + interruption.repair)
         noticed = now + cause.detect_seconds
-        ready = max(noticed, self._nodes_ready())
+        lacking = self._missing - self._spares  # so many repairs are awaited
+        ready = max(noticed, heapq.nsmallest(lacking, self._repairs)[-1] if lacking > 0 else 0.0)
         restarted = ready + terms.restart + (terms.replace if self._missing else 0.0)
         self._outage = [("detect", noticed), ("wait for a node", ready), ("restart", restarted)]
 
@@ -322,17 +322,6 @@ class _JobSimulation:
         self._into = self._stall = 0.0
         self._done = self._last_save = to
         self._writing = 0.0, self._saved
-
-    def _nodes_ready(self) -> float:
-        """Return when there are spares for all missing nodes: now, or when enough repairs are done."""
-        lacking = self._missing - self._spares
-        return heapq.nsmallest(lacking, self._repairs)[-1] if lacking > 0 else 0.0
-
-    def _replace_nodes(self) -> None:
-        while self._repairs and self._repairs[0] <= self._now:
-            heapq.heappop(self._repairs)
-            self._spares += 1
-        self._spares, self._missing = self._spares - self._missing, 0
 
     def _train(self, until: float) -> None:
         """Train to the next checkpoint, to the next change of speed, or until the clock is there."""

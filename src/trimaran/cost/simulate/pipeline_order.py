@@ -50,8 +50,11 @@ def pipeline_order(schedule: Schedule, *, ranks: int, num_stages: int, micro_bat
         alternating = ((Pass("forward", 0, number), Pass("backward", 0, number)) for number in range(micro_batches))
         return Order((tuple(each for pair in alternating for each in pair),), (0,), posts_early=True)
     match schedule:
-        case "gpipe":
-            passes = [_gpipe(rank, micro_batches) for rank in range(ranks)]
+        case "gpipe":  # all forwards, then all backwards
+            kinds: tuple[Kind, ...] = ("forward", "backward")
+            passes = [
+                [Pass(kind, rank, number) for kind in kinds for number in range(micro_batches)] for rank in range(ranks)
+            ]
         case "1f1b":
             passes = [_one_forward_one_backward(rank, ranks, micro_batches) for rank in range(ranks)]
         case "interleaved":
@@ -60,12 +63,6 @@ def pipeline_order(schedule: Schedule, *, ranks: int, num_stages: int, micro_bat
         case "zero-bubble":
             passes = [_zero_bubble(rank, ranks, micro_batches) for rank in range(ranks)]
     return Order(tuple(map(tuple, passes)), rank_of_stage, posts_early=schedule in ("interleaved", "zero-bubble"))
-
-
-def _gpipe(rank: int, count: int) -> Iterator[Pass]:
-    """Yield all forwards, then all backwards."""
-    yield from (Pass("forward", rank, number) for number in range(count))
-    yield from (Pass("backward", rank, number) for number in range(count))
 
 
 def _one_forward_one_backward(rank: int, ranks: int, count: int) -> Iterator[Pass]:
@@ -127,19 +124,19 @@ def _zero_bubble(rank: int, ranks: int, count: int) -> Iterator[Pass]:
 def _zero_bubble_order(rank: int, ranks: int, count: int) -> Iterator[tuple[Kind, int]]:
     """Yield what ZB-V computes, and for which of the rank's two stages: 0 or 1."""
     warmup, turns = 2 * ranks - 1 - rank, ranks - rank
-    forward_0, forward_1 = _works(("forward", 0)), _works(("forward", 1))
-    backward_0 = _works(("input_grad", 0), ("weight_grad", 0))
-    backward_1 = _works(("input_grad", 1), ("weight_grad", 1))
+    forward_0: list[tuple[Kind, int]] = [("forward", 0)]
+    forward_1: list[tuple[Kind, int]] = [("forward", 1)]
+    input_0: list[tuple[Kind, int]] = [("input_grad", 0)]
+    input_1: list[tuple[Kind, int]] = [("input_grad", 1)]
+    weight_0: list[tuple[Kind, int]] = [("weight_grad", 0)]
+    weight_1: list[tuple[Kind, int]] = [("weight_grad", 1)]
+    backward_0, backward_1 = input_0 + weight_0, input_1 + weight_1
     yield from forward_0 * (warmup - rank)
     yield from (forward_1 + forward_0) * rank
     yield from (forward_1 + backward_1) * turns
     yield from (forward_0 + backward_0 + forward_1 + backward_1) * (count - warmup)
     yield from (backward_0 + forward_1 + backward_1) * (warmup - ranks)
-    yield from _works(("input_grad", 0), ("input_grad", 1)) * rank
+    yield from (input_0 + input_1) * rank
     yield from backward_0 * turns
-    yield from _works(("weight_grad", 1)) * rank
-    yield from _works(("weight_grad", 0)) * rank
-
-
-def _works(*works: tuple[Kind, int]) -> list[tuple[Kind, int]]:
-    return list(works)
+    yield from weight_1 * rank
+    yield from weight_0 * rank

@@ -165,7 +165,9 @@ def with_worth(simulation: Simulation, report: Report = lambda what, fraction: N
     Every variant meets the same failures, so that differences are those of the variant.
     """
     terms, done = simulation.terms, 0
-    spares = _spare_choices(terms.spares)
+    given = terms.spares  # and numbers around it, where the goodput bends
+    around = {0, 1, given // 2, 3 * given // 4, given - 2, given - 1, given, given + 1, given + 2}
+    spares = sorted(each for each in around if each >= 0)
     intervals = sorted({max(1, round(factor * terms.save.every)) for factor in INTERVAL_FACTORS})
     total = len(spares) + len(intervals)
 
@@ -233,12 +235,6 @@ def spares_needed(terms: JobTerms) -> int:
         term *= mean / number
         below += term
     return number
-
-
-def _spare_choices(spares: int) -> list[int]:
-    """Return numbers of spares around the given one, where the goodput bends."""
-    around = {0, 1, spares // 2, 3 * spares // 4, spares - 2, spares - 1, spares, spares + 1, spares + 2}
-    return sorted(each for each in around if each >= 0)
 
 
 def _error(values: list[float]) -> float:

@@ -160,14 +160,8 @@ class StageCost:
 
     def seconds(self, kind: str) -> float:
         """Return the time of a pass."""
-        match kind:
-            case "forward":
-                return self.forward
-            case "weight_grad":
-                return WEIGHT_GRAD_FRACTION * self.backward
-            case "input_grad":
-                return (1 - WEIGHT_GRAD_FRACTION) * self.backward
-        return self.backward
+        split = {"weight_grad": WEIGHT_GRAD_FRACTION, "input_grad": 1 - WEIGHT_GRAD_FRACTION}
+        return self.forward if kind == "forward" else split.get(kind, 1.0) * self.backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,12 +193,13 @@ def step_costs_of(job: Job, cluster: Cluster, plan: Plan, fabric: Fabric = FULL_
     order = pipeline_order(
         plan.pipeline.schedule, ranks=plan.mesh.pp, num_stages=plan.num_stages, micro_batches=plan.grad_accum
     )
-    stages = _pipeline_stages(job, shared, plan, time) if plan.mesh.pp > 1 else (_only_stage(plan, time),)
+    path = traffic_path_on(job, shared, plan)
+    stages = _pipeline_stages(job, shared, plan, time, path) if plan.mesh.pp > 1 else (_only_stage(plan, time),)
     return StepCosts(
         order=order,
         stages=stages,
         send=_sends(job, cluster, plan, order, demands),
-        overlap=traffic_path_on(job, shared, plan).overlap_fraction,
+        overlap=path.overlap_fraction,
         update=time.terms["optimizer"] + time.terms.get("offload", 0.0) + time.exposed.get(COPIES, 0.0),
         demands=demands,
     )
@@ -267,33 +262,35 @@ def _more_seconds(job: Job, cluster: Cluster, plan: Plan, time: StepTime) -> lis
     ]
 
 
-def _pipeline_stages(job: Job, cluster: Cluster, plan: Plan, time: StepTime) -> tuple[StageCost, ...]:
-    """Return the stages of a pipeline: each as if a rank of its own held it."""
-    path = traffic_path_on(job, cluster, plan)
+def _pipeline_stages(
+    job: Job, cluster: Cluster, plan: Plan, time: StepTime, path: TrafficPath
+) -> tuple[StageCost, ...]:
+    """Return the stages of a pipeline: each as if a rank of its own held it.
+
+    Once per step its data ranks gather weights before forward, and reduce gradients after backward.
+    """
     more, rounds = _more_seconds(job, cluster, plan, time), plan.num_stages // plan.mesh.pp
     slowed = sum(seconds for what, seconds in time.exposed.items() if what.startswith(DATA_TRAFFIC[2])) / rounds
     stages = []
     for stage in _stage_times(job, cluster, plan):
         waits = sum(seconds for what, seconds in stage.waits.items() if not what.startswith("between stages"))
         share = _forward_share(plan)
-        traffic = _data_traffic(job, plan, stage, path) if plan.mesh.data > 1 else {}
-        if traffic:
-            traffic["last_reduce"] += slowed
+        traffic = {}
+        if plan.mesh.data > 1:
+            units = (with_joined_units(job, plan, stage) if plan.sharding != "none" else stage).units
+            pairs = [(unit.count, *unit_seconds(path, unit, unit.sharding or plan.sharding)) for unit in units]
+            traffic = {
+                "gather": sum(count * gather for count, gather, _ in pairs),
+                "first_gather": pairs[0][1],
+                "reduce": sum(count * reduce for count, _, reduce in pairs),
+                "last_reduce": pairs[0][2] + slowed,
+            }
         stages.append(StageCost(
             forward=stage.forward + share * waits + more[0],
             backward=stage.backward + (1 - share) * waits + more[1],
             **traffic,
         ))  # fmt: skip
     return tuple(stages)
-
-
-def _data_traffic(job: Job, plan: Plan, stage: StageTime, path: TrafficPath) -> dict[str, float]:
-    """Return what the data ranks of a stage send once per step: weights before forward, gradients after backward."""
-    units = (with_joined_units(job, plan, stage) if plan.sharding != "none" else stage).units
-    pairs = [(unit.count, *unit_seconds(path, unit, unit.sharding or plan.sharding)) for unit in units]
-    gather, reduce = (sum(count * each[index] for count, *each in pairs) for index in (0, 1))
-    _, first_gather, last_reduce = pairs[0]
-    return {"gather": gather, "first_gather": first_gather, "reduce": reduce, "last_reduce": last_reduce}
 
 
 def _forward_share(plan: Plan) -> float:

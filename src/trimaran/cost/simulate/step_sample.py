@@ -35,17 +35,6 @@ class Transfers:
     reduce: tuple[float, ...]
 
 
-def transfers_of(step: SimulatedStep, num_stages: int) -> Transfers:
-    """Return how long the transfers of a simulated step took, on average."""
-    stages = range(num_stages)
-    return Transfers(
-        forward=tuple(step.mean_seconds("send", stage, "forward") for stage in stages),
-        backward=tuple(step.mean_seconds("send", stage, "backward") for stage in stages),
-        gather=tuple(step.mean_seconds("gather", stage, "weights") for stage in stages),
-        reduce=tuple(step.mean_seconds("reduce", stage, "gradients") for stage in stages),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample:
     """Seconds of simulated steps, in the order in which they were drawn."""
@@ -66,7 +55,13 @@ def sample_steps(costs: StepCosts, step: SimulatedStep, speeds: "NodeSpeeds", *,
     Transfers take their mean time under contention. What that mean misses is added: with equal nodes, every step takes
     as long as `step`.
     """
-    random, transfers = np.random.default_rng(seed), transfers_of(step, costs.order.num_stages)
+    random, stages = np.random.default_rng(seed), range(costs.order.num_stages)
+    transfers = Transfers(
+        forward=tuple(step.mean_seconds("send", stage, "forward") for stage in stages),
+        backward=tuple(step.mean_seconds("send", stage, "backward") for stage in stages),
+        gather=tuple(step.mean_seconds("gather", stage, "weights") for stage in stages),
+        reduce=tuple(step.mean_seconds("reduce", stage, "gradients") for stage in stages),
+    )
     per_round = max(1, MAX_ARRAY // speeds.num_replicas)
     rounds = [
         _step_seconds(costs, transfers, speeds.draw(random, min(per_round, count - start)))
@@ -157,7 +152,14 @@ def _pass_ends(costs: StepCosts, transfers: Transfers, factors: list[Array]) -> 
     free = [zero] * costs.ranks  # when each rank ended its previous pass
     mail, holding = _Mail(order, transfers), set[Message]()
     held: list[Message | None] = [None] * costs.ranks
-    first_weights, all_weights = _weight_times(costs, transfers)
+    # When the weights of each stage are there: of its first block, and all. A rank gathers stage by stage.
+    first_weights, all_weights, so_far = list[float](), list[float](), [0.0] * costs.ranks
+    for stage, cost in enumerate(costs.stages):
+        rank, gather = order.rank_of_stage[stage], transfers.gather[stage]
+        share = cost.first_gather / cost.gather if cost.gather else 0.0
+        first_weights.append(so_far[rank] + share * gather)
+        so_far[rank] += gather
+        all_weights.append(so_far[rank])
     for rank, work in run_order(order):
         start = free[rank]
         if needed := input_of(work, order.num_stages):
@@ -177,18 +179,6 @@ def _pass_ends(costs: StepCosts, transfers: Transfers, factors: list[Array]) -> 
                 held[rank] = message
                 holding.add(message)
     return ends
-
-
-def _weight_times(costs: StepCosts, transfers: Transfers) -> tuple[list[float], list[float]]:
-    """Return when the weights of each stage are there: of its first block, and all. A rank gathers stage by stage."""
-    first, complete, so_far = [], [], [0.0] * costs.ranks
-    for stage, cost in enumerate(costs.stages):
-        rank = costs.order.rank_of_stage[stage]
-        share = cost.first_gather / cost.gather if cost.gather else 0.0
-        first.append(so_far[rank] + share * transfers.gather[stage])
-        so_far[rank] += transfers.gather[stage]
-        complete.append(so_far[rank])
-    return first, complete
 
 
 def run_order(order: Order) -> list[tuple[int, Pass]]:

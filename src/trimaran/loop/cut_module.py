@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,12 +69,24 @@ class BlockList:
 
 def find_blocks(model: nn.Module, forward: Forward, batch: Any, rows: int) -> BlockList:
     """Return the blocks of a module. Raises UserError if it cannot be cut between them."""
-    name, stack = _largest_list(model)
-    trace, outputs = LayerTrace(), {}
+    lists = [
+        (name, each)
+        for name, each in model.named_modules()
+        if name and isinstance(each, nn.ModuleList | nn.Sequential) and len(each) > 1
+    ]
+    if not lists:
+        raise _uncuttable("the model has no nn.ModuleList or nn.Sequential of blocks")
+    name, stack = max(lists, key=lambda pair: sum(each.numel() for each in pair[1].parameters()))
+    trace, outputs = LayerTrace(), dict[str, tuple[torch.Size, torch.dtype]]()
+
+    def record(path: str, _: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.ndim:
+            outputs[path] = output.shape, output.dtype
+
     handles = [hook for number, layer in enumerate(stack.children()) for hook in record_layer(layer, number, trace)]
     for path, part in model.named_modules():
         if any(True for _ in part.parameters(recurse=False)) and not path.startswith(f"{name}."):
-            handles.append(part.register_forward_hook(_shape_recorder(path, outputs)))
+            handles.append(part.register_forward_hook(partial(record, path)))
     try:
         loss, _ = forward(batch)
     finally:
@@ -150,18 +163,6 @@ def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
     setattr(model.get_submodule(owner), leaf, new)
 
 
-def _largest_list(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return the list of blocks with the most parameters, and its name."""
-    lists = [
-        (name, each)
-        for name, each in model.named_modules()
-        if name and isinstance(each, nn.ModuleList | nn.Sequential) and len(each) > 1
-    ]
-    if not lists:
-        raise _uncuttable("the model has no nn.ModuleList or nn.Sequential of blocks")
-    return max(lists, key=lambda pair: sum(each.numel() for each in pair[1].parameters()))
-
-
 def _holders(
     model: nn.Module, owners: Mapping[int, str], parameters: set[str], called: frozenset[str] | None = None
 ) -> frozenset[str]:
@@ -177,14 +178,6 @@ def _holders(
     if called is not None and not found & called and found:
         raise _uncuttable(f"{min(found)} is used before the blocks without being called")
     return frozenset(found)
-
-
-def _shape_recorder(name: str, outputs: dict[str, tuple[torch.Size, torch.dtype]]) -> Any:
-    def record(_: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.ndim:
-            outputs[name] = output.shape, output.dtype
-
-    return record
 
 
 def _uncuttable(reason: str) -> UserError:

@@ -19,8 +19,7 @@ from torch._dynamo import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
 from trimaran.core import UserError
-from trimaran.parallel import gradient_norm
-from trimaran.parallel.comm.json_exchange import all_gather_int64
+from trimaran.parallel import all_gather_int64, gradient_norm
 
 BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # the last layers are ready first: their all-reduce starts early

@@ -80,7 +80,9 @@ class Loop(SavedLoop):
         self.optimizer, self.optimizers = optimizers[0], tuple(optimizers)
         self._copies: list[nn.Module] = []
         self._scaler = options.scaler if options.scaler is not None and options.scaler.is_enabled() else None
-        self._unit: Tensor | None = None  # see `_unit_of`
+        # The power of two that fp16 losses are divided by, so that their gradients are as small as a mean's: about the
+        # token count of the last step times the ranks; for the first step, that of its first backward.
+        self._unit: Tensor | None = None
         self._warned = self._warned_of_count = self._has_gradients = False
         self._num_backwards, self._last_count = 0, (0, -1)
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
@@ -234,7 +236,11 @@ class Loop(SavedLoop):
         if self._has_gradients and not self._any_gradient():
             self._forget()  # they were cleared since the last backward, as in SAM
         if not self._checks.num_backwards and self._any_gradient():
-            self._drop_foreign_gradients()
+            if len(self._context.set_syncs) == 1:
+                self._checks.found_foreign_gradients()
+            else:  # the backward of another loop left them, such as a generator's in its critic
+                for optimizer in self.optimizers:
+                    optimizer.zero_grad()
         count = self._count(loss, num_tokens, num_samples, reduction)
         loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a sum may exceed the range of fp16
         if reduction == "mean":
@@ -250,7 +256,11 @@ class Loop(SavedLoop):
             self._context.calls.note("loop.backward()")
         total = loss * self.world_size  # the reduction averages over ranks; this turns the average into a sum
         if self._scaler is not None:
-            total = self._scaler.scale(total / self._unit_of(count))
+            if self._unit is None:
+                first = torch.zeros((), dtype=torch.float64, device=self.device).add_(count)
+                dist.all_reduce(first)
+                self._unit = self._power_of_two(first)
+            total = self._scaler.scale(total / self._unit)
         with self._reduction.during_backward(is_last=self._context.is_synced):
             if total.requires_grad:
                 with explained_double_backward():
@@ -277,34 +287,21 @@ class Loop(SavedLoop):
         if is_read:
             check_reduction(loss, claimed=reduction, count=float(count))
         self._checks.before_backward(loss, count=float(count) if is_read else None, is_mean=reduction == "mean")
-        self._warn_of_double_count(count)
-        return count
-
-    def _unit_of(self, count: int | Tensor) -> Tensor:
-        """Return the power of two that fp16 losses are divided by, so that their gradients are as small as a mean's.
-
-        It is about the token count of the last step times the ranks; for the first step, that of its first backward.
-        """
-        if self._unit is None:
-            first = torch.zeros((), dtype=torch.float64, device=self.device).add_(count)
-            dist.all_reduce(first)
-            self._unit = self._power_of_two(first)
-        return self._unit
-
-    def _power_of_two(self, tokens: Tensor) -> Tensor:
-        return torch.exp2(torch.log2((tokens * self.world_size).clamp(min=1)).floor()).float()
-
-    def _warn_of_double_count(self, count: int | Tensor) -> None:
-        """Warn once if two losses of the same rows are each counted in full: the gradient is then half as large."""
+        # Two losses of the same rows that are each counted in full have half of the gradient.
         rows = self._context.num_dealt
         if rows and isinstance(count, int) and (rows, count) == self._last_count and not self._warned_of_count:
             self._warned_of_count = True
             warnings.warn(
                 f"backward was called twice for the same rows, each time with a count of {count}: the gradient is "
                 f"divided by {2 * count}. If both are losses of the same samples, add them and call backward once.",
-                stacklevel=4,
+                stacklevel=3,
             )
         self._last_count = rows, count if isinstance(count, int) else -1
+        return count
+
+    def _power_of_two(self, tokens: Tensor) -> Tensor:
+        """Return about the number of tokens of a step times the ranks."""
+        return torch.exp2(torch.log2((tokens * self.world_size).clamp(min=1)).floor()).float()
 
     def zero_grad(self) -> None:
         """Clear the gradients since the last step, and their counts: the next backward starts over."""
@@ -316,24 +313,6 @@ class Loop(SavedLoop):
         self._sums = torch.zeros_like(self._sums)
         self._last_count, self._has_gradients = (0, -1), False
         self._checks.forget()
-
-    def _drop_foreign_gradients(self) -> None:
-        """Clear gradients that the backward of another loop left in this model, such as a generator's in its critic."""
-        if len(self._context.set_syncs) == 1:
-            self._checks.found_foreign_gradients()
-            return
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def _trained(self) -> list[nn.Parameter]:
-        """Return the parameters of all optimizers. Raise UserError if they got some that are not the model's."""
-        parameters = parameters_of(self.optimizers)
-        for each in parameters:
-            if id(each) not in self._own:
-                raise UserError("P130", "an optimizer trains a parameter that the model did not have in prepare, of "
-                                f"shape {list(each.shape)}", where="loop.step()",
-                                fix="complete the model, then call prepare; freeze what is trained later")  # fmt: skip
-        return parameters
 
     def _any_gradient(self) -> bool:
         return any(each.grad is not None for each in parameters_of(self.optimizers))
@@ -355,7 +334,12 @@ class Loop(SavedLoop):
         dist.all_reduce(self._sums)
         total, tokens = self._sums[0], self._sums[1].masked_fill(self._sums[1] == 0, 1.0)
         divisor = tokens if self._unit is None else tokens / self._unit
-        parameters = self._trained()
+        parameters = parameters_of(self.optimizers)
+        for each in parameters:
+            if id(each) not in self._own:
+                raise UserError("P130", "an optimizer trains a parameter that the model did not have in prepare, of "
+                                f"shape {list(each.shape)}", where="loop.step()",
+                                fix="complete the model, then call prepare; freeze what is trained later")  # fmt: skip
         for each in parameters:
             if each.grad is not None:
                 each.grad.div_(divisor)

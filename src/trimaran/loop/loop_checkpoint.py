@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import SGD, Optimizer
 
-from trimaran.checkpoint.durable import DurableDisk
-from trimaran.checkpoint.manifest import Manifest
+from trimaran.checkpoint import DurableDisk, Manifest, remove_drafts
 from trimaran.checkpoint.rank_layout import barrier, exchange_rank_layout
 from trimaran.checkpoint.saver import Saver, SaveRequest, TorchStore
-from trimaran.checkpoint.step_dirs import remove_drafts
 from trimaran.core import CheckpointSection, Plan, UserError
 from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.loop.loop_context import LoopContext
+from trimaran.loop.loop_context import LoopContext, generator_states
 from trimaran.loop.loop_evaluation import write_weights
 from trimaran.loop.sharded_parts import copy_weights
 from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
@@ -142,11 +140,12 @@ class LoopState:
     """The checkpointed state of a loop: its models and optimizers, scalers, RNG states and objects of the user's own.
 
     See `checkpoint.tensor_shards.CheckpointState`. The names of the first model's tensors are its own, those of the
-    second begin with `model_2.`, and so on. Buffers are rank 0's, as in DDP.
+    second begin with `model_2.`, and so on. Buffers are rank 0's, as in DDP; if a model `is_split` over ranks, each
+    rank has those of its part.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._models: list[ModelState] = []
+    def __init__(self, device: torch.device, *, is_split: bool = False) -> None:
+        self._models, self._is_split = list[ModelState](), is_split
         self._copies, self._new_copies = list[CopyState](), list[CopyState]()
         self._rng = RngStates(device)
         self.others: Mapping[str, Any] = {}
@@ -155,17 +154,12 @@ class LoopState:
         """Add a model, before its first forward."""
         number = len(self._models) + 1
         named = model if number == 1 else nn.ModuleDict({f"model_{number}": model})
-        self._models.append(self._state_of_model(named, optimizers, scaler))
+        self._models.append(ModelState(named, optimizers, scaler, shares_buffers=not self._is_split))
 
     def add_copy(self, copy: nn.Module, model: nn.Module) -> None:
         """Add a copy of `model`, before its first forward."""
         number = len(self._copies) + 1
         self._copies.append(CopyState(nn.ModuleDict({f"copy_{number}": copy}), model))
-
-    def _state_of_model(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None
-    ) -> "ModelState":
-        return ModelState(model, optimizers, scaler)
 
     def shards(self) -> list[TensorShard]:
         return [shard for each in (*self._models, *self._copies) for shard in each.shards()]
@@ -209,7 +203,8 @@ class LoopState:
         restore_counters(progress, {"random": self._rng})
         for name, each in self.others.items():
             if name in saved:
-                _restore_state(each, from_json(json.loads(saved[name])))
+                restore = each.set_state if isinstance(each, torch.Generator) else each.load_state_dict
+                restore(from_json(json.loads(saved[name])))
             else:
                 log.warning("the checkpoint has no state of %s: it starts over", name)
 
@@ -217,13 +212,20 @@ class LoopState:
 class ModelState(TrainingState):
     """The state of one model, its optimizers with the settings of their parameter groups, and its scaler."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        *,
+        shares_buffers: bool,
+    ) -> None:
         counters: dict[str, Any] = {"optimizer": ParamGroupSettings(optimizers)}
         if scaler is not None:
             counters["scaler"] = ScalerState(scaler)
         super().__init__([model], optimizers[0], counters=counters, settings={})
         self._optimizer = OptimizerStates(optimizers, list(model.named_parameters()))
-        self._shared = [buffer for _, buffer in persistent_buffers(model)]
+        self._shared = [buffer for _, buffer in persistent_buffers(model)] if shares_buffers else []
 
     def gather(self) -> None:
         super().gather()
@@ -286,17 +288,6 @@ class OptimizerStates(OptimizerState):
             each.wait()
 
 
-class SplitState(LoopState):
-    """The state of a model that is split over ranks: each rank has the buffers of its part."""
-
-    def _state_of_model(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None
-    ) -> "ModelState":
-        state = ModelState(model, optimizers, scaler)
-        state._shared = []
-        return state
-
-
 class ScalerState:
     """The loss scale of a GradScaler, and for how many steps it has not changed."""
 
@@ -317,13 +308,6 @@ def _state_of(each: Any) -> Any:
                         where="loop.save(folder, step, ...)",
                         fix="pass objects with state_dict and load_state_dict, such as schedulers")  # fmt: skip
     return each.get_state() if isinstance(each, torch.Generator) else each.state_dict()
-
-
-def _restore_state(each: Any, state: Any) -> None:
-    if isinstance(each, torch.Generator):
-        each.set_state(state)
-    else:
-        each.load_state_dict(state)
 
 
 def to_json(value: Any) -> Any:
@@ -404,10 +388,8 @@ class RngStates:
         self._states: list[list[str]] = []
 
     def gather(self) -> None:
-        states = [torch.get_rng_state()]
-        if DEVICE_TRAITS[self._device.type].has_own_generator:
-            states.append(torch.cuda.get_rng_state(self._device))
-        self._states = all_gather_json([base64.b64encode(each.numpy().tobytes()).decode() for each in states])
+        states = [base64.b64encode(each.numpy().tobytes()).decode() for each in generator_states(self._device)]
+        self._states = all_gather_json(states)
 
     def state(self) -> dict[str, Any]:
         return {"ranks": self._states}

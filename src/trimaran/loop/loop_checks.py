@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import chain
 from itertools import count as counter
 from typing import Any
 
@@ -17,8 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from trimaran.core import UserError
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.loop.loop_context import LoopContext
+from trimaran.loop.loop_context import LoopContext, generator_states
 from trimaran.loop.loop_optimizers import parameters_of
 from trimaran.loop.loss_reduction import CHECK_OFF, accumulation_divisor, calling_line, check_divisor
 from trimaran.loop.row_dependence import Cause, mark_outputs, row_dependence
@@ -154,7 +154,7 @@ class LoopChecks:
         """Raise what any rank has found. Every rank must call it."""
         self._check_gradients()
         if self.is_first:
-            self._check_hooks()
+            self._warned_of_hooks = self._warned_of_hooks or warn_of_hooks(self._model)
         if not self.num_backwards and any(each.grad is not None for each in parameters_of(self._optimizers)):
             self._found = self._found or foreign_gradients()
         steps = self.num_backwards, self.num_backwards * self._context.world_size  # of all ranks, in one process
@@ -291,10 +291,6 @@ class LoopChecks:
                 f"batch_dim={1 - along} to loop.local_rows or micro_batches; if it is [rows, sequence], build the "
                 f"layer with batch_first={not along}. {CHECK_OFF}")  # fmt: skip
 
-    def _check_hooks(self) -> None:
-        if not self._warned_of_hooks:
-            self._warned_of_hooks = warn_of_hooks(self._model)
-
 
 def foreign_gradients() -> UserError:
     what = "gradients of this step do not come from loop.backward: they are not those of all ranks' rows"
@@ -345,10 +341,7 @@ def is_computed(value: Any) -> bool:
 
 def random_state(device: torch.device) -> bytes:
     """Return the states of torch's generators of the CPU and the device."""
-    states = [torch.get_rng_state()]
-    if DEVICE_TRAITS[device.type].has_own_generator:
-        states.append(torch.cuda.get_rng_state(device))
-    return b"".join(each.numpy().tobytes() for each in states)
+    return b"".join(each.numpy().tobytes() for each in generator_states(device))
 
 
 CHECK_EVERY = 100
@@ -360,7 +353,10 @@ def check_same_model(model: nn.Module) -> None:
     """Raise UserError on all ranks if they have built different models. Every rank must call it."""
     if dist.get_world_size() == 1:
         return
-    parts = [(name, list(each.shape), str(each.dtype), each.requires_grad) for name, each in _tensors_of(model)]
+    parts = [
+        (name, list(each.shape), str(each.dtype), each.requires_grad)
+        for name, each in chain(model.named_parameters(), model.named_buffers())
+    ]
     digest = int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), signed=True)
     digests = all_gather_int64(np.array([digest]))
     if (digests == digests[0]).all():
@@ -426,11 +422,6 @@ def _buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(module, AnyBatchNorm):
             for name, buffer in module.named_buffers(recurse=False):
                 yield f"{path}.{name}" if path else name, buffer
-
-
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _listed(names: Sequence[str]) -> str:

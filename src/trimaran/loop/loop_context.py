@@ -3,6 +3,7 @@
 import atexit
 import json
 import logging
+import random
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trimaran.core import UserError
+from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.parallel.comm.json_exchange import all_gather_int64
 from trimaran.train.process.rank_setup import TIMEOUT
 
@@ -64,7 +66,12 @@ class CallOrder:
             self._store.set(f"{key}/all", "")
         while not self._store.check([f"{key}/all"]):
             elapsed = time.monotonic() - started
-            self._refuse_other_calls(call, f"{key}/all", fix)
+            for rank, (number, other) in self._latest().items():
+                is_other = number > self._number or (number == self._number and other != call)
+                # A rank that was here may have gone on in the meantime.
+                if is_other and not self._store.check([f"{key}/all"]):
+                    instead = other if other == ENDED else f"made {other} in its place"
+                    raise self._error(call, f"rank {rank} {instead}", fix)
             if elapsed > WARN_SECONDS and not warned:
                 warned = True
                 log.warning("rank %d has waited %.0f s in %s for rank(s) %s: does every rank call it?", self.rank,
@@ -73,13 +80,6 @@ class CallOrder:
                 raise self._error(call, f"rank(s) {', '.join(map(str, self._missing()))} did not", fix)
             time.sleep(pause)
             pause = min(2 * pause, MAX_POLL_SECONDS)
-
-    def _refuse_other_calls(self, call: str, all_met: str, fix: str) -> None:
-        for rank, (number, other) in self._latest().items():
-            is_other = number > self._number or (number == self._number and other != call)
-            if is_other and not self._store.check([all_met]):  # a rank that was here may have gone on in the meantime
-                instead = other if other == ENDED else f"made {other} in its place"
-                raise self._error(call, f"rank {rank} {instead}", fix)
 
     def _error(self, call: str, others: str, fix: str) -> UserError:
         return UserError("P046", f"rank {self.rank} made {call}, which needs all ranks, but {others}",
@@ -91,10 +91,8 @@ class CallOrder:
         return {rank: tuple(json.loads(self._store.get(f"last/{rank}"))) for rank in others}
 
     def _missing(self) -> list[int]:
-        latest = self._latest()
-        return [
-            rank for rank in range(self.world_size) if rank != self.rank and latest.get(rank, (0, ""))[0] < self._number
-        ]
+        latest, others = self._latest(), (rank for rank in range(self.world_size) if rank != self.rank)
+        return [rank for rank in others if latest.get(rank, (0, ""))[0] < self._number]
 
     def _leave(self) -> None:
         try:
@@ -179,14 +177,46 @@ def _values(tensor: Tensor) -> bytes:
     if tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
         return b""
     rows = tensor.detach().reshape(len(tensor), -1) if tensor.ndim else tensor.detach().reshape(1, 1)
-    height, width = (_spread(size, most) for size, most in zip(rows.shape, (MAX_ROWS, MAX_COLUMNS), strict=True))
+    limits = zip(rows.shape, (MAX_ROWS, MAX_COLUMNS), strict=True)
+    height, width = (
+        torch.arange(size) if size <= most else torch.arange(most) * (size - 1) // (most - 1) for size, most in limits
+    )
     chosen = rows[height.to(rows.device)[:, None], width.to(rows.device)]
     return chosen.cpu().view(torch.uint8).numpy().tobytes()
 
 
-def _spread(size: int, most: int) -> Tensor:
-    """Return up to `most` numbers below `size`, evenly spaced."""
-    return torch.arange(size) if size <= most else torch.arange(most) * (size - 1) // (most - 1)
+def to_device(batch: Any, device: torch.device) -> Any:
+    return tree_map(lambda each: each.to(device, non_blocking=True) if isinstance(each, Tensor) else each, batch)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model in eval mode, and each of its modules back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Restore the states of torch's, NumPy's and Python's global CPU generators afterwards."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def generator_states(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's generators: of the CPU, and of the device if that has its own."""
+    own = [torch.cuda.get_rng_state(device)] if DEVICE_TRAITS[device.type].has_own_generator else []
+    return [torch.get_rng_state(), *own]
 
 
 ROW_STATE = ("is_padding", "any_padding", "is_evaluating", "local_batch", "local_rows", "min_local_rows",
@@ -243,7 +273,7 @@ class LoopContext:
         """Return a range of rows; if it is empty, the row `instead`, which is not counted."""
         self.is_padding = start >= stop
         rows = slice(instead, instead + 1) if self.is_padding else slice(start, stop)
-        taken = self.to_device(cut_rows(batch, rows, dim))
+        taken = to_device(cut_rows(batch, rows, dim), self.device)
         self.note_rows(taken, dim)
         return taken
 
@@ -254,15 +284,14 @@ class LoopContext:
         self.batch_dim, self.row_shapes = dim, shapes
         self.num_rows_here = sizes.pop() if len(sizes) == 1 else 0
 
-    def to_device(self, batch: Any) -> Any:
-        return tree_map(
-            lambda each: each.to(self.device, non_blocking=True) if isinstance(each, Tensor) else each, batch
-        )
-
     def check_same(self, batch: Any, *, num_rows: int, where: str) -> None:
         """Compare what all ranks should hold alike; see `BatchAgreement`."""
-        if self.world_size > 1:
-            _refuse_graph(batch, num_rows, where)
+        for leaf in tree_leaves(as_tree(batch)) if self.world_size > 1 else ():
+            if isinstance(leaf, Tensor) and leaf.layout is not torch.strided and leaf.shape == (num_rows, num_rows):
+                raise UserError("P040", f"this global batch has a sparse matrix of {num_rows} x {num_rows}, as of a "
+                                f"graph, and {num_rows} nodes: ranks cannot compute their rows alone", where=where,
+                                fix="train one graph on one process, or batches of subgraphs, each with its own "
+                                "matrix, through loop.uneven_batches")  # fmt: skip
         self._agreement.check(batch, num_rows=num_rows, step=self.num_steps, where=where)
 
     @contextmanager
@@ -330,34 +359,14 @@ def num_rows_of(batch: Any, where: str, *, dim: int = 0) -> int:
         what = f"tensors of {', '.join(map(str, sizes))} rows"
         fix = ("pass a tensor, or a tuple, list or dict of tensors, with the rows of the global batch as their first "
                "dimension")  # fmt: skip
-        if other := _common_dim(shapes):
-            fix = f"if the rows are dimension {other} of shapes {_listed(shapes)}, pass batch_dim={other}; else {fix}"
+        fewest = min((len(shape) for shape in shapes if len(shape) > 1), default=0)
+        same = (each for each in range(1, fewest) if len({shape[min(each, len(shape) - 1)] for shape in shapes}) == 1)
+        if other := next(same, None):
+            listed = ", ".join(str(list(shape)) for shape in shapes[:4])
+            fix = f"if the rows are dimension {other} of shapes {listed}, pass batch_dim={other}; else {fix}"
     else:
         what, fix = "no rows", "pass at least one row, as the first dimension of tensors"
     raise UserError("P040", f"this global batch has {what}", where=where, fix=fix)
-
-
-def _refuse_graph(batch: Any, num_rows: int, where: str) -> None:
-    """Raise UserError for the adjacency matrix of one graph: its nodes are no rows that ranks could share."""
-    for leaf in tree_leaves(as_tree(batch)):
-        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided and leaf.shape == (num_rows, num_rows):
-            raise UserError("P040", f"this global batch has a sparse matrix of {num_rows} x {num_rows}, as of a graph, "
-                            f"and {num_rows} nodes: ranks cannot compute their rows alone", where=where,
-                            fix="train one graph on one process, or batches of subgraphs, each with its own matrix, "
-                            "through loop.uneven_batches")  # fmt: skip
-
-
-def _common_dim(shapes: list[tuple[int, ...]]) -> int | None:
-    """Return the first dimension but 0 in which all of the tensors have the same size."""
-    fewest = min((len(shape) for shape in shapes if len(shape) > 1), default=0)
-    for dim in range(1, fewest):
-        if len({shape[min(dim, len(shape) - 1)] for shape in shapes}) == 1:
-            return dim
-    return None
-
-
-def _listed(shapes: list[tuple[int, ...]]) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes[:4])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,12 @@
 """What a script would do on its main rank alone, done by all ranks: evaluate, collect and write the weights."""
 
 import os
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -16,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from trimaran.core import UserError
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.loop.loop_context import LoopContext, as_tree, num_rows_of
+from trimaran.loop.loop_context import LoopContext, as_tree, eval_mode, generator_states, kept_generators, num_rows_of
 from trimaran.loop.loop_loader import LoopLoader
 from trimaran.nets.local_shards import gathered
 from trimaran.parallel.comm.json_exchange import broadcast_json
@@ -32,7 +29,13 @@ def evaluate(context: LoopContext, model: nn.Module, measure: Callable[..., Any]
     sums: list[Tensor] = []
     layout = None
     with context.evaluating(), _evaluation_mode(model, context):
-        for rows in _own_rows(context, batches):
+        is_dealt = isinstance(batches, LoopLoader)  # yields only this rank's rows
+        for batch in batches:
+            rows = batch
+            if not is_dealt:
+                num_rows = num_rows_of(batch, WHERE)
+                context.check_same(batch, num_rows=num_rows, where=WHERE)
+                rows = context.rows_of(as_tree(batch), 0, num_rows)
             values, layout = tree_flatten(measure(rows))
             values = [torch.as_tensor(each, device=context.device).detach().double() for each in values]
             if any(each.numel() != 1 for each in values):
@@ -49,36 +52,18 @@ def evaluate(context: LoopContext, model: nn.Module, measure: Callable[..., Any]
     return tree_unflatten(totals.tolist(), layout)
 
 
-def _own_rows(context: LoopContext, batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield this rank's rows of each batch; a loader yields only those."""
-    if isinstance(batches, LoopLoader):
-        yield from batches
-        return
-    for batch in batches:
-        num_rows = num_rows_of(batch, WHERE)
-        context.check_same(batch, num_rows=num_rows, where=WHERE)
-        yield context.rows_of(as_tree(batch), 0, num_rows)
-
-
 @contextmanager
 def _evaluation_mode(model: nn.Module, context: LoopContext) -> Iterator[None]:
     """Switch the model to eval mode, with rank 0's buffers. Random generators continue afterwards as if unused."""
     for _, buffer in persistent_buffers(model):
         dist.broadcast(buffer, src=0)
-    modes = [(module, module.training) for module in model.modules()]
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    cuda = torch.cuda.get_rng_state(context.device) if DEVICE_TRAITS[context.device.type].has_own_generator else None
-    model.eval()
+    _, *of_device = generator_states(context.device)
     try:
-        yield
+        with kept_generators(), eval_mode(model):
+            yield
     finally:
-        for module, mode in modes:
-            module.training = mode
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, context.device)
+        for state in of_device:
+            torch.cuda.set_rng_state(state, context.device)
 
 
 @torch.no_grad()

@@ -5,7 +5,8 @@ import json
 import random
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import nullcontext
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -13,13 +14,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from trimaran.core import UserError
 from trimaran.data.feed import positions
-from trimaran.loop.loop_context import CAUSES, LoopContext, digest, part_of
+from trimaran.loop.loop_context import CAUSES, LoopContext, digest, kept_generators, part_of, to_device
 from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
 from trimaran.train.agreement import FlagAllReduce
 
@@ -72,9 +73,9 @@ class LoopLoader:
         self._places.plan = (self._place(batch) for batch in self._order.batches(self._seed, start))
         iterator = iter(self._loader)
         for batch in self._order.batches(self._seed, start):
-            with _kept_generators(self._loader.num_workers == 0):
+            with nullcontext() if self._loader.num_workers else kept_generators():
                 rows = next(iterator)
-            self._position = self._position.after(batch)
+            self._position = EpochPosition(self.epoch, self._position.num_samples + len(batch))
             self._deal(rows, batch)
             yield self._context.local_batch
         is_stepped = self._stepped is self._position
@@ -109,7 +110,7 @@ class LoopLoader:
         context.local_rows = shares[context.rank]
         context.min_local_rows, context.max_local_rows = min(shares), max(shares)
         context.is_padding, context.any_padding = not context.local_rows, not min(shares)
-        context.local_batch, context.loader_dim = context.to_device(rows), self.batch_dim
+        context.local_batch, context.loader_dim = to_device(rows, context.device), self.batch_dim
         context.note_rows(context.local_batch, self.batch_dim)
         if not context.is_evaluating:
             context.set_sync(True)
@@ -124,7 +125,7 @@ class LoopLoader:
             return
         chosen = sorted({0, len(self.dataset) - 1})[:NUM_COMPARED] if len(self.dataset) else []
         samples = SeededSamples(self.dataset)
-        with _kept_generators(True):
+        with kept_generators():
             loads = [[digest(samples[self._seed, index]) for index in chosen] for _ in range(2)]
         rows = all_gather_json([len(self.dataset), loads[0] if loads[0] == loads[1] else None])
         if any(each[0] != rows[0][0] for each in rows):
@@ -137,14 +138,12 @@ class LoopLoader:
         raise UserError("P045", f"ranks read different datasets: {what}", where=WHERE, fix=CAUSES)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class EpochPosition:
     """How many samples of an epoch have been dealt."""
 
-    def __init__(self, epoch: int, num_samples: int = 0) -> None:
-        self.epoch, self.num_samples = epoch, num_samples
-
-    def after(self, batch: np.ndarray) -> "EpochPosition":
-        return EpochPosition(self.epoch, self.num_samples + len(batch))
+    epoch: int
+    num_samples: int = 0
 
 
 class RankPlaces(BatchSampler):
@@ -221,13 +220,17 @@ class SamplerOrder:
             self._restored = None
             self._states = self._generator_states()
             self._drawn = position.epoch, self._draw(seed, position.epoch)
-        return _after(self._drawn[1], position.num_samples)
+        left, num_samples = [], position.num_samples
+        for batch in self._drawn[1]:  # the batch size may have changed since the first samples were dealt
+            left.append(batch[num_samples:])
+            num_samples = max(0, num_samples - len(batch))
+        return [batch for batch in left if len(batch)]
 
     def _draw(self, seed: int, epoch: int) -> list[np.ndarray]:
         for each in (self._source.sampler, self._source.batch_sampler):
             if hasattr(each, "set_epoch"):
                 each.set_epoch(epoch)
-        with _kept_generators(True):
+        with kept_generators():
             if not self._generators:
                 _seed_generators(_sample_seed(seed, epoch, -1))
             return list(self._indices)
@@ -284,15 +287,6 @@ def _order_of(source: DataLoader) -> ShuffledOrder | SamplerOrder:
     return SamplerOrder(source)
 
 
-def _after(batches: list[np.ndarray], num_samples: int) -> list[np.ndarray]:
-    """Return the batches without their first samples: the batch size may have changed since they were dealt."""
-    left = []
-    for batch in batches:
-        left.append(batch[num_samples:])
-        num_samples = max(0, num_samples - len(batch))
-    return [batch for batch in left if len(batch)]
-
-
 def _sample_seed(seed: int, epoch: int, index: int) -> int:
     hashed = blake2b(struct.pack("<Qqq", seed % 2**64, epoch, index), digest_size=8)
     return struct.unpack("<Q", hashed.digest())[0] >> 1
@@ -304,27 +298,10 @@ def _seed_generators(seed: int) -> None:
     torch.random.default_generator.manual_seed(seed)
 
 
-@contextmanager
-def _kept_generators(keep: bool) -> Iterator[None]:
-    """Restore the states of torch's, NumPy's and Python's global CPU generators afterwards."""
-    if not keep:
-        yield
-        return
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-
-
 NO_BATCH: Any = object()
 
 
-def uneven_batches(
-    batches: Iterable[Any], device: torch.device, set_counted: Callable[[bool], None]
-) -> Iterator[Any]:  # fmt: skip
+def uneven_batches(batches: Iterable[Any], device: torch.device, set_counted: Callable[[bool], None]) -> Iterator[Any]:
     """Yield this rank's batches on `device`, then its last one again until every rank has run out.
 
     Before each batch, `set_counted` gets whether it counts: a repeated one does not. The all-reduce that asks whether
@@ -340,7 +317,7 @@ def uneven_batches(
             set_counted(batch is not NO_BATCH)
             following = next(source, NO_BATCH) if batch is not NO_BATCH else NO_BATCH
             more = FlagAllReduce(following is not NO_BATCH)
-            yield tree_map(lambda each: each.to(device, non_blocking=True) if isinstance(each, Tensor) else each, last)
+            yield to_device(last, device)
             if not more.wait():
                 return
             batch, last = following, last if following is NO_BATCH else following

@@ -29,9 +29,15 @@ def checked_optimizers(
     seen: dict[int, str] = {}
     for optimizer in found:
         kind = type(optimizer).__name__
-        for number, parameter, group in _numbered(optimizer):
+        groups = enumerate(group["params"] for group in optimizer.param_groups)
+        for group, number, parameter in ((group, *each) for group, some in groups for each in enumerate(some)):
             if id(parameter) not in names:
-                raise _foreign(kind, group, number, parameter)
+                raise UserError("P130", f"{kind} trains a parameter that the model does not have: number {number} of "
+                                f"group {group}, of shape {list(parameter.shape)}", where=WHERE,
+                                fix="put all modules that are trained in one: both = nn.ModuleDict({'model': model, "
+                                "'head': head}), prepare(both, optimizer), and call model and head as before; a single "
+                                "nn.Parameter belongs into an nn.ParameterDict there; build the optimizer after the "
+                                "model is complete")  # fmt: skip
             if id(parameter) in seen:
                 raise UserError("P131", f"{names[id(parameter)]} is trained twice, by {seen[id(parameter)]} and by "
                                 f"{kind}", where=WHERE, fix="give each parameter to one optimizer")  # fmt: skip
@@ -79,16 +85,3 @@ def _check_kind(optimizer: Optimizer, *, is_sharded: bool) -> None:
                         "only a shard of it", where="prepare(sharding=...)",
                         fix="use sharding='none', or an optimizer whose states have the shape of their parameters, "
                         "such as AdamW or SGD")  # fmt: skip
-
-
-def _numbered(optimizer: Optimizer) -> Iterator[tuple[int, nn.Parameter, int]]:
-    for number, group in enumerate(optimizer.param_groups):
-        yield from ((position, each, number) for position, each in enumerate(group["params"]))
-
-
-def _foreign(kind: str, group: int, number: int, parameter: nn.Parameter) -> UserError:
-    return UserError("P130", f"{kind} trains a parameter that the model does not have: number {number} of group {group}"
-                     f", of shape {list(parameter.shape)}", where=WHERE, fix="put all modules that are trained in one: "
-                     "both = nn.ModuleDict({'model': model, 'head': head}), prepare(both, optimizer), and call model "
-                     "and head as before; a single nn.Parameter belongs into an nn.ParameterDict there; build the "
-                     "optimizer after the model is complete")  # fmt: skip

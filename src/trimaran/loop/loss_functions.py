@@ -10,8 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from trimaran.core import UserError
-from trimaran.parallel.axes.fsdp import parameter_groups
-from trimaran.parallel.comm.json_exchange import all_gather_json
+from trimaran.parallel import all_gather_json, parameter_groups
 
 WHERE = "loop.gather(x)"
 

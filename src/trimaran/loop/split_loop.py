@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_map
 from trimaran.checkpoint.convert.export_hf import all_tensors
 from trimaran.core import AXES, Plan, UserError
 from trimaran.loop.cut_module import BlockList, Forward, StageEnd, cut_module, find_blocks
-from trimaran.loop.loop_checkpoint import SavedLoop, SplitState
-from trimaran.loop.loop_context import LoopContext, StepResult, as_tree, has_rows, num_rows_of
+from trimaran.loop.loop_checkpoint import LoopState, SavedLoop
+from trimaran.loop.loop_context import LoopContext, StepResult, as_tree, eval_mode, has_rows, num_rows_of, to_device
+from trimaran.loop.loop_optimizers import replace_parameters
 from trimaran.nets import Network
 from trimaran.nets.absent_modules import StageStream
 from trimaran.nets.local_shards import gathered
-from trimaran.parallel import RankMesh, build_mesh, gradient_norm
+from trimaran.parallel import RankMesh, all_gather_json, build_mesh, gradient_norm
 from trimaran.parallel.axes.pp import TimedStage, build_schedule, split_blocks
 from trimaran.parallel.axes.sharded_layers import ForeignColumns, ForeignRows, is_conv1d
-from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.parallel.mesh import map_stages
 from trimaran.parallel.tensor_sums import local_gradient
 
@@ -45,7 +45,7 @@ class SplitLoop(SavedLoop):
         self, model: nn.Module, optimizer: Optimizer, plan: Plan, ranks: RankMesh, forward: Forward,
         blocks: BlockList | None,
     ) -> None:  # fmt: skip
-        super().__init__(plan, LoopContext(ranks.device), SplitState(ranks.device))
+        super().__init__(plan, LoopContext(ranks.device), LoopState(ranks.device, is_split=True))
         self.model, self.optimizer, self._rows = model, optimizer, [0]
         self._ranks, self._forward, self._blocks = ranks, forward, blocks
         self._context.rank, self._context.world_size = ranks.data_rank, ranks.degrees.dp
@@ -86,22 +86,22 @@ class SplitLoop(SavedLoop):
                 self._last(rows).backward()
         else:
             numbers = torch.arange(len(self._batches))
-            schedule = build_schedule(self.plan, [self._stage()])
+            (number,), stream = self._stages.here, self._empty_stream()
+            stage = TimedStage(self.model, number, self._stages, streams=(stream, stream), compute=self._compute,
+                               timer=lambda _: contextlib.nullcontext())  # fmt: skip
+            schedule = build_schedule(self.plan, [stage])
             schedule.step(number=numbers, target=numbers, return_outputs=False)
         self._reduce_gradients()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> float:
         """Return the mean loss over all `batches`, which are global ones, the same on every rank."""
-        before, modes = self._sums, [(each, each.training) for each in self.model.modules()]
-        self._sums = torch.zeros_like(self._sums)
-        self.model.eval()
-        for batch in batches:
-            self._deal(batch)
-            for number in range(len(self._batches)):
-                self._forward_only(number)
-        for module, mode in modes:
-            module.training = mode
+        before, self._sums = self._sums, torch.zeros_like(self._sums)
+        with eval_mode(self.model):
+            for batch in batches:
+                self._deal(batch)
+                for number in range(len(self._batches)):
+                    self._forward_only(number)
         totals, self._sums = self._sums, before
         dist.all_reduce(totals)
         return float(totals[0] / totals[1].clamp(min=1))
@@ -141,18 +141,9 @@ class SplitLoop(SavedLoop):
                             f"{count} for each of {self.plan.mesh.dp} replicas", where=WHERE,
                             fix=f"pass a multiple of {parts} rows, or set grad_accum in the plan")  # fmt: skip
         self._context.check_same(batch, num_rows=num_rows, where=WHERE)
-        size, tree = num_rows // parts, as_tree(batch)
+        self._rows[0] = size = num_rows // parts
         starts = [(self._ranks.data_rank * count + number) * size for number in range(count)]
-        take = self._context.to_device
-        self._batches = [take(tree_map(lambda each, at=at: each[at : at + size] if has_rows(each) else each, tree))
-                         for at in starts]  # fmt: skip
-        self._rows[0] = size
-
-    def _stage(self) -> TimedStage:
-        (number,) = self._stages.here
-        stream = self._empty_stream()
-        return TimedStage(self.model, number, self._stages, streams=(stream, stream), compute=self._compute,
-                          timer=lambda _: contextlib.nullcontext())  # fmt: skip
+        self._batches = [to_device(rows_of_batch(batch, at, at + size), self.device) for at in starts]
 
     def _empty_stream(self) -> Tensor:
         assert self._blocks is not None
@@ -201,25 +192,26 @@ class SplitLoop(SavedLoop):
         """Sum gradients over the replicas, and those of tied parameters over the first and the last stage."""
         named = dict(self.model.named_parameters())
         tied = sorted(self._blocks.tied) if self._blocks is not None and self.plan.mesh.pp > 1 else []
-        for name in tied:
-            each = named.get(name)
-            if each is not None and each.grad is None:
+        for each in (named[name] for name in tied if name in named):
+            if each.grad is None:
                 each.grad = torch.zeros_like(each)
         ends = (0, self._stages.last)
         for name in tied if self._stages.here[0] in ends else ():
-            self._sum_with_peer(local_gradient(named[name]), self._stages.last - self._stages.here[0])
+            mine, peer, group = (
+                local_gradient(named[name]),
+                self._stages.last - self._stages.here[0],
+                self._stages.group,
+            )
+            theirs = torch.empty_like(mine)
+            exchange = [dist.P2POp(dist.isend, mine, group=group, group_peer=peer),
+                        dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer)]  # fmt: skip
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+            mine.add_(theirs)
         if self.plan.mesh.dp > 1:
             for each in named.values():
                 if each.grad is not None:
                     dist.all_reduce(local_gradient(each), group=self._ranks.data.get_group())
-
-    def _sum_with_peer(self, mine: Tensor, peer: int) -> None:
-        theirs, group = torch.empty_like(mine), self._stages.group
-        exchange = [dist.P2POp(dist.isend, mine, group=group, group_peer=peer),
-                    dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer)]  # fmt: skip
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
-        mine.add_(theirs)
 
     @property
     def _copied(self) -> frozenset[str]:
@@ -243,9 +235,8 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def rows_of_batch(batch: Any, count: int) -> Any:
-    """Return the first `count` rows of a batch."""
-    return tree_map(lambda each: each[:count] if has_rows(each) else each, as_tree(batch))
+def rows_of_batch(batch: Any, start: int, stop: int) -> Any:
+    return tree_map(lambda each: each[start:stop] if has_rows(each) else each, as_tree(batch))
 
 
 PLAN_WHERE = "prepare(plan=...)"
@@ -362,18 +353,20 @@ def prepare_split(
     if found < wanted:
         raise UserError("P103", f"the example has {found} rows, and the plan {wanted} micro-batches",
                         where="prepare(example=...)", fix=f"pass a batch of at least {wanted} rows")  # fmt: skip
-    rows = rows_of_batch(example, wanted)
-    with _evaluated(model):
+    rows = rows_of_batch(example, 0, wanted)
+    with eval_mode(model):
         whole = _alone(model, forward, rows, plan, device)
-        traced = _to(rows_of_batch(rows, TRACED_ROWS), device)
+        traced = to_device(rows_of_batch(rows, 0, TRACED_ROWS), device)
         blocks = find_blocks(model, forward, traced, TRACED_ROWS) if plan.mesh.pp > 1 else None
     ranks = build_mesh(plan.mesh, device_type=device.type)
     if tensor:
         names = {id(each): name for name, each in model.named_parameters()}
         apply_tensor_plan(model, tensor, ranks.axes["tp"])
-        _replace(optimizer, names, dict(model.named_parameters()))
+        replace_parameters([optimizer], names, dict(model.named_parameters()))
+        for group in optimizer.param_groups:  # torch's loops over several tensors take no mixture of slices and whole
+            group.update({name: value for name, value in (("foreach", False), ("fused", None)) if name in group})
     loop = SplitLoop(model, optimizer, plan, ranks, forward, blocks)
-    with _evaluated(model):
+    with eval_mode(model):
         _refuse_difference(whole, _split(loop, rows))
     return loop
 
@@ -383,7 +376,7 @@ def _alone(model: nn.Module, forward: Forward, rows: Any, plan: Plan, device: to
     computed = Computed()
     with _recorded(model, computed.outputs):
         for number in range(plan.mesh.dp * plan.grad_accum):
-            loss, _ = forward(_to(_row(rows, number), device))
+            loss, _ = forward(to_device(rows_of_batch(rows, number, number + 1), device))
             loss.backward()
             computed.loss += float(loss.detach())
     computed.gradients = gradients_of(model)
@@ -434,8 +427,7 @@ def _refuse_difference(whole: Computed, split: Computed) -> None:
 
 
 def _differs(expected: Tensor, found: Tensor) -> bool:
-    scale = expected.norm().clamp(min=1e-6)
-    return bool((found - expected).norm() > TOLERANCE * scale + 1e-6)
+    return bool((found - expected).norm() > TOLERANCE * expected.norm().clamp(min=1e-6) + 1e-6)
 
 
 @contextmanager
@@ -456,30 +448,3 @@ def _recorded(model: nn.Module, outputs: dict[str, tuple[tuple[int, ...], float]
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode, without dropout, and back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def _row(batch: Any, number: int) -> Any:
-    return tree_map(lambda each: each[number : number + 1] if isinstance(each, Tensor) and each.ndim else each, batch)
-
-
-def _to(batch: Any, device: torch.device) -> Any:
-    return tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, batch)
-
-
-def _replace(optimizer: Optimizer, names: Mapping[int, str], split: Mapping[str, nn.Parameter]) -> None:
-    """Give the optimizer the slices. torch's loops over several tensors take no mixture of slices and whole ones."""
-    for group in optimizer.param_groups:
-        group["params"] = [split[names[id(each)]] for each in group["params"]]
-        group.update({"foreach": False} if "foreach" in group else {}, **({"fused": None} if "fused" in group else {}))

@@ -186,10 +186,6 @@ def _written_phi3(spec: ModelSpec) -> dict[str, Any]:
     return {"sliding_window": spec.layer(0).window} | original
 
 
-def _phi3_parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
-    return packed_heads(name, shape, spec) or packed_feed_forward(name, shape) or plain_parts(name, shape, spec)
-
-
 PHI3 = Family(
     architecture="Phi3ForCausalLM",
     positions=4096,
@@ -198,7 +194,7 @@ PHI3 = Family(
     norm=("rms_norm_eps", 1e-5),
     write=_written_phi3,
     lacks=partial(rope_lacks, partial=True, kinds=("default", *LONGROPE)),
-    parts=_phi3_parts,
+    parts=lambda name, shape, spec: packed_heads(name, shape, spec) or _glm_parts(name, shape, spec),
 )
 
 
@@ -228,10 +224,6 @@ def _glm_parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
     return packed_feed_forward(name, shape) or plain_parts(name, shape, spec)
 
 
-def _glm4_parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
-    return _glm_parts(".".join(SANDWICH_NAMES.get(each, each) for each in name.split(".")), shape, spec)
-
-
 GLM = Family(
     architecture="GlmForCausalLM",
     positions=131_072,
@@ -247,53 +239,40 @@ GLM4 = replace(
     GLM,
     architecture="Glm4ForCausalLM",
     block=lambda fields, max_seq_len: _glm_block(fields, max_seq_len) | {"norm": NormSpec(placement="both")},
-    parts=_glm4_parts,
+    parts=lambda name, shape, spec: _glm_parts(
+        ".".join(SANDWICH_NAMES.get(each, each) for each in name.split(".")), shape, spec
+    ),
 )
 # Gemma 1, 2 and 3 (text).
 
 TANH = "gelu_pytorch_tanh"
 
 
-def _gemma_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
-    return {"norm": NormSpec(unit_offset=True), "ends": Ends(embedding_scale=0.0), "activation": "gelu_tanh"}
+GEMMA_BLOCK = {"norm": NormSpec(unit_offset=True), "ends": Ends(embedding_scale=0.0), "activation": "gelu_tanh"}
+
+
+def _sandwich_block(fields: Fields, period: int, *, logit_softcap: float, **own: Any) -> dict[str, Any]:
+    """Return the block of Gemma 2 and 3, of whose layers every `period`-th has no window."""
+    layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
+    attention = AttentionSpec(
+        scale=fields.size("query_pre_attn_scalar", default=256) ** -0.5,
+        windows=read_windows(fields, fields.size("sliding_window", default=4096), every_nth_full(layers, period)),
+        **own,
+    )
+    return GEMMA_BLOCK | {
+        "attention": attention,
+        "norm": NormSpec(unit_offset=True, placement="both"),
+        "ends": Ends(embedding_scale=0.0, logit_softcap=_cap(fields, "final_logit_softcapping", logit_softcap)),
+    }
 
 
 def _gemma2_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
-    layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
-    attention = AttentionSpec(
-        scale=fields.size("query_pre_attn_scalar", default=256) ** -0.5,
-        softcap=_cap(fields, "attn_logit_softcapping", 50.0),
-        windows=read_windows(fields, fields.size("sliding_window", default=4096), every_nth_full(layers, 2)),
-    )
-    return {
-        "attention": attention,
-        "norm": NormSpec(unit_offset=True, placement="both"),
-        "ends": Ends(embedding_scale=0.0, logit_softcap=_cap(fields, "final_logit_softcapping", 30.0)),
-        "activation": "gelu_tanh",
-    }
+    return _sandwich_block(fields, 2, logit_softcap=30.0, softcap=_cap(fields, "attn_logit_softcapping", 50.0))
 
 
 def _gemma3_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
-    layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
-    period, window = fields.size("sliding_window_pattern", default=6), fields.size("sliding_window", default=4096)
-    rope, local = _gemma3_ropes(fields, max_seq_len)
-    attention = AttentionSpec(
-        scale=fields.size("query_pre_attn_scalar", default=256) ** -0.5,
-        windows=read_windows(fields, window, every_nth_full(layers, period)),
-        local_rope=local,
-    )
-    return {
-        "qk_norm": True,
-        "rope": rope,
-        "attention": attention,
-        "norm": NormSpec(unit_offset=True, placement="both"),
-        "ends": Ends(embedding_scale=0.0, logit_softcap=_cap(fields, "final_logit_softcapping", 0.0)),
-        "activation": "gelu_tanh",
-    }
-
-
-def _gemma3_ropes(fields: Fields, max_seq_len: int) -> tuple[Rope, Rope]:
-    """Return the positions of the layers without a window and of those with one."""
+    """Return the block, whose layers with a window have positions of their own."""
+    period = fields.size("sliding_window_pattern", default=6)
     tree = fields.config.get("rope_parameters") or {}
     scaling = tree.get("full_attention") or fields.config.get("rope_scaling") or {}
     theta = Fields(scaling, fields.where).number("rope_theta", default=fields.number("rope_theta", default=1_000_000.0))
@@ -301,7 +280,8 @@ def _gemma3_ropes(fields: Fields, max_seq_len: int) -> tuple[Rope, Rope]:
         "rope_theta", default=fields.number("rope_local_base_freq", default=10_000.0)
     )
     full = read_scaling(Fields(scaling, f"{fields.where} (rotary positions)"), theta, max_seq_len)
-    return full, Rope(theta=local)
+    own = _sandwich_block(fields, period, logit_softcap=0.0, local_rope=Rope(theta=local))
+    return own | {"qk_norm": True, "rope": full}
 
 
 def _written_gemma(spec: ModelSpec) -> dict[str, Any]:
@@ -309,29 +289,22 @@ def _written_gemma(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _written_gemma2(spec: ModelSpec) -> dict[str, Any]:
-    own = {
-        "query_pre_attn_scalar": _scalar(spec),
-        "attn_logit_softcapping": spec.block.attention.softcap or None,
-        "final_logit_softcapping": spec.block.ends.logit_softcap or None,
-    }
-    return _written_gemma(spec) | own | written_types(spec)
+    return _written_sandwich(spec) | {"attn_logit_softcapping": spec.block.attention.softcap or None}
 
 
 def _written_gemma3(spec: ModelSpec) -> dict[str, Any]:
     local = spec.block.attention.local_rope or spec.block.rope
-    own = {
-        "query_pre_attn_scalar": _scalar(spec),
+    own = {"rope_local_base_freq": local.theta, "rope_scaling": write_scaling(spec.block.rope)}
+    return _written_sandwich(spec) | own
+
+
+def _written_sandwich(spec: ModelSpec) -> dict[str, Any]:
+    scale = spec.block.attention.scale  # transformers wants a whole number, whose inverse square root it is
+    return _written_gemma(spec) | {
+        "query_pre_attn_scalar": round(scale**-2) if scale else spec.head_dim,
         "final_logit_softcapping": spec.block.ends.logit_softcap or None,
-        "rope_local_base_freq": local.theta,
-        "rope_scaling": write_scaling(spec.block.rope),
+        **written_types(spec),
     }
-    return _written_gemma(spec) | own | written_types(spec)
-
-
-def _scalar(spec: ModelSpec) -> int:
-    """Return the number whose inverse square root scales the scores; transformers wants a whole one."""
-    scale = spec.block.attention.scale
-    return round(scale**-2) if scale else spec.head_dim
 
 
 def _cap(fields: Fields, name: str, default: float) -> float:
@@ -349,18 +322,10 @@ def _activation_lacks(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def _gemma_lacks(config: Mapping[str, Any]) -> str:
-    return _activation_lacks(config) or types_lack(config)
-
-
 def _gemma3_lacks(config: Mapping[str, Any]) -> str:
-    tree = config.get("rope_parameters") or {}
-    if not isinstance(tree, Mapping):
-        return f"rotary positions are {show(tree)}"
-    nested = tree
-    for kind in nested:
-        if kind not in ("full_attention", "sliding_attention"):
-            return f"rotary positions are {show(tree)}"
+    nested = config.get("rope_parameters") or {}
+    if not isinstance(nested, Mapping) or not set(nested) <= {"full_attention", "sliding_attention"}:
+        return f"rotary positions are {show(nested)}"
     local = nested.get("sliding_attention") or {}
     if not isinstance(local, Mapping) or rope_kind(local) != "default":
         return f"rotary positions of layers with a window are {show(local)}"
@@ -371,12 +336,12 @@ def _gemma3_lacks(config: Mapping[str, Any]) -> str:
 GEMMA = Family(
     architecture="GemmaForCausalLM",
     positions=8192,
-    block=_gemma_block,
+    block=lambda _, __: GEMMA_BLOCK,
     off=OFF | NO_BIAS | {"use_bidirectional_attention": (None, False)},
     usual={"head_dim": 256},
     tied=True,
     write=_written_gemma,
-    lacks=_gemma_lacks,
+    lacks=lambda config: _activation_lacks(config) or types_lack(config),
 )
 GEMMA2 = replace(GEMMA, architecture="Gemma2ForCausalLM", block=_gemma2_block, write=_written_gemma2)
 GEMMA3_TEXT = replace(

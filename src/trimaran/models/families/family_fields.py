@@ -36,6 +36,7 @@ HF_NAMES = {
 # Features that our decoder lacks in every architecture, with the values that switch them off.
 OFF: dict[str, tuple[Any, ...]] = {"attention_dropout": (None, 0), "quantization_config": (None,)}
 ROPE_KINDS = ("default", "llama3", "linear", "yarn")
+_LLAMA_3_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor")
 _YARN_NUMBERS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -65,9 +66,14 @@ def rope_lacks(config: Mapping[str, Any], *, partial: bool = False, kinds: tuple
 
 def read_rope(fields: Fields, max_seq_len: int, *, theta: float = 10_000.0) -> Rope:
     """Return the rotary positions of all features of a head. `theta` is the default of the architecture."""
+    scaling, theta = _rope_fields(fields, theta)
+    return read_scaling(scaling, theta, max_seq_len)
+
+
+def _rope_fields(fields: Fields, theta: float) -> tuple[Fields, float]:
     tree = rope_tree(fields.config)
     theta = Fields({**fields.config, **tree}, fields.where).number("rope_theta", default=theta)
-    return read_scaling(Fields(tree, f"{fields.where} (rotary positions)"), theta, max_seq_len)
+    return Fields(tree, f"{fields.where} (rotary positions)"), theta
 
 
 def read_scaling(fields: Fields, theta: float, max_seq_len: int) -> Rope:
@@ -75,13 +81,8 @@ def read_scaling(fields: Fields, theta: float, max_seq_len: int) -> Rope:
     original = fields.integer("original_max_position_embeddings", default=max_seq_len)
     match rope_kind(fields.config):
         case "llama3":
-            return Rope(
-                theta=theta,
-                factor=fields.number("factor"),
-                low_freq_factor=fields.number("low_freq_factor"),
-                high_freq_factor=fields.number("high_freq_factor"),
-                original_max_seq_len=original,
-            )
+            numbers = {name: fields.number(name) for name in _LLAMA_3_NUMBERS}
+            return Rope(theta=theta, original_max_seq_len=original, **numbers)
         case "linear":
             return Rope(theta=theta, factor=fields.number("factor"), scaling="linear")
         case "yarn":
@@ -95,9 +96,7 @@ def read_scaling(fields: Fields, theta: float, max_seq_len: int) -> Rope:
 
 def read_longrope(fields: Fields, max_seq_len: int, original: int) -> Rope:
     """Return LongRoPE's positions (Phi-3), whose divisors config.json lists."""
-    tree = rope_tree(fields.config)
-    theta = Fields({**fields.config, **tree}, fields.where).number("rope_theta", default=10_000.0)
-    scaling = Fields(tree, f"{fields.where} (rotary positions)")
+    scaling, theta = _rope_fields(fields, 10_000.0)
     original = scaling.size("original_max_position_embeddings", default=original)
     return Rope(
         theta=theta,
@@ -119,18 +118,13 @@ def rotary_dim(fields: Fields, head_dim: int, default: float = 1.0) -> int:
     return 0 if width == head_dim else width
 
 
-def write_rope(rope: Rope, head_dim: int) -> dict[str, Any]:
-    """Return the fields as transformers 4 has them and 5 still reads them."""
-    config: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": write_scaling(rope)}
-    return config | ({"partial_rotary_factor": rope.rotary_dim / head_dim} if rope.rotary_dim else {})
-
-
 def write_scaling(rope: Rope) -> dict[str, Any] | None:
     """Return `rope_scaling`; None without scaling."""
+    original = {"original_max_position_embeddings": rope.original_max_seq_len}
     if rope.longrope is not None:
         factors = {"short_factor": list(rope.longrope.short_factors), "long_factor": list(rope.longrope.long_factors)}
         own = {"attention_factor": rope.longrope.attention_factor} if rope.longrope.attention_factor else {}
-        return {"rope_type": "longrope", "factor": rope.factor, **factors, **own} | _original(rope)
+        return {"rope_type": "longrope", "factor": rope.factor, **factors, **own} | original
     if rope.factor == 1:
         return None
     match rope.scaling:
@@ -139,14 +133,10 @@ def write_scaling(rope: Rope) -> dict[str, Any] | None:
         case "yarn":
             yarn = rope.yarn or Yarn()
             numbers = {name: getattr(yarn, name) for name in _YARN_NUMBERS if getattr(yarn, name)}
-            return {"rope_type": "yarn", "factor": rope.factor, **numbers, "truncate": yarn.truncate} | _original(rope)
+            return {"rope_type": "yarn", "factor": rope.factor, **numbers, "truncate": yarn.truncate} | original
         case _:
-            return {
-                "rope_type": "llama3",
-                "factor": rope.factor,
-                "low_freq_factor": rope.low_freq_factor,
-                "high_freq_factor": rope.high_freq_factor,
-            } | _original(rope)
+            numbers = {name: getattr(rope, name) for name in _LLAMA_3_NUMBERS}
+            return {"rope_type": "llama3", **numbers} | original
 
 
 def rope_tree(config: Mapping[str, Any]) -> Any:
@@ -156,10 +146,6 @@ def rope_tree(config: Mapping[str, Any]) -> Any:
 
 def rope_kind(tree: Mapping[str, Any]) -> Any:
     return tree.get("rope_type") or tree.get("type") or "default"
-
-
-def _original(rope: Rope) -> dict[str, int]:
-    return {"original_max_position_embeddings": rope.original_max_seq_len}
 
 
 def _factors(fields: Fields, name: str) -> tuple[float, ...]:
@@ -261,7 +247,7 @@ class Family:
 
     def config(self, kind: str, spec: ModelSpec) -> dict[str, Any]:
         """Return config.json, with the `model_type` kind. The ids of special tokens belong to the tokenizer."""
-        experts = spec.block.experts
+        experts, rope = spec.block.experts, spec.block.rope
         return {
             "architectures": [self.architecture],
             "model_type": kind,
@@ -273,7 +259,10 @@ class Family:
             "bos_token_id": None,
             "eos_token_id": None,
             "pad_token_id": None,
-            **write_rope(spec.block.rope, spec.head_dim),
+            # As transformers 4 has them and 5 still reads them.
+            "rope_theta": rope.theta,
+            "rope_scaling": write_scaling(rope),
+            **({"partial_rotary_factor": rope.rotary_dim / spec.head_dim} if rope.rotary_dim else {}),
             **self.write(spec),
             **(self.write_experts(spec, experts) if experts else {}),
         }
@@ -303,6 +292,16 @@ def read_head_dim(fields: Fields) -> int:
     if heads < 1 or hidden % heads:
         raise bad_field("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}", fields.where)
     return hidden // heads
+
+
+def local_experts(usual: int | None, top_k: int) -> tuple[Row, ...]:
+    """Return the rows of Mixtral, GPT-OSS and Llama-4, whose experts have the width of the feed-forward."""
+    count: Row = ("num_local_experts", "num_experts", usual)
+    return ("intermediate_size", "ffn", None), count, ("num_experts_per_tok", "top_k", top_k)
+
+
+def read_experts(fields: Fields, rows: Iterable[Row], **own: Any) -> ExpertSpec:
+    return ExpertSpec(**own, **read_rows(fields, rows), **read_losses(fields, balance=0.001))
 
 
 def read_losses(fields: Fields, *, balance: float, name: str = "router_aux_loss_coef") -> dict[str, Any]:

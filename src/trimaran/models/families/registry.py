@@ -38,8 +38,9 @@ from trimaran.models.families.family_fields import (
     Family,
     Row,
     layer_types_lack,
+    local_experts,
     read_corrected_router,
-    read_losses,
+    read_experts,
     read_rope,
     read_rows,
     read_shared_experts,
@@ -86,14 +87,9 @@ def _qwen_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
     # transformers 5 writes Qwen3-MoE's number of experts under the name that its kernels use.
     count = "num_local_experts" if "num_local_experts" in fields.config else "num_experts"
     shared = kind == "qwen2_moe"
-    experts = ExpertSpec(
-        num_experts=fields.integer(count),
-        shared_ffn=fields.integer("shared_expert_intermediate_size") if shared else 0,
-        shared_gate=shared,
-        **read_rows(fields, QWEN_EXPERTS),
-        **read_losses(fields, balance=0.001),
-    )
-    return own | {"experts": experts}
+    sizes = {"num_experts": fields.integer(count)}
+    sizes |= {"shared_ffn": fields.integer("shared_expert_intermediate_size")} if shared else {}
+    return own | {"experts": read_experts(fields, QWEN_EXPERTS, shared_gate=shared, **sizes)}
 
 
 def _qwen_windows(fields: Fields) -> tuple[int, ...]:
@@ -152,18 +148,9 @@ QWEN3_MOE = replace(
 
 # Mixtral: Mistral with experts in every layer.
 
-MIXTRAL_EXPERTS: tuple[Row, ...] = (
-    ("num_local_experts", "num_experts", 8),
-    ("num_experts_per_tok", "top_k", 2),
-    ("intermediate_size", "ffn", None),
-)
+MIXTRAL_EXPERTS = local_experts(8, top_k=2)
 # The weights of a block have other names on disk, and so have those of an expert.
 MIXTRAL_NAMES = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
-
-
-def _mixtral_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
-    experts = ExpertSpec(**read_rows(fields, MIXTRAL_EXPERTS), **read_losses(fields, balance=0.001))
-    return {"attention": one_window(fields), "experts": experts}
 
 
 def _written_mixtral(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
@@ -175,7 +162,7 @@ def _written_mixtral(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     positions=131_072,
-    block=_mixtral_block,
+    block=lambda fields, _: {"attention": one_window(fields), "experts": read_experts(fields, MIXTRAL_EXPERTS)},
     off=SILU | NO_JITTER,
     norm=("rms_norm_eps", 1e-5),
     write_experts=_written_mixtral,
@@ -246,16 +233,6 @@ def _written_deepseek(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
     }
 
 
-def _written_deepseek_v3(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
-    own = {"rope_interleave": spec.block.rope.interleaved, "num_nextn_predict_layers": spec.prediction_layers}
-    return _written_deepseek(spec, experts) | own
-
-
-def _written_deepseek_v2(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
-    method = "group_limited_greedy" if experts.router.groups > 1 else "greedy"
-    return _written_deepseek(spec, experts) | {"topk_method": method}
-
-
 def _deepseek_lacks(config: Mapping[str, Any]) -> str:
     kv_heads = config.get("num_key_value_heads")
     if kv_heads not in (None, config.get("num_attention_heads")):
@@ -269,7 +246,11 @@ DEEPSEEK_V3 = Family(
     block=_deepseek_v3_block,
     off=DEEPSEEK_OFF | {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
     finish=_finished_deepseek,
-    write_experts=_written_deepseek_v3,
+    write_experts=lambda spec, experts: {
+        **_written_deepseek(spec, experts),
+        "rope_interleave": spec.block.rope.interleaved,
+        "num_nextn_predict_layers": spec.prediction_layers,
+    },
     lacks=_deepseek_lacks,
     parts=_shared_parts,
     extra_layers=True,
@@ -285,7 +266,10 @@ DEEPSEEK_V2 = replace(
         "topk_method": (None, "greedy", "group_limited_greedy"),
         "norm_topk_prob": (None, False),  # transformers ignores it here, and DeepSeek's own code does not
     },
-    write_experts=_written_deepseek_v2,
+    write_experts=lambda spec, experts: {
+        **_written_deepseek(spec, experts),
+        "topk_method": "group_limited_greedy" if experts.router.groups > 1 else "greedy",
+    },
     extra_layers=False,
 )
 KIMI_K2 = replace(  # transformers loads it as a DeepSeek-V3
@@ -337,11 +321,7 @@ GPT_OSS_ROPE = {
     "original_max_position_embeddings": 4096,
     "rope_theta": 150_000.0,
 }
-GPT_OSS_EXPERTS: tuple[Row, ...] = (
-    ("num_local_experts", "num_experts", None),
-    ("num_experts_per_tok", "top_k", 4),
-    ("intermediate_size", "ffn", None),
-)
+GPT_OSS_EXPERTS = local_experts(None, top_k=4)
 GPT_OSS_UNIT: tuple[Row, ...] = (("swiglu_limit", "limit", 7.0), ("swiglu_alpha", "alpha", 1.702))
 
 
@@ -349,12 +329,8 @@ def _gpt_oss_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
     bias = fields.boolean("attention_bias", default=True)
     window, layers = fields.integer("sliding_window", default=0), fields.integer("num_hidden_layers")
     windows = read_windows(fields, window, [number % 2 == 0 for number in range(layers)])
-    experts = ExpertSpec(
-        router=RouterSpec(bias=True),
-        unit=ExpertUnit(bias=True, **read_rows(fields, GPT_OSS_UNIT)),
-        **read_rows(fields, GPT_OSS_EXPERTS),
-        **read_losses(fields, balance=0.001),
-    )
+    unit = ExpertUnit(bias=True, **read_rows(fields, GPT_OSS_UNIT))
+    experts = read_experts(fields, GPT_OSS_EXPERTS, router=RouterSpec(bias=True), unit=unit)
     return {
         "qkv_bias": bias,
         "rope": read_rope(replace(fields, config=_with_rope(fields.config)), max_seq_len),
@@ -380,23 +356,26 @@ def _written_gpt_oss(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
     return own | ({"rope_parameters": {"rope_type": "default", "rope_theta": rope.theta}} if rope.factor == 1 else {})
 
 
+def stacked_parts(disk: str, leaf: str, shape: Shape, columns: slice) -> list[DiskPart]:
+    """Return the parts of a projection of all experts, which share a tensor; gate and up are columns of another."""
+    if leaf == "down_proj":
+        whole, rest = (shape[0], shape[2], shape[1]), ()
+    else:
+        whole, rest, leaf = (shape[0], shape[2], 2 * shape[1]), (slice(None), columns), "gate_up_proj"
+    return [DiskPart(disk + leaf, whole, (expert, *rest), transposed=True) for expert in range(shape[0])]
+
+
 def _gpt_oss_parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
-    """Return the parts: gate and up take turns in the columns of one tensor, and all experts share it."""
+    """Return the parts: gate and up take turns in the columns of one tensor."""
     layer, experts, leaf = name.rpartition(".experts.")
     if not experts:
         return renamed(plain_parts(name, shape, spec), {".mlp.gate.": ".mlp.router."})
-    disk, first = f"model.{layer}.experts.", 1 if leaf.startswith("up") else 0
+    disk, turns = f"model.{layer}.experts.", slice(1 if leaf.startswith("up") else 0, None, 2)
     if leaf == "down_proj_bias":
         return [DiskPart(disk + leaf, shape)]
-    if leaf == "down_proj":
-        whole = (shape[0], shape[2], shape[1])
-        return [DiskPart(disk + leaf, whole, (expert,), transposed=True) for expert in range(shape[0])]
-    turns = slice(first, None, 2)
     if leaf.endswith("_bias"):
         return [DiskPart(f"{disk}gate_up_proj_bias", (shape[0], 2 * shape[1]), (slice(None), turns))]
-    whole = (shape[0], shape[2], 2 * shape[1])
-    regions = ((expert, slice(None), turns) for expert in range(shape[0]))
-    return [DiskPart(f"{disk}gate_up_proj", whole, each, transposed=True) for each in regions]
+    return stacked_parts(disk, leaf, shape, turns)
 
 
 GPT_OSS = Family(
@@ -414,16 +393,12 @@ GPT_OSS = Family(
 # Llama-4's language model: chunks, layers without rotary positions, and experts that weight their inputs.
 
 LLAMA4_NAMES = {".mlp.gate.": ".feed_forward.router.", ".mlp.": ".feed_forward."}
-LLAMA4_EXPERTS: tuple[Row, ...] = (
-    ("intermediate_size", "ffn", None),
-    ("num_local_experts", "num_experts", 16),
-    ("num_experts_per_tok", "top_k", 1),
-)
+LLAMA4_EXPERTS = local_experts(16, top_k=1)
 
 
 def _llama4_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
     layers, bias = fields.integer("num_hidden_layers"), fields.boolean("attention_bias", default=False)
-    sizes, with_experts = read_rows(fields, LLAMA4_EXPERTS), _moe_layers(fields, layers)
+    width, with_experts = fields.integer("intermediate_size"), _moe_layers(fields, layers)
     rotated = _rope_layers(fields, layers)
     temperature = None
     if fields.config.get("attn_temperature_tuning", True):
@@ -439,13 +414,13 @@ def _llama4_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
             unit_qk_norm=fields.boolean("use_qk_norm", default=True),
             temperature=temperature,
         ),
-        "experts": ExpertSpec(
-            shared_ffn=sizes["ffn"],
+        "experts": read_experts(
+            fields,
+            LLAMA4_EXPERTS,
+            shared_ffn=width,
             normalize_top_k=False,
             router=RouterSpec(scoring="sigmoid", weights_input=True),
             dense_layers=tuple(number for number in range(layers) if number not in with_experts),
-            **sizes,
-            **read_losses(fields, balance=0.001),
         ),
     }
 
@@ -475,10 +450,8 @@ def _written_llama4(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
     ropes = [attention.has_rope(number) for number in range(spec.layers)]
     tuning = attention.temperature or TemperatureSpec()
     return write_losses(experts) | {
-        "intermediate_size": experts.ffn,
+        **write_rows(experts, LLAMA4_EXPERTS),
         "intermediate_size_mlp": spec.ffn,
-        "num_local_experts": experts.num_experts,
-        "num_experts_per_tok": experts.top_k,
         "moe_layers": [number for number in range(spec.layers) if number not in experts.dense_layers],
         "no_rope_layers": [int(each) for each in ropes],
         "layer_types": ["chunked_attention" if each else "full_attention" for each in ropes],
@@ -505,18 +478,12 @@ def _llama4_lacks(config: Mapping[str, Any]) -> str:
 
 
 def _llama4_parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
-    """Return the parts: all experts share a tensor, in which gate and up are side by side."""
+    """Return the parts: gate and up are side by side in one tensor."""
     layer, experts, leaf = name.rpartition(".mlp.experts.")
     if not experts:
         return renamed(plain_parts(name, shape, spec), LLAMA4_NAMES)
-    disk = f"model.{layer}.feed_forward.experts."
-    if leaf == "down_proj":
-        whole = (shape[0], shape[2], shape[1])
-        return [DiskPart(disk + leaf, whole, (expert,), transposed=True) for expert in range(shape[0])]
     start = shape[1] if leaf == "up_proj" else 0
-    whole, columns = (shape[0], shape[2], 2 * shape[1]), slice(start, start + shape[1])
-    regions = ((expert, slice(None), columns) for expert in range(shape[0]))
-    return [DiskPart(f"{disk}gate_up_proj", whole, each, transposed=True) for each in regions]
+    return stacked_parts(f"model.{layer}.feed_forward.experts.", leaf, shape, slice(start, start + shape[1]))
 
 
 LLAMA4_TEXT = Family(

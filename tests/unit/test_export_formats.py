@@ -114,7 +114,7 @@ def test_transformers_reads_our_gguf_files(tmp_path: Path, capsys: Any) -> None:
             return theirs(input_ids=tokens).logits
 
         found = compare_logits(ours, logits, sample_tokens(257, 64), precision="fp32")
-        assert found.relative <= BOUNDS["fp32"], model
+        assert found.relative_difference <= BOUNDS["fp32"], model
 
 
 @pytest.mark.slow
@@ -197,7 +197,7 @@ def test_an_export_that_differs_is_refused(trained: RunDirectory) -> None:
         next(iter(other.module.parameters())).mul_(1.01)
     batches = sample_tokens(network.vocabulary, network.max_seq_len)
     same = compare_logits(network_logits(network), network_logits(network), batches, precision="fp32")
-    assert (same.largest, same.relative, same.same_choice) == (0.0, 0.0, 1.0)
+    assert (same.largest_difference, same.relative_difference, same.same_choice) == (0.0, 0.0, 1.0)
     found = compare_logits(network_logits(network), network_logits(other), batches, precision="fp32")
     with pytest.raises(UserError, match="K072"):
         refuse_difference(found, "there")
@@ -221,7 +221,7 @@ def test_a_torch_export_archive_takes_any_batch_and_length(model: str, tmp_path:
     write_program(graph_module(network, "here"), tmp_path / "model.pt2", max_seq_len=network.max_seq_len)
     found = compare_logits(network_logits(network), read_program(tmp_path / "model.pt2"),
                            other_shapes(network.vocabulary), precision="fp32")  # fmt: skip
-    assert found.relative <= BOUNDS["fp32"]
+    assert found.relative_difference <= BOUNDS["fp32"]
 
 
 @pytest.mark.parametrize("model", ["qwen3", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
@@ -233,7 +233,7 @@ def test_onnx_runtime_computes_the_same_logits_for_any_batch_and_length(model: s
     write_onnx(graph_module(network, "here"), tmp_path / "model.onnx", max_seq_len=network.max_seq_len)
     found = compare_logits(network_logits(network), read_onnx(tmp_path / "model.onnx"),
                            other_shapes(network.vocabulary), precision="fp32")  # fmt: skip
-    assert found.relative <= BOUNDS["fp32"]
+    assert found.relative_difference <= BOUNDS["fp32"]
 
 
 def test_a_network_is_not_changed_by_its_export(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_linear_layers_are_quantised_as_plain_tensors(width: Any) -> None:
     assert quantise_linears(module, width) == 14
     with torch.no_grad():
         found = compare_logits(network_logits(network), module, sample_tokens(257, 64), precision=width)
-    assert 0 < found.relative <= BOUNDS[width]
+    assert 0 < found.relative_difference <= BOUNDS[width]
     whole = sum(each.nbytes for each in network.module.layers.parameters())  # pyrefly: ignore[missing-attribute]
     held = [*module.module.layers.parameters(), *module.module.layers.buffers()]  # pyrefly: ignore[missing-attribute]
     assert {type(each) for each in held} <= {torch.Tensor, torch.nn.Parameter}

@@ -50,7 +50,6 @@ from .viz.figures import (
 from .viz.pipeline import (
     SCHEDULES as SCHEDULES, equal_stages as equal_stages, most_held as most_held, with_slow_rank as with_slow_rank,
 )
-from .viz.planner_texts import TEMPLATES as TEMPLATES, WORDS as WORDS, planner_text as planner_text
 from .viz.rank_grid import ORDER as ORDER, groups_of as groups_of
 from .viz.run_life_facts import life_of as life_of
 from .viz.shard_timeline import (

@@ -15,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from trimaran.app.show.error_language import Language
+from trimaran.core import TemplateText
 from trimaran.ui.viz.figures import PlanView
 
 Lookup = Callable[[str], str | None]
@@ -28,28 +29,15 @@ KEPT = {"name": ("PlanView", "Control"), "kind": ("Control",), "value": ("Contro
 _spoken: ContextVar[Language | None] = ContextVar("language", default=None)
 
 
-class ViewText(str):
-    """A text made of a template and values. Without a template it is the same in every language."""
-
-    __slots__ = ("template", "values")
-    template: str
-    values: Mapping[str, object]
-
-    def __new__(cls, content: str = "", template: str = "", values: Mapping[str, object] | None = None) -> "ViewText":
-        made = super().__new__(cls, content)
-        made.template, made.values = template, values or {}
-        return made
-
-
 def say(template: str, /, **values: object) -> str:
     """Return the text in the reader's language, with the values in it: `say("{count} ranks", count=8)`."""
     found = translation_of(template) or template
-    return ViewText(found.format(**values) if values else found, template, values)
+    return TemplateText(found.format(**values) if values else found, template, values)
 
 
 def as_is(content: object) -> str:
     """Return a text that is the same in every language: a number, a name, a plan, a command."""
-    return ViewText(str(content))
+    return TemplateText(str(content))
 
 
 def translation_of(template: str) -> str | None:
@@ -59,14 +47,14 @@ def translation_of(template: str) -> str | None:
 
 def translate(content: str, lookup: Lookup = translation_of) -> str:
     """Return a text in the language of `lookup`; in English where that has no translation."""
-    if not isinstance(content, ViewText):
+    if not isinstance(content, TemplateText):
         return lookup(content) or content
     found = lookup(content.template) if content.template else None
     if found is None:
         return content
     values = content.values.items()
     return found.format(
-        **{name: translate(each, lookup) if isinstance(each, ViewText) else each for name, each in values}
+        **{name: translate(each, lookup) if isinstance(each, TemplateText) else each for name, each in values}
     )
 
 

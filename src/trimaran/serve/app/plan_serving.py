@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import typer
@@ -33,24 +33,9 @@ MAX_SHOWN_LOST = 8
 MIN_SHOWN_MILLISECONDS = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingOptions:
-    """The options of `plan --serve`; None where the user gave none."""
-
-    cluster: str | None = None
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    max_running: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    weights: str | None = None
-    goal: str = "throughput"
-    price: float | None = None
-
-
-def read_serving_question(what: str | None, options: ServingOptions, settings: Sequence[str]) -> ServingQuestion:
+def read_serving_question(what: str | None, options: Mapping[str, Any], settings: Sequence[str]) -> ServingQuestion:
     """Return the question for `what`, which `trimaran plan` would also accept. An adapter counts as merged."""
-    request = read_plan_request(what, {"cluster": options.cluster}, settings)
+    request = read_plan_request(what, {"cluster": options["cluster"]}, settings)
     question = request.question
     section = question.recipe.model.model_copy(update={"adapter": None})
     outline = outline_for(section, question.recipe.data) if question.recipe.model.adapter else question.outline
@@ -58,9 +43,9 @@ def read_serving_question(what: str | None, options: ServingOptions, settings: S
         raise UserError("P096", "nothing is known of this model", where="MODEL|RECIPE",
                         fix="name a preset, a config.json or a model folder")  # fmt: skip
     usual = Traffic()
-    given = {"prompt_tokens": options.prompt_tokens, "output_tokens": options.output_tokens}
-    running = options.max_running or usual.max_sequences
-    for name, value in given.items():
+    running = options["max_running"] or usual.max_sequences
+    for name in ("prompt_tokens", "output_tokens"):
+        value = options[name]
         if value is not None and not 1 <= value <= MAX_TOKENS:
             raise UserError("A013", f"{value} is not a valid number of tokens", where=f"--{name.replace('_', '-')}",
                             fix=f"use 1 to {MAX_TOKENS:,}")  # fmt: skip
@@ -68,16 +53,16 @@ def read_serving_question(what: str | None, options: ServingOptions, settings: S
         outline=outline,
         cluster=question.cluster,
         traffic=Traffic(
-            prompt_tokens=options.prompt_tokens or usual.prompt_tokens,
-            output_tokens=options.output_tokens or usual.output_tokens,
+            prompt_tokens=options["prompt_tokens"] or usual.prompt_tokens,
+            output_tokens=options["output_tokens"] or usual.output_tokens,
             max_sequences=running,
             # A step needs room for prompts beside the running sequences, as `trimaran serve` demands.
             max_step_tokens=max(usual.max_step_tokens, 2 * running),
         ),
-        goal=_choice(options.goal, SERVING_GOALS, "--goal"),
-        tp=options.tp,
-        pp=options.pp,
-        weights=None if options.weights is None else _choice(options.weights, WEIGHT_FORMATS, "--weights"),
+        goal=_choice(options["goal"], SERVING_GOALS, "--goal"),
+        tp=options["tp"],
+        pp=options["pp"],
+        weights=None if options["weights"] is None else _choice(options["weights"], WEIGHT_FORMATS, "--weights"),
     )
     say_reference(request)
     return asked
@@ -215,10 +200,9 @@ def plan_serving_command(
     what: str | None, asked: dict[str, Any], unused: Mapping[str, object], settings: list[str], *, as_json: bool
 ) -> int:
     refuse_training_options(unused)
-    options = ServingOptions(**asked)
-    answer = plan_serving(read_serving_question(what, options, settings))
+    answer, price = plan_serving(read_serving_question(what, asked, settings)), asked["price"]
     if as_json:
-        typer.echo(json.dumps(serving_as_dict(answer, price=options.price)))
+        typer.echo(json.dumps(serving_as_dict(answer, price=price)))
     else:
-        show_serving(answer, open_console(), price=options.price)
+        show_serving(answer, open_console(), price=price)
     return EXIT_DONE

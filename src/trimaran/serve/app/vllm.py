@@ -111,17 +111,8 @@ def check_folder(folder: Path) -> None:
                         )  # fmt: skip
 
 
-def vllm_command(folder: Path, config: Path) -> list[str]:
-    return ["vllm", "serve", str(folder), "--config", str(config)]
-
-
 def config_text(options: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(options), sort_keys=False)
-
-
-def shown_command(command: list[str]) -> str:
-    """Return the command as a person types it; the token is in the environment."""
-    return f"{API_KEY}=TOKEN {shlex.join(command)}"
 
 
 def _rank(name: str, folder: Path) -> int:
@@ -146,8 +137,10 @@ def find_folder(weights: TrainedWeights) -> tuple[Path, list[str]]:
 
 def plan_vllm(request: VllmRequest, export: list[str]) -> dict[str, Any]:
     options = vllm_options(request)
-    command = vllm_command(request.folder, Path(CONFIG))
-    return {"export": export, "command": command, "shown": shown_command(command), "config": options,
+    command = ["vllm", "serve", str(request.folder), "--config", CONFIG]
+    # As a person types it; the token is in the environment.
+    shown = f"{API_KEY}=TOKEN {shlex.join(command)}"
+    return {"export": export, "command": command, "shown": shown, "config": options,
             "config_text": config_text(options)}  # fmt: skip
 
 
@@ -162,22 +155,18 @@ def serve_with_vllm(request: VllmRequest, export: list[str], token: str) -> int:
     if export:
         done = subprocess.run(export, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
-            raise _export_failed(done.stdout)
+            try:  # `trimaran export --json` prints its mistake
+                mistake = json.loads(done.stdout.splitlines()[-1])["error"]
+                raise UserError(mistake["code"], mistake["what"], where=mistake["where"], fix=mistake["fix"])
+            except (ValueError, KeyError, IndexError):
+                raise UserError("U013", "the weights could not be exported for vLLM", where="trimaran export",
+                                fix="its error is above, on standard error") from None  # fmt: skip
     check_folder(request.folder)
     with tempfile.TemporaryDirectory(prefix="trimaran-vllm-") as folder:
         config = Path(folder) / CONFIG
         config.write_text(config_text(options), encoding="utf-8")
-        command = [program, *vllm_command(request.folder, config)[1:]]
+        command = [program, "serve", str(request.folder), "--config", str(config)]
         process = subprocess.Popen(command, env={**os.environ, API_KEY: token})
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda received, _: process.send_signal(received))
         return process.wait()
-
-
-def _export_failed(answer: str) -> UserError:
-    try:
-        error = json.loads(answer.splitlines()[-1])["error"]
-        return UserError(error["code"], error["what"], where=error["where"], fix=error["fix"])
-    except (ValueError, KeyError, IndexError):
-        return UserError("U013", "the weights could not be exported for vLLM", where="trimaran export",
-                         fix="its error is above, on standard error")  # fmt: skip

@@ -41,12 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return serve_rank(*place_and_model(config, options.rank, options.address))
         except UserError:
             return EXIT_USER  # rank 0 makes the same mistake, and tells the server
-    return _serve(config, options.address, EngineSocket(socket.socket(fileno=options.fd)))
-
-
-def _serve(config: EngineConfig, address: str, link: EngineSocket) -> int:
+    link = EngineSocket(socket.socket(fileno=options.fd))
     try:
-        opened = _open(config, address)
+        opened = _open(config, options.address)
     except UserError as error:
         link.send({"failed": error.as_dict()})
         return EXIT_USER

@@ -69,22 +69,14 @@ def quiet_packages() -> Iterator[None]:
 class LogitsDifference:
     """How far the logits of an export are from those of the checkpoint.
 
-    `largest` is the largest absolute difference of a logit, `relative` the root mean square of the differences as a
-    fraction of that of the logits, `same_choice` the fraction of positions at which both choose the same token.
+    The largest absolute difference of a logit; the root mean square of the differences as a fraction of that of the
+    logits, and the `bound` that rounding explains; the fraction of positions at which both choose the same token.
     """
 
-    largest: float
-    relative: float
-    same_choice: float
+    largest_difference: float
+    relative_difference: float
     bound: float
-
-    def as_dict(self) -> dict[str, float]:
-        return {
-            "largest_difference": self.largest,
-            "relative_difference": self.relative,
-            "bound": self.bound,
-            "same_choice": self.same_choice,
-        }
+    same_choice: float
 
 
 def sample_tokens(vocabulary: int, max_seq_len: int) -> list[Tensor]:
@@ -118,12 +110,14 @@ def compare_logits(reference: Logits, exported: Logits, batches: list[Tensor], *
         same += (expected.argmax(-1) == found.argmax(-1)).sum().item()
         count += tokens.numel()
     relative = (squares / total) ** 0.5 if total else largest
-    return LogitsDifference(largest=largest, relative=relative, same_choice=same / count, bound=BOUNDS[precision])
+    return LogitsDifference(largest_difference=largest, relative_difference=relative, bound=BOUNDS[precision],
+                            same_choice=same / count)  # fmt: skip
 
 
 def refuse_difference(difference: LogitsDifference, where: str) -> None:
     """Raise UserError if an export is farther from its checkpoint than rounding explains."""
-    if not difference.relative <= difference.bound:
-        raise UserError("K072", f"the export differs from the checkpoint: its logits by {difference.relative:.3g} of "
+    if not difference.relative_difference <= difference.bound:
+        share = f"{difference.relative_difference:.3g}"
+        raise UserError("K072", f"the export differs from the checkpoint: its logits by {share} of "
                         f"their size, and rounding explains {difference.bound:g}", where=where,
                         fix="do not use it: choose a wider dtype, or report this as a bug")  # fmt: skip

@@ -211,7 +211,24 @@ def write_gguf(
     config = spec_to_hf(spec)
     writer = gguf.GGUFWriter(file, ARCHITECTURES[config["model_type"]])
     writer.add_name(name)
-    _write_shape(writer, spec)
+    writer.add_context_length(spec.max_seq_len)
+    writer.add_embedding_length(spec.hidden)
+    writer.add_block_count(spec.layers)
+    writer.add_feed_forward_length(spec.ffn)
+    writer.add_head_count(spec.heads)
+    writer.add_head_count_kv(spec.kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_rope_dimension_count(spec.head_dim)
+    writer.add_rope_freq_base(spec.block.rope.theta)
+    writer.add_layer_norm_rms_eps(spec.block.norm_eps)
+    writer.add_vocab_size(spec.vocab)
+    if experts := spec.block.experts:
+        writer.add_expert_count(experts.num_experts)
+        writer.add_expert_used_count(experts.top_k)
+        writer.add_expert_feed_forward_length(experts.ffn)
+        if experts.shared_ffn:
+            writer.add_expert_shared_feed_forward_length(experts.shared_ffn)
     writer.add_file_type(getattr(gguf.LlamaFileType, TYPES[kind][1]))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     left_out = gguf_tokenizer(tokenizer, spec.vocab).write(writer, gguf)
@@ -237,27 +254,6 @@ def write_gguf(
 
 def _architecture(gguf: Any, model_type: str) -> Any:
     return next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[model_type])
-
-
-def _write_shape(writer: Any, spec: ModelSpec) -> None:
-    writer.add_context_length(spec.max_seq_len)
-    writer.add_embedding_length(spec.hidden)
-    writer.add_block_count(spec.layers)
-    writer.add_feed_forward_length(spec.ffn)
-    writer.add_head_count(spec.heads)
-    writer.add_head_count_kv(spec.kv_heads)
-    writer.add_key_length(spec.head_dim)
-    writer.add_value_length(spec.head_dim)
-    writer.add_rope_dimension_count(spec.head_dim)
-    writer.add_rope_freq_base(spec.block.rope.theta)
-    writer.add_layer_norm_rms_eps(spec.block.norm_eps)
-    writer.add_vocab_size(spec.vocab)
-    if experts := spec.block.experts:
-        writer.add_expert_count(experts.num_experts)
-        writer.add_expert_used_count(experts.top_k)
-        writer.add_expert_feed_forward_length(experts.ffn)
-        if experts.shared_ffn:
-            writer.add_expert_shared_feed_forward_length(experts.shared_ffn)
 
 
 def rope_factors(rope: Rope, head_dim: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trimaran.core import UserError
-from trimaran.serve.server.answers import AnswerChoice, AnswerFormat, ChoiceDelta
+from trimaran.serve.server.answers import AnswerChoice, ChoiceDelta
 from trimaran.serve.server.api_error import dump_json, error_body, error_response, json_response
 from trimaran.serve.server.engine_client import EngineClient
 from trimaran.serve.server.request_queue import Ticket
@@ -33,7 +33,7 @@ class PendingAnswer:
     metrics: ServingMetrics
     ticket: Ticket
     choices: Sequence[AnswerChoice]
-    format: AnswerFormat
+    format: Any  # an AnswerFormat; of embeddings only its `whole`
     fingerprint: Callable[[str], str]
 
     async def whole(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class PendingAnswer:
                 continue
             added.append((number, choice.add(new)))
             if choice.is_finished and new[-1].finish is None:
-                self.client.cancel_one(self.ticket, number)
+                self.client.cancel(self.ticket, number)
         return added
 
     def _is_finished(self) -> bool:

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from trimaran.data import Tokenizer
 from trimaran.serve.engine.engine_request import TokenOutput, TopTokens
@@ -157,30 +157,6 @@ class AnswerHead:
         }
 
 
-class AnswerFormat(Protocol):
-    """How answers of one endpoint look."""
-
-    def whole(self, choices: Sequence[AnswerChoice], weights: str) -> dict[str, Any]:
-        """Return the object with all answers."""
-        ...
-
-    def fields(self, weights: str) -> dict[str, Any]:
-        """Return the first fields of every object of a stream."""
-        ...
-
-    def begin(self, number: int) -> dict[str, Any] | None:
-        """Return the other fields of the object that a stream begins with; None if there is none."""
-        ...
-
-    def part(self, number: int, delta: ChoiceDelta) -> dict[str, Any]:
-        """Return the other fields of an object of a stream."""
-        ...
-
-    def last(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
-        """Return the other fields of the object of a stream with the usage and no answer."""
-        ...
-
-
 def usage_of(choices: Sequence[AnswerChoice], *, num_per_prompt: int = 1) -> dict[str, int]:
     """Return how many tokens a call had. A prompt counts once, however many answers it has."""
     prompt = sum(each.num_prompt_tokens for each in choices[::num_per_prompt])
@@ -190,7 +166,11 @@ def usage_of(choices: Sequence[AnswerChoice], *, num_per_prompt: int = 1) -> dic
 
 @dataclass(slots=True)
 class CompletionFormat:
-    """Answers of /v1/completions. `logprobs` says whether log-probabilities were asked for."""
+    """Answers of /v1/completions. `logprobs` says whether log-probabilities were asked for.
+
+    `whole` is the object with all answers. A stream has objects with `fields` first: one to `begin` with, if there is
+    any, a `part` for each output, and the `last` with the usage and no answer.
+    """
 
     head: AnswerHead
     tokenizer: Tokenizer
@@ -277,6 +257,9 @@ class ChatFormat:
         text = token_text(self.tokenizer, token)
         data = None if text.startswith(TOKEN_ID) else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": data}
+
+
+AnswerFormat = CompletionFormat | ChatFormat
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from trimaran.core import UserError, did_you_mean
 from trimaran.serve.engine.engine_request import EngineLimits, EngineRequest
 from trimaran.serve.server.answer_response import AnswerResponse, PendingAnswer
-from trimaran.serve.server.answers import AnswerChoice, AnswerHead, ChatFormat, CompletionFormat, usage_of
+from trimaran.serve.server.answers import AnswerChoice, AnswerFormat, AnswerHead, ChatFormat, CompletionFormat, usage_of
 from trimaran.serve.server.api_error import error_response, json_response, starting, stopping
 from trimaran.serve.server.calls import (
     MAX_SEED,
@@ -114,22 +114,17 @@ class OpenAiApi:
         adapter, limits = self._model.adapter_of(call.model), self._limits()
         self._client.check_count(len(call.prompts) * (call.n or 1))
         prompts = await self._read_texts(call.prompts, limits, where="prompt")
-        count, wants = call.n or 1, call.logprobs is not None
+        wants, tokenizer = call.logprobs is not None, self._model.texts.tokenizer
         template = EngineRequest(
             id="", prompt=(), sampling=_sampling(call), adapter=adapter, logprobs=call.logprobs,
             max_tokens=call.max_tokens or DEFAULT_COMPLETION_TOKENS, grammar=schema_of(call.response_format),
             prompt_logprobs=bool(call.echo) and wants,
         )  # fmt: skip
-        requests = [each for prompt in prompts for each in self._requests(template, prompt, count, call)]
-        decode = self._model.texts.tokenizer.decode
-        echoes = [decode(prompt.ids) if call.echo else "" for prompt in prompts for _ in range(count)]
-        choices = [
-            AnswerChoice(prompts[number // count], self._model.texts.tokenizer, call.stops, echo=echo, records=wants)
-            for number, echo in enumerate(echoes)
-        ]
         head = AnswerHead(model=call.model or self._model.name, prefix="cmpl")
-        shape = CompletionFormat(head, self._model.texts.tokenizer, count, wants)
-        return self._answer(call, requests, choices, shape)
+        echoes = [tokenizer.decode(prompt.ids) if call.echo else "" for prompt in prompts]
+        return self._answer(
+            call, template, prompts, CompletionFormat(head, tokenizer, call.n or 1, wants), echoes, records=wants
+        )
 
     async def _chat(self, request: Request) -> Response:
         call = await self._parsed(ChatCall, request)
@@ -148,12 +143,9 @@ class OpenAiApi:
             max_tokens=call.max_completion_tokens or call.max_tokens or longest,
             logprobs=(call.top_logprobs or 0) if call.logprobs else None,
         )  # fmt: skip
-        requests = list(self._requests(template, prompt, call.n or 1, call))
-        choices = [
-            AnswerChoice(prompt, self._model.texts.tokenizer, call.stops, records=bool(call.logprobs)) for _ in requests
-        ]
-        head = AnswerHead(model=call.model or self._model.name, prefix="chatcmpl")
-        return self._answer(call, requests, choices, ChatFormat(head, self._model.texts.tokenizer, bool(call.logprobs)))
+        head, wants = AnswerHead(model=call.model or self._model.name, prefix="chatcmpl"), bool(call.logprobs)
+        shape = ChatFormat(head, self._model.texts.tokenizer, wants)
+        return self._answer(call, template, [prompt], shape, [""], records=wants)
 
     async def _embed(self, request: Request) -> Response:
         call = await self._parsed(EmbeddingCall, request)
@@ -163,11 +155,11 @@ class OpenAiApi:
                             fix="leave it out: an embedding has the size of the model's last layer")  # fmt: skip
         self._client.check_count(len(call.inputs))
         prompts = await self._read_texts(call.inputs, limits, where="input")
-        ids = [secrets.token_hex(8) for _ in prompts]
         requests = [
-            EngineRequest(id=name, prompt=prompt.ids, sampling=Sampling(), max_tokens=1, adapter=adapter, embed=True)
-            for name, prompt in zip(ids, prompts, strict=True)
-        ]
+            EngineRequest(id=secrets.token_hex(8), prompt=prompt.ids, sampling=Sampling(), max_tokens=1,
+                          adapter=adapter, embed=True)
+            for prompt in prompts
+        ]  # fmt: skip
         choices = [AnswerChoice(prompt, self._model.texts.tokenizer, (), records=False) for prompt in prompts]
         shape = _EmbeddingFormat(call.model or self._model.name, call.encoding_format)
         return AnswerResponse(self._pending(requests, choices, shape), stream=False)
@@ -190,25 +182,27 @@ class OpenAiApi:
             _refuse_long(found[-1], limits)
         return found
 
-    def _requests(
-        self, template: EngineRequest, prompt: PreparedPrompt, count: int, call: GenerationFields
-    ) -> Sequence[EngineRequest]:
-        """Return the engine's requests for the answers to one prompt. Each has its own seed."""
-        return [
-            replace(
-                template,
-                id=secrets.token_hex(8),
-                prompt=prompt.ids,
-                images=prompt.images,
-                stop_ids=frozenset() if call.ignore_eos else prompt.stop_ids,
-                sampling=replace(template.sampling, seed=(template.sampling.seed + number) % (MAX_SEED + 1)),
-            )
-            for number in range(count)
-        ]
-
     def _answer(
-        self, call: GenerationFields, requests: Sequence[EngineRequest], choices: Sequence[AnswerChoice], shape: Any
+        self,
+        call: GenerationFields,
+        template: EngineRequest,
+        prompts: Sequence[PreparedPrompt],
+        shape: AnswerFormat,
+        echoes: Sequence[str],
+        *,
+        records: bool,
     ) -> Response:
+        """Return the answers to the prompts of a call. Each of several to one prompt has its own seed."""
+        requests, choices = [], []
+        for prompt, echo in zip(prompts, echoes, strict=True):
+            stop_ids = frozenset() if call.ignore_eos else prompt.stop_ids
+            for number in range(call.n or 1):
+                seed = (template.sampling.seed + number) % (MAX_SEED + 1)
+                requests.append(replace(template, id=secrets.token_hex(8), prompt=prompt.ids, images=prompt.images,
+                                        stop_ids=stop_ids, sampling=replace(template.sampling, seed=seed)))  # fmt: skip
+                choices.append(
+                    AnswerChoice(prompt, self._model.texts.tokenizer, call.stops, echo=echo, records=records)
+                )
         usage = call.stream_options is not None and call.stream_options.include_usage
         return AnswerResponse(self._pending(requests, choices, shape), stream=bool(call.stream), include_usage=usage)
 
@@ -295,18 +289,6 @@ class _EmbeddingFormat:
         usage = usage_of(choices)
         del usage["completion_tokens"]
         return {"object": "list", "data": rows, "model": self.model, "usage": usage, "system_fingerprint": weights}
-
-    def fields(self, weights: str) -> dict[str, Any]:
-        return {}
-
-    def begin(self, number: int) -> None:
-        return None
-
-    def part(self, number: int, delta: Any) -> dict[str, Any]:
-        return {}
-
-    def last(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
-        return {}
 
 
 def _sampling(call: CallFields) -> Sampling:

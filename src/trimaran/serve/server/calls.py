@@ -41,7 +41,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 # The body is parsed in the event loop: a list that is no list of these ends at its first wrong item.
 Ids = Annotated[list[Id], Field(max_length=MAX_PROMPT_IDS, fail_fast=True)]
 Texts = Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
-ListsOfIds = Annotated[list[Ids], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+Prompt = str | Ids | Texts | Annotated[list[Ids], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 MAX_SCHEMA_BYTES = 1 << 18
 ANY_OBJECT = '{"type":"object"}'
 DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,(?P<data>[A-Za-z0-9+/=\s]*)", re.ASCII)
@@ -51,10 +51,20 @@ ROOM = 1 << 10
 ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
-class CallFields(BaseModel):
-    """Fields of every request, and those that have no effect here but that clients send."""
+class Strict(BaseModel):
+    """Refuses fields that it does not know."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Lenient(BaseModel):
+    """Ignores fields that it does not know."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, populate_by_name=True)
+
+
+class CallFields(Strict):
+    """Fields of every request, and those that have no effect here but that clients send."""
 
     model: str | None = None
     user: str | None = None
@@ -63,23 +73,17 @@ class CallFields(BaseModel):
     service_tier: str | None = None
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
-
+class StreamOptions(Lenient):
     include_usage: bool = False
 
 
-class JsonSchema(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, populate_by_name=True)
-
+class JsonSchema(Lenient):
     name: str = "answer"
     definition: Mapping[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Strict):
     """The form of an answer: any text, any JSON object, or JSON that follows a schema."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
@@ -117,36 +121,26 @@ class GenerationFields(NeutralFields):
 
 
 class CompletionCall(GenerationFields):
-    prompt: str | Ids | Texts | ListsOfIds
+    prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt or isinstance(self.prompt[0], int):
-            return [self.prompt]  # pyrefly: ignore[bad-return]
-        return list(self.prompt)  # pyrefly: ignore[bad-return]
+        return _each_prompt(self.prompt)
 
 
-class ImageUrl(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
-
+class ImageUrl(Lenient):
     url: str
 
 
-class ContentPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
+class ContentPart(Strict):
     type: Literal["text", "image_url"]
     text: str | None = None
     image_url: ImageUrl | None = None
 
 
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
+class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     name: str | None = None
@@ -161,17 +155,18 @@ class ChatCall(GenerationFields):
 
 
 class EmbeddingCall(CallFields):
-    input: str | Ids | Texts | ListsOfIds
+    input: Prompt
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        if isinstance(self.input, str):
-            return [self.input]
-        if not self.input or isinstance(self.input[0], int):
-            return [self.input]  # pyrefly: ignore[bad-return]
-        return list(self.input)  # pyrefly: ignore[bad-return]
+        return _each_prompt(self.input)
+
+
+def _each_prompt(given: Prompt) -> list[str | list[int]]:
+    is_one = isinstance(given, str) or not given or isinstance(given[0], int)
+    return [given] if is_one else list(given)  # pyrefly: ignore[bad-return]
 
 
 Call = TypeVar("Call", bound=CallFields)
@@ -201,14 +196,12 @@ def parse_call(kind: type[Call], body: bytes) -> Call:
     """Return the fields of a request. Raises UserError U001 with the field that is wrong."""
     try:
         return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise _wrong_field(kind, error) from None
+    except ValidationError as error:  # members of a union each report a mistake; the first is shown
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        raise _wrong_field(kind, found[0]) from None
 
 
-def _wrong_field(kind: type[BaseModel], error: ValidationError) -> UserError:
-    """Return the error for the first mistake of a body. Members of a union each report one; the first is shown."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    first = found[0]
+def _wrong_field(kind: type[BaseModel], first: Mapping[str, Any]) -> UserError:
     where = ".".join(str(each) for each in first["loc"]) or "the body"
     if first["type"] == "json_invalid":
         return UserError("U001", f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}",

@@ -28,7 +28,6 @@ from trimaran.serve.settings import RestartPolicy, TrainedWeights
 
 LOG = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
-STOP_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +130,6 @@ class EngineClient:
     def num_unanswered(self) -> int:
         return self._queue.num_waiting + self._queue.num_running
 
-    @property
-    def rank_ids(self) -> list[int]:
-        return [rank.pid for rank in self._process.ranks] if self._process else []
-
     async def start(self) -> EngineLimits:
         """Start the engine and return its limits. Raises UserError with the engine's own mistake if it has one.
 
@@ -203,12 +198,12 @@ class EngineClient:
         self._dispatch()
         return ticket
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Abort what is left of a call, and free its pages."""
-        self._abort(self._queue.cancel(ticket))
-
-    def cancel_one(self, ticket: Ticket, number: int) -> None:
-        self._abort(self._queue.cancel_one(ticket, number))
+    def cancel(self, ticket: Ticket, number: int | None = None) -> None:
+        """Abort what is left of a call, or of one of its requests, and free its pages."""
+        for name in self._queue.cancel(ticket, number):
+            if self._process is not None:
+                self._process.send({"abort": name})
+        self._dispatch()
 
     async def load(self, weights: TrainedWeights) -> bool:
         """Change the weights when every running answer has ended; new requests wait. Returns whether it worked."""
@@ -217,12 +212,6 @@ class EngineClient:
         loaded = self._pending[1]
         self._dispatch()
         return await loaded
-
-    def _abort(self, names: Sequence[str]) -> None:
-        if self._process is not None:
-            for name in names:
-                self._process.send({"abort": name})
-        self._dispatch()
 
     def _dispatch(self) -> None:
         """Send what the engine can take: requests, or the change of weights once nothing runs."""

@@ -163,28 +163,21 @@ class RequestQueue:
             self._close(active)
             active.ticket.fail(error)
 
-    def cancel(self, ticket: Ticket) -> list[str]:
-        """Drop the requests of a call. Returns the ids of those that the engine has, to abort them there."""
+    def cancel(self, ticket: Ticket, number: int | None = None) -> list[str]:
+        """Drop the requests of a call, or one of them. Returns the ids of those that the engine has, to abort them."""
         if not ticket.num_open:
             return []
-        running = [name for name, each in self._running.items() if each.ticket is ticket]
-        for name in running:
-            self._close(self._running[name])
-        if ticket.num_open:
-            kept = [each for each in self._waiting if each.ticket is not ticket]
-            ticket.num_open -= len(self._waiting) - len(kept)
-            self._waiting = deque(kept)
-        return running
 
-    def cancel_one(self, ticket: Ticket, number: int) -> list[str]:
-        """Drop one request of a call, whose answer has ended with a stop sequence. Returns the ids to abort."""
-        found = [each for each in self._running.values() if each.ticket is ticket and each.number == number]
-        waiting = [each for each in self._waiting if each.ticket is ticket and each.number == number]
-        for active in (*found, *waiting):
+        def is_meant(each: ActiveRequest) -> bool:
+            return each.ticket is ticket and number in (None, each.number)
+
+        running = [each for each in self._running.values() if is_meant(each)]
+        for active in running:
             self._close(active)
-        if waiting:
-            self._waiting = deque(each for each in self._waiting if each not in waiting)
-        return [each.request.id for each in found]
+        if ticket.num_open and (waiting := [each for each in self._waiting if is_meant(each)]):
+            ticket.num_open -= len(waiting)
+            self._waiting = deque(each for each in self._waiting if not is_meant(each))
+        return [each.request.id for each in running]
 
     def crash(self) -> None:
         """Take note of the engine's death. What ran waits again, first; what ran in two deaths has failed."""

@@ -68,9 +68,7 @@ def _sections(folder: Path) -> Iterator[DocsSection]:
     for path in sorted(each for pattern in PAGES for each in folder.glob(pattern)):
         page, text = path.relative_to(folder).as_posix(), path.read_text(encoding="utf-8")
         # Not those inside of code blocks.
-        starts = [
-            match.start() for match in HEADING.finditer(text) if text.count("\n```", 0, match.start()) % 2 == 0
-        ]
+        starts = [match.start() for match in HEADING.finditer(text) if text.count("\n```", 0, match.start()) % 2 == 0]
         for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
             title, _, body = text[start:end].partition("\n")
             yield DocsSection(page, title.lstrip("# ").strip(), body.strip())

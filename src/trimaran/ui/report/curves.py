@@ -62,13 +62,11 @@ def spread(points: Sequence[Point], *, limit: int = MAX_POINTS) -> list[Spread]:
     bins: dict[int, list[Point]] = {}
     for point in finite:
         bins.setdefault(min(limit - 1, int((point[0] - first) / width)), []).append(point)
-    return [_bin_spread(found) for _, found in sorted(bins.items())]
-
-
-def _bin_spread(points: list[Point]) -> Spread:
-    values = [value for _, value in points]
-    where = points[0][0] if len(points) == 1 else math.fsum(at for at, _ in points) / len(points)
-    return where, min(values), math.fsum(values) / len(values), max(values)
+    found = []
+    for _, inside in sorted(bins.items()):
+        where, values = math.fsum(at for at, _ in inside) / len(inside), [value for _, value in inside]
+        found.append((where, min(values), math.fsum(values) / len(values), max(values)))
+    return found
 
 
 Tree = dict[str, Any]

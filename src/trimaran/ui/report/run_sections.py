@@ -17,7 +17,6 @@ from trimaran.ui.report.sections import (
     checkpoints,
     commands,
     comparison,
-    decisions,
     findings,
     header,
     incidents,
@@ -132,7 +131,7 @@ def facts_of(run: RunDirectory) -> dict[str, Any]:
     return RunFeed(run).refresh()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RunSection:
     """One section: the parts of the facts that it shows (see `run_feed`), and how it is drawn. It may be empty."""
 
@@ -140,12 +139,12 @@ class RunSection:
     draw: Callable[[Tree], Html]
 
 
-def _layout(facts: Tree) -> Html:
-    return section(say("Parallel layout"), tag("p", None, facts["plan_words"]), rank_layout(facts))
-
-
 def training(facts: Tree, *, may_zoom: bool = False) -> Html:
     return section(say("Training"), note(downsample_note(facts)), plots(step_plots(facts, may_zoom=may_zoom)))
+
+
+def _layout(facts: Tree) -> Html:
+    return section(say("Parallel layout"), tag("p", None, facts["plan_words"]), rank_layout(facts))
 
 
 def _phases(facts: Tree) -> Html:
@@ -160,36 +159,32 @@ def _ranks(facts: Tree) -> Html:
     return section(say("Ranks"), matrix, plots(spread_plots(facts)), outliers(facts))
 
 
+def _machines(facts: Tree) -> Html:
+    return section(say("Machines"), plots(machine_plots(facts)), machine_tables(facts))
+
+
+def _titled(title: str, draw: Callable[[Tree], Html]) -> Callable[[Tree], Html]:
+    return lambda facts: section(say(title), draw(facts))
+
+
 SECTIONS: Mapping[str, RunSection] = {
-    "header": RunSection(parts=("about", "state"), draw=header),
-    "training": RunSection(parts=("about", "state", "curves"), draw=training),
-    "findings": RunSection(parts=("state", "findings"), draw=findings),
-    "autopilot": RunSection(parts=("state",), draw=last_decision),
-    "layout": RunSection(
-        parts=("about", "state"),
-        draw=_layout,
-    ),
-    "comparison": RunSection(
-        parts=("state",), draw=lambda facts: section(say("Predicted and measured"), comparison(facts))
-    ),
-    "phases": RunSection(parts=("state", "phases"), draw=_phases),
-    "ranks": RunSection(parts=("details", "ranks"), draw=_ranks),
-    "weights": RunSection(parts=("state",), draw=lambda facts: section(say("Weights"), weights(facts))),
-    "time": RunSection(parts=("state",), draw=lambda facts: section(say("Time of the run"), ledger(facts))),
-    "timeline": RunSection(parts=("state",), draw=timeline),
-    "incidents": RunSection(parts=("state",), draw=lambda facts: section(say("Incidents"), incidents(facts))),
-    "checkpoints": RunSection(
-        parts=("state", "checkpoints"), draw=lambda facts: section(say("Checkpoints"), checkpoints(facts))
-    ),
-    "machines": RunSection(
-        parts=("state", "machines"),
-        draw=lambda facts: section(say("Machines"), plots(machine_plots(facts)), machine_tables(facts)),
-    ),
-    "samples": RunSection(parts=("state",), draw=lambda facts: section(say("Samples"), samples(facts))),
-    "views": RunSection(parts=("views",), draw=lambda facts: section(say("Views of the plan"), views(facts))),
-    "commands": RunSection(parts=("state",), draw=lambda facts: section(say("Commands"), commands(facts))),
-    "reproduction": RunSection(parts=("about", "state"), draw=reproduction),
-    "decisions": RunSection(parts=("state",), draw=decisions),
+    "header": RunSection(("about", "state"), header),
+    "training": RunSection(("about", "state", "curves"), training),
+    "findings": RunSection(("state", "findings"), findings),
+    "autopilot": RunSection(("state",), last_decision),
+    "layout": RunSection(("about", "state"), _layout),
+    "comparison": RunSection(("state",), _titled("Predicted and measured", comparison)),
+    "phases": RunSection(("state", "phases"), _phases),
+    "ranks": RunSection(("details", "ranks"), _ranks),
+    "weights": RunSection(("state",), _titled("Weights", weights)),
+    "time": RunSection(("state",), _titled("Time of the run", ledger)),
+    "incidents": RunSection(("state",), _titled("Incidents", incidents)),
+    "checkpoints": RunSection(("state", "checkpoints"), _titled("Checkpoints", checkpoints)),
+    "machines": RunSection(("state", "machines"), _machines),
+    "samples": RunSection(("state",), _titled("Samples", samples)),
+    "views": RunSection(("views",), _titled("Views of the plan", views)),
+    "commands": RunSection(("state",), _titled("Commands", commands)),
+    "reproduction": RunSection(("about", "state"), reproduction),
 }
 REPORT = (
     "header", "training", "findings", "autopilot", "layout", "comparison", "views", "phases", "ranks", "weights",

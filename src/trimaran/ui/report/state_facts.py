@@ -21,7 +21,6 @@ from trimaran.ui.viz.viz_request import read_subject
 Tree = dict[str, Any]
 LATE_FRACTION = 0.1  # of a step: a rank that is later than the median of its stage by more is late
 SILENT_SECONDS = 30.0  # without a heartbeat; samples are a few seconds apart
-ENDED = ("done", "error", "stop")  # kinds of events after which a rank has no heartbeat
 
 
 def ranks_now(state: RunState, table: RankTable | None) -> Tree:

@@ -8,7 +8,6 @@ from trimaran.cost.step_time import pipeline_times_of
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Formula, Lines, Mode, ModeName, Span, Timeline, ValueSeries, as_modes, show_duration
 from trimaran.ui.viz.measured_figures import comm_lines, late_ranks, predicted_waits, waits_table
-from trimaran.ui.viz.planner_texts import planner_text
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject
 
 NAME = "DDPCommunicationFlow"
@@ -114,16 +113,6 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     title = say("{count:,} buckets of {size:g} MiB beside backward", count=len(buckets), size=size)
     timeline = Timeline(title=title, unit="seconds", rows=tuple(rows), spans=tuple(spans))
     live = _live(subject, subject.run) if subject.run is not None else None
-    return as_modes(
-        _explain(blocks, size, ring, buckets, timeline),
-        _simulate(subject, blocks, size, ring, straggler, timeline),
-        live,
-    )
-
-
-def _explain(
-    blocks: Sequence[BackwardBlock], size: float, ring: Ring, buckets: Sequence[Bucket], timeline: Timeline
-) -> Mode:
     total, backward = sum(each.gradient_bytes for each in blocks), sum(each.seconds for each in blocks)
     num = ring.num_ranks
     exposed = exposed_seconds(blocks, buckets)
@@ -154,7 +143,11 @@ def _explain(
     hidden = max(0.0, 1 - exposed / reducing) if reducing else 1.0
     said = say("A bucket is sent as soon as its gradients are there. Backward hides {hidden:.0%} of that.",
                hidden=hidden)  # fmt: skip
-    return Mode(sentences=(said,), formulas=formulas, figures=(timeline,))
+    return as_modes(
+        Mode(sentences=(said,), formulas=formulas, figures=(timeline,)),
+        _simulate(subject, blocks, size, ring, straggler, timeline),
+        live,
+    )
 
 
 def slowed(blocks: Sequence[BackwardBlock], factor: float) -> list[BackwardBlock]:
@@ -193,7 +186,10 @@ def _simulate(
                         exposed=show_duration(chosen), waited=show_duration(chosen - equal)))  # fmt: skip
     sent = {name: seconds for name, seconds in subject.prediction.exposed.items() if name.startswith("gradients")}
     template = "The cost model exposes {seconds} for {name} in the plan."
-    said += [say(template, seconds=show_duration(each), name=planner_text(name)) for name, each in sent.items()]
+    for name, seconds in sent.items():
+        payload, _, link = name.partition(" on ")
+        what = say("{payload} on {link}", payload=say(payload), link=link)
+        said.append(say(template, seconds=show_duration(seconds), name=what))
     if not sent:
         said.append(say("The plan exposes no gradients: its data ranks are {ranks}.", ranks=subject.plan.mesh.data))
     return Mode(sentences=tuple(said), figures=(timeline, lines))

@@ -52,10 +52,6 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     usual = "slurm" if subject.cluster.num_nodes > 1 and "slurm" in targets else targets[0]
     target = controls.choice("target", "where it is launched", usual, targets)
     live = _live(subject.life) if subject.life is not None else None
-    return as_modes(_explain(subject, target), _simulate(subject), live)
-
-
-def _explain(subject: Subject, target: str) -> Mode:
     nodes = tuple(
         GraphNode(name=phase, x=x, y=y, kind="incident" if phase == "incident" else "phase")
         for phase, (x, y) in zip(PHASES, PLACES, strict=True)
@@ -72,7 +68,7 @@ def _explain(subject: Subject, target: str) -> Mode:
         tuple((phase, what, as_is(file), as_is(command)) for phase, (what, file, command) in MEANINGS.items()),
     )
     sentences, files = _artefact(subject, target)
-    return Mode(sentences=sentences, figures=(graph, table, *files))
+    return as_modes(Mode(sentences=sentences, figures=(graph, table, *files)), _simulate(subject), live)
 
 
 def _artefact(subject: Subject, target: str) -> tuple[tuple[str, ...], tuple[Figure, ...]]:

@@ -6,7 +6,6 @@ from trimaran.core import Mesh, Plan, UserError, show_bytes
 from trimaran.planner import GOALS, PlanAnswer, Question, search
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Mode, ModeName, Point, Scatter, Table, as_modes, show_duration
-from trimaran.ui.viz.planner_texts import planner_text
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject
 
 NAME = "ParallelismStrategyComparison"
@@ -75,14 +74,14 @@ def _simulate(answer: PlanAnswer | UserError) -> Mode:
             for (plan, why), point in zip(rows, points, strict=True)
         ))  # fmt: skip
     considered = say("{count:,} plans were priced.", count=answer.num_considered)
-    sentences = (considered, *(say("Would help: {hint}.", hint=planner_text(hint)) for hint in answer.hints))
+    sentences = (considered, *(say("Would help: {hint}.", hint=hint) for hint in answer.hints))
     return Mode(sentences=sentences, figures=(scatter, table))
 
 
 def _plans(answer: PlanAnswer) -> list[tuple[Plan, str]]:
     """Return the plans, each with the reason why it lost; the best one is `chosen`."""
     known = {str(plan): plan for plan in answer.ranked} | {str(each.plan): each.plan for each in answer.misses}
-    reasons: dict[str, str] = {str(each.plan): planner_text(each.why) for each in (*answer.misses, *answer.ties)}
+    reasons: dict[str, str] = {str(each.plan): each.why for each in (*answer.misses, *answer.ties)}
     if answer.ranked:
         reasons[str(answer.ranked[0])] = CHOSEN
     best = answer.ranked[0].prediction if answer.ranked else None

@@ -33,7 +33,30 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
                         log=True)  # fmt: skip
     splits = controls.choice("sequence", "activations between blocks are split, too", "yes", ("yes", "no")) == "yes"
     live = _live(subject, subject.run) if subject.run is not None else None
-    return as_modes(_explain(subject, tp, splits=splits), _simulate(subject, splits=splits), live)
+    rows: list[tuple[str, ...]] = []
+    sentences: list[str] = [SPLIT_SEQUENCE if splits else WHOLE_SEQUENCE]
+    for tower, layer in layers_of(subject):
+        if why := divides(layer, tp):
+            sentences.append(say("{tower}: {why}.", tower=tower, why=why))
+        for linear in linears_of(layer):
+            inputs, outputs = linear.on_rank(tp)
+            rows.append((as_is(tower), as_is(linear.name), as_is(f"{linear.inputs:,} x {linear.outputs:,}"),
+                         SPLITS[linear.tp_splits], as_is(f"{inputs:,} x {outputs:,}"),
+                         AFTER[linear.tp_splits]))  # fmt: skip
+    main = subject.job.outline.main
+    if vocabulary := main.outputs:
+        rows.append((as_is(main.name), as_is("lm_head"), as_is(f"{main.hidden:,} x {vocabulary:,}"), SPLITS["outputs"],
+                     as_is(f"{main.hidden:,} x {-(-vocabulary // tp):,}"), AFTER["outputs"]))  # fmt: skip
+        if vocabulary % tp:
+            sentences.append(say("A vocabulary of {size:,} does not divide by {tp}: the ranks hold unequal parts.",
+                                 size=vocabulary, tp=tp))  # fmt: skip
+    columns = ("tower", "linear", "whole", "split by", "on a rank", "then")
+    table = Table("Linear layers of a block", columns, tuple(rows))
+    return as_modes(
+        Mode(sentences=tuple(sentences), formulas=_formulas(subject, tp, splits=splits), figures=(table,)),
+        _simulate(subject, splits=splits),
+        live,
+    )
 
 
 def layers_of(subject: Subject) -> list[tuple[str, OutlineLayer]]:
@@ -54,29 +77,6 @@ def divides(layer: OutlineLayer, tp: int) -> str:
     if layer.ffn % tp:
         return say("a feed-forward of {width} does not divide by {tp}", width=layer.ffn, tp=tp)
     return ""
-
-
-def _explain(subject: Subject, tp: int, *, splits: bool) -> Mode:
-    rows: list[tuple[str, ...]] = []
-    sentences: list[str] = [SPLIT_SEQUENCE if splits else WHOLE_SEQUENCE]
-    for tower, layer in layers_of(subject):
-        if why := divides(layer, tp):
-            sentences.append(say("{tower}: {why}.", tower=tower, why=why))
-        for linear in linears_of(layer):
-            inputs, outputs = linear.on_rank(tp)
-            rows.append((as_is(tower), as_is(linear.name), as_is(f"{linear.inputs:,} x {linear.outputs:,}"),
-                         SPLITS[linear.tp_splits], as_is(f"{inputs:,} x {outputs:,}"),
-                         AFTER[linear.tp_splits]))  # fmt: skip
-    main = subject.job.outline.main
-    if vocabulary := main.outputs:
-        rows.append((as_is(main.name), as_is("lm_head"), as_is(f"{main.hidden:,} x {vocabulary:,}"), SPLITS["outputs"],
-                     as_is(f"{main.hidden:,} x {-(-vocabulary // tp):,}"), AFTER["outputs"]))  # fmt: skip
-        if vocabulary % tp:
-            sentences.append(say("A vocabulary of {size:,} does not divide by {tp}: the ranks hold unequal parts.",
-                                 size=vocabulary, tp=tp))  # fmt: skip
-    columns = ("tower", "linear", "whole", "split by", "on a rank", "then")
-    table = Table("Linear layers of a block", columns, tuple(rows))
-    return Mode(sentences=tuple(sentences), formulas=_formulas(subject, tp, splits=splits), figures=(table,))
 
 
 def _formulas(subject: Subject, tp: int, *, splits: bool) -> tuple[Formula, ...]:

@@ -76,7 +76,32 @@ def page_frame(title: str, *, active: str) -> Iterator[None]:
         tag("script", {"src": _asset_url("page.js"), "defer": True}, ""),
     ]
     ui.add_head_html("\n".join(parts))
-    Markup(_header(active), tag="div").classes("top-bar")
+    known = set(Client.page_routes.values())
+    links = [
+        tag("a", {"href": path, "aria-current": "page" if path == active else None, "data-key": key}, say(name))
+        for path, name, key in PAGES
+        if path in known
+    ]
+    other = next(name for key, name in LANGUAGES.items() if key != current_language())
+    themes = {"data-light": say("Light"), "data-dark": say("Dark"), "data-system": say("System")}
+    tools = [
+        tag("button", {"type": "button", "data-action": "language", "title": say("Language")}, other),
+        tag("button", {"type": "button", "data-action": "theme", "title": say("Theme"), **themes}, say("System")),
+        tag("button", {"type": "button", "data-action": "shortcuts", "title": say("Keyboard shortcuts")}, "?"),
+    ]
+    skip = tag("a", {"class": "skip", "href": "#content"}, say("Skip to the content"))
+    brand = tag("a", {"class": "brand", "href": "/"}, Html(LOGO), tag("span", None, "Trimaran"))
+    nav = tag("nav", {"aria-label": say("Pages")}, *links)
+    top = tag("header", {"class": "top"}, skip, brand, nav, tag("div", {"class": "tools"}, *tools))
+    keys = [(key, say(name)) for _, name, key in PAGES]
+    keys += [("/", say("Search")), ("t", say("Theme")), ("l", say("Language")), ("?", say("Keyboard shortcuts"))]
+    rows = [tag("tr", None, tag("th", None, tag("kbd", None, key)), tag("td", None, name)) for key, name in keys]
+    close = tag("button", {"type": "button", "data-action": "close", "class": "plain"}, say("Close"))
+    table = tag("table", None, tag("tbody", None, *rows))
+    Markup(
+        Html(top + tag("dialog", {"id": "shortcuts"}, tag("h3", None, say("Keyboard shortcuts")), table, close)),
+        tag="div",
+    ).classes("top-bar")
     with ui.element("div").props("id=content").classes("page"):  # Quasar's page around it is the `main` element
         yield
 
@@ -119,32 +144,6 @@ def asset(name: str) -> bytes:
 def _asset_url(name: str) -> str:
     """Return an address that changes with the content, so that browsers may keep it."""
     return f"{ASSET_PATH}{name}?{hashlib.sha256(asset(name)).hexdigest()[:16]}"
-
-
-def _header(active: str) -> Html:
-    known = set(Client.page_routes.values())
-    links = [
-        tag("a", {"href": path, "aria-current": "page" if path == active else None, "data-key": key}, say(name))
-        for path, name, key in PAGES
-        if path in known
-    ]
-    other = next(name for key, name in LANGUAGES.items() if key != current_language())
-    themes = {"data-light": say("Light"), "data-dark": say("Dark"), "data-system": say("System")}
-    tools = [
-        tag("button", {"type": "button", "data-action": "language", "title": say("Language")}, other),
-        tag("button", {"type": "button", "data-action": "theme", "title": say("Theme"), **themes}, say("System")),
-        tag("button", {"type": "button", "data-action": "shortcuts", "title": say("Keyboard shortcuts")}, "?"),
-    ]
-    skip = tag("a", {"class": "skip", "href": "#content"}, say("Skip to the content"))
-    brand = tag("a", {"class": "brand", "href": "/"}, Html(LOGO), tag("span", None, "Trimaran"))
-    nav = tag("nav", {"aria-label": say("Pages")}, *links)
-    top = tag("header", {"class": "top"}, skip, brand, nav, tag("div", {"class": "tools"}, *tools))
-    keys = [(key, say(name)) for _, name, key in PAGES]
-    keys += [("/", say("Search")), ("t", say("Theme")), ("l", say("Language")), ("?", say("Keyboard shortcuts"))]
-    rows = [tag("tr", None, tag("th", None, tag("kbd", None, key)), tag("td", None, name)) for key, name in keys]
-    close = tag("button", {"type": "button", "data-action": "close", "class": "plain"}, say("Close"))
-    table = tag("table", None, tag("tbody", None, *rows))
-    return Html(top + tag("dialog", {"id": "shortcuts"}, tag("h3", None, say("Keyboard shortcuts")), table, close))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

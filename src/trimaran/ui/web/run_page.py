@@ -128,7 +128,7 @@ def _busy(text: str) -> Html:
 OVERVIEW_PLOTS = ("loss", "speed", "time")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RunTab:
     """A tab: its name, its sections, and the text and the command if they are all empty."""
 
@@ -147,57 +147,26 @@ def _overview(facts: Tree) -> Html:
     return section(say("Course"), note(downsample_note(facts)), plots(drawn))
 
 
-TRAINING = RunSection(
-    parts=("about", "state", "curves"),
-    draw=lambda facts: training(facts, may_zoom=True) if facts["steps"] else Html(""),
-)
+CURVE_PARTS = ("about", "state", "curves")
+TRAINING = RunSection(CURVE_PARTS, lambda facts: training(facts, may_zoom=True) if facts["steps"] else Html(""))
+NO_STEP, NO_RANK = "No step has finished yet.", "No rank has started yet."
+NO_SAMPLE = "The model has generated no sample yet: a run does so at its end (train.sample.tokens)."
 TABS: Mapping[str, RunTab] = {
-    "overview": RunTab(
-        title="Overview",
-        sections=(SECTIONS["findings"], RunSection(parts=("about", "state", "curves"), draw=_overview)),
-        empty="No step has finished yet.",
-    ),
-    "training": RunTab(title="Training", sections=(TRAINING, SECTIONS["weights"]), empty="No step has finished yet."),
-    "ranks": RunTab(title="Ranks", sections=(SECTIONS["ranks"],), empty="No rank has started yet."),
-    "time": RunTab(title="Time", sections=(SECTIONS["time"], SECTIONS["phases"]), empty="No rank has started yet."),
-    "incidents": RunTab(
-        title="Incidents",
-        sections=(SECTIONS["incidents"],),
-        empty="No incidents so far: nothing crashed, hung or ran out of memory.",
-        verb="incidents",
-    ),
-    "checkpoints": RunTab(
-        title="Checkpoints",
-        sections=(SECTIONS["checkpoints"],),
-        empty="No checkpoint is complete yet.",
-        verb="checkpoints",
-    ),
-    "autopilot": RunTab(
-        title="Autopilot",
-        sections=(SECTIONS["autopilot"],),
-        empty="The autopilot has decided nothing in this run.",
-        verb="decisions",
-    ),
-    "plan": RunTab(
-        title="Plan",
-        sections=(SECTIONS["comparison"], SECTIONS["layout"], SECTIONS["views"]),
-        empty="This run has no plan yet.",
-    ),
-    "machines": RunTab(
-        title="Machines", sections=(SECTIONS["machines"],), empty="No machine was sampled yet.", verb="watch"
-    ),
-    "samples": RunTab(
-        title="Samples",
-        sections=(SECTIONS["samples"],),
-        empty="The model has generated no sample yet: a run does so at its end (train.sample.tokens).",
-        verb="generate",
-    ),
-    "commands": RunTab(
-        title="Commands",
-        sections=(SECTIONS["commands"], SECTIONS["reproduction"]),
-        empty="There are no commands.",
-    ),
-}
+    "overview": RunTab("Overview", (SECTIONS["findings"], RunSection(CURVE_PARTS, _overview)), NO_STEP),
+    "training": RunTab("Training", (TRAINING, SECTIONS["weights"]), NO_STEP),
+    "ranks": RunTab("Ranks", (SECTIONS["ranks"],), NO_RANK),
+    "time": RunTab("Time", (SECTIONS["time"], SECTIONS["phases"]), NO_RANK),
+    "incidents": RunTab("Incidents", (SECTIONS["incidents"],),
+                        "No incidents so far: nothing crashed, hung or ran out of memory.", "incidents"),
+    "checkpoints": RunTab("Checkpoints", (SECTIONS["checkpoints"],), "No checkpoint is complete yet.", "checkpoints"),
+    "autopilot": RunTab("Autopilot", (SECTIONS["autopilot"],), "The autopilot has decided nothing in this run.",
+                        "decisions"),
+    "plan": RunTab("Plan", (SECTIONS["comparison"], SECTIONS["layout"], SECTIONS["views"]),
+                   "This run has no plan yet."),
+    "machines": RunTab("Machines", (SECTIONS["machines"],), "No machine was sampled yet."),
+    "samples": RunTab("Samples", (SECTIONS["samples"],), NO_SAMPLE, "generate"),
+    "commands": RunTab("Commands", (SECTIONS["commands"], SECTIONS["reproduction"]), "There are no commands."),
+}  # fmt: skip
 FIRST_TAB = "overview"
 
 

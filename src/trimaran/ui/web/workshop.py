@@ -25,7 +25,7 @@ from trimaran.app import (
 from trimaran.app.plan.plan_answer import pinned_recipe_text, run_settings
 from trimaran.app.recipe.request import read_recipe
 from trimaran.app.train.launch_answer import preview_options
-from trimaran.core import Mesh, Plan, UserError, show_count
+from trimaran.core import Mesh, Plan, TemplateText, UserError, show_count
 from trimaran.launch import open_target
 from trimaran.machine import DEVICES
 from trimaran.models import PRESETS, VLM_PRESETS
@@ -51,7 +51,8 @@ def price_known_plans(question: Question, last: PlanReport) -> PlanAnswer | None
     if not fitting:
         return None
     large = [each for each in priced if each.prediction and not each.prediction.fits]
-    misses = [NearMiss(plan=each, why=reason_lost(fitting[0], each, question) or "") for each in fitting[1:]]
+    reasons = ((each, reason_lost(fitting[0], each, question) or TemplateText()) for each in fitting[1:])
+    misses = [NearMiss(plan=plan, why=why) for plan, why in reasons]
     misses += [NearMiss(plan=each, why=too_big(each.prediction, question.cluster)) for each in large if each.prediction]
     return PlanAnswer(question=question, ranked=tuple(fitting), misses=tuple(misses), num_considered=len(priced))
 

@@ -34,7 +34,7 @@ from trimaran.app import (
     with_goal,
     with_top,
 )
-from trimaran.core import GIB, Bytes, Mesh, Pipeline, Plan, Seconds, TowerPlan, UserError
+from trimaran.core import GIB, Bytes, Mesh, Pipeline, Plan, Seconds, TowerPlan, UserError, templated
 from trimaran.machine import parse_cluster
 from trimaran.planner import MEANING, PHASE_MEANING, NearMiss, PlanAnswer, no_fit_error
 
@@ -69,8 +69,8 @@ def report(
     answer = PlanAnswer(
         question=request.question,
         ranked=ranked,
-        misses=(NearMiss(plan=PIPED, why="6.0 GiB over"),),
-        hints=("one more node: 1.9x as fast",),
+        misses=(NearMiss(plan=PIPED, why=templated("6.0 GiB over")),),
+        hints=(templated("{hint}: {times}x as fast", hint="one more node", times="1.9"),),
         warnings=("above 88 % full steps slow down",),
         num_considered=1234,
         **rest,  # type: ignore[arg-type]

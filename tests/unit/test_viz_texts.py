@@ -1,5 +1,6 @@
 """Texts of views: each knows its template, and each has a Chinese translation with the same values in it."""
 
+import ast
 import json
 import re
 import string
@@ -11,23 +12,22 @@ import pytest
 
 from tests.cases import slow
 from trimaran.app import read_plan_request
-from trimaran.planner import search
+from trimaran.core import DATA_PAYLOADS, PAYLOAD_AXES, TemplateText
+from trimaran.planner import INEXACT, search
 from trimaran.ui import (
     SHORT_NAMES,
-    TEMPLATES,
     Subject,
     as_is,
     build_view,
-    planner_text,
     read_subject,
     say,
     translate,
     translate_view,
     view_as_dict,
 )
-from trimaran.ui import WORDS as PLANNER_WORDS
 
-WEB = Path(__file__).parents[2] / "src" / "trimaran" / "ui" / "web"
+SOURCE = Path(__file__).parents[2] / "src" / "trimaran"
+WEB = SOURCE / "ui" / "web"
 WORDS = re.compile(r"[A-Za-z]{2,}")
 CHINESE: dict[str, str] = {}
 for file in sorted(WEB.glob("zh*.json")):
@@ -73,13 +73,22 @@ def test_reasons_and_hints_of_the_planner_are_known(plan: str, cluster: str) -> 
     answer = search(read_plan_request(plan, {"cluster": cluster}, ()).question)
     best = answer.ranked[0].prediction
     assert best is not None
-    texts = [*(each.why for each in (*answer.misses, *answer.ties)), *answer.hints, *best.exposed]
-    assert [each for each in texts if planner_text(each) != each] == []
-    assert [each for each in texts if translate(planner_text(each), lambda _: "known") != "known"] == []
+    texts = [*(each.why for each in (*answer.misses, *answer.ties)), *answer.hints]
+    texts += [each for text in texts for each in text.values.values() if isinstance(each, TemplateText)]
+    assert [each for each in texts if each.template.format(**each.values) != each] == []
+    assert [each.template for each in texts if each.template not in CHINESE] == []
+    assert [each for each in best.exposed if each.partition(" on ")[0] not in CHINESE] == []
 
 
 def test_every_template_of_the_planner_has_a_translation() -> None:
-    assert [each for each in (*TEMPLATES, *PLANNER_WORDS) if each not in CHINESE] == []
+    files = [SOURCE / "planner" / "hints.py", SOURCE / "planner" / "search" / "rejections.py"]
+    calls = [each for file in files for each in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+             if isinstance(each, ast.Call) and getattr(each.func, "id", "") == "templated"]  # fmt: skip
+    templates = {each.args[0].value for each in calls if isinstance(each.args[0], ast.Constant)}
+    payloads = {*PAYLOAD_AXES, *DATA_PAYLOADS, "computing slowed by collectives", "communication"}
+    others = {INEXACT, "optimizer", "parameters", "activations", "allocator", "{payload} on {link}"}
+    assert len(templates) > 30
+    assert sorted({*templates, *payloads, *others} - CHINESE.keys()) == []
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,8 @@ from .input_rules import (
 from .measured_speed import RowSeconds as RowSeconds, deal_rows as deal_rows
 from .parse_text import TextError as TextError, load_json as load_json, load_yaml as load_yaml
 from .plan import (
-    AXES as AXES, CONTEXTS as CONTEXTS, Comm as Comm, Mesh as Mesh, Pipeline as Pipeline, Plan as Plan,
+    AXES as AXES, CONTEXTS as CONTEXTS, Comm as Comm, DATA_PAYLOADS as DATA_PAYLOADS, Mesh as Mesh,
+    PAYLOAD_AXES as PAYLOAD_AXES, Pipeline as Pipeline, Plan as Plan,
     Prediction as Prediction, TowerPlan as TowerPlan, comm_axes as comm_axes, data_axis as data_axis,
     predicted_comm as predicted_comm, show_rows as show_rows,
 )
@@ -53,6 +54,7 @@ from .replica_sync import (
     compressed_bytes as compressed_bytes, exposed_outer_seconds as exposed_outer_seconds,
     outer_bytes_per_step as outer_bytes_per_step, synchronisation_bytes as synchronisation_bytes,
 )
+from .template_text import TemplateText as TemplateText, templated as templated
 from .traits import MODEL_FAMILIES as MODEL_FAMILIES, ModelFamily as ModelFamily, family_named as family_named
 from .units import (
     Bytes as Bytes, Flops as Flops, GIB as GIB, Seconds as Seconds, show_bytes as show_bytes, show_count as show_count,

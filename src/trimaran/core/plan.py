@@ -27,7 +27,7 @@ AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 WORLD = "world"  # all ranks: the sums of a step, such as its loss and its tokens
 DATA_AXES = ("dp_replicate", "dp_shard")
 # The axis of what is sent inside layers and between stages, by the first words of the prediction's terms.
-_PAYLOAD_AXES = {
+PAYLOAD_AXES = {
     "tensor slices": "tp",
     "gradients of images": "tp",
     "parts of the sequence": "cp",
@@ -37,7 +37,7 @@ _PAYLOAD_AXES = {
     "sums of the step": WORLD,
     "waiting for the slowest rank": WORLD,
 }
-_DATA_PAYLOADS = ("all-gather of weights", "gradients", "copies of gathered weights")
+DATA_PAYLOADS = ("all-gather of weights", "gradients", "copies of gathered weights")
 
 
 class KindPrediction(BaseModel):
@@ -455,7 +455,7 @@ def predicted_comm(plan: Plan) -> dict[str, float]:
     seconds = dict.fromkeys(comm_axes(plan), 0.0)
     for term, value in plan.prediction.exposed.items():
         payload = term.partition(" on ")[0]
-        axis = data_axis(plan) if payload in _DATA_PAYLOADS else _PAYLOAD_AXES.get(payload)
+        axis = data_axis(plan) if payload in DATA_PAYLOADS else PAYLOAD_AXES.get(payload)
         if axis in seconds:
             seconds[axis] += value
     if "pp" in seconds:

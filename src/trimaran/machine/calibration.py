@@ -161,11 +161,7 @@ def _scaled_device(cluster: Cluster, fitted: FittedRates) -> Device:
         names = dict.fromkeys([*dict(device.fitted), *factors])
         pairs = tuple((name, device.factor(name) * factors.get(name, 1.0)) for name in names)
         return replace(device, fitted=pairs, reached=reached)
-    return _scaled_cpu(device, reached, fitted)
-
-
-def _scaled_cpu(device: Device, reached: dict[str, float], fitted: FittedRates) -> Device:
-    """Return a CPU's rank with the factors: in the rates that were measured for it, or else in its estimated rate."""
+    # A CPU's rank with the factors: in the rates that were measured for it, or else in its estimated rate.
     compute, rates = fitted.matmul.get("fp32", 1.0), device.cpu_rates
     if "fp32" in reached:
         reached["fp32"] *= compute
@@ -347,7 +343,12 @@ def _measured_device(cluster: Cluster, calibration: Calibration) -> Device:
     tflops = {each: getattr(calibration, f"{each}_tflops") for each in (PRECISIONS[:1] if is_cpu else PRECISIONS)}
     rates = {precision: Flops(rate * fraction * 1e12) for precision, rate in tflops.items() if rate}
     if not is_cpu and device.name in DEVICES:
-        _refuse_above_peak(device, rates)
+        # Raise if a rate exceeds the device's data sheet by more than 10 %, which higher clocks cannot explain.
+        for precision, rate in rates.items():
+            if rate > 1.1 * (peak := device.peak(precision)):
+                raise UserError("C006", f"{precision}_tflops is {rate / 1e12:,.0f}, and {device.name} has at most "
+                                f"{peak / 1e12:,.0f}", where="calibration",
+                                fix="correct it, or measure with `trimaran bench calibrate`")  # fmt: skip
     memory, pcie = (calibration.memory_gb_per_second or 0) * fraction * 1e9, calibration.pcie_gb_per_second
     launch = {} if is_cpu or not calibration.launch_us else {"launch": calibration.launch_us * 1e-6}
     return replace(
@@ -359,15 +360,6 @@ def _measured_device(cluster: Cluster, calibration: Calibration) -> Device:
         pcie_bandwidth=pcie * 1e9 if pcie else device.pcie_bandwidth,
         note=f"measured{f' on {calibration.date}' if calibration.date else ''}",
     )
-
-
-def _refuse_above_peak(device: Device, rates: Mapping[str, Flops]) -> None:
-    """Raise if a rate exceeds the device's data sheet by more than 10 %, which higher clocks cannot explain."""
-    for precision, rate in rates.items():
-        if rate > 1.1 * (peak := device.peak(precision)):
-            raise UserError("C006", f"{precision}_tflops is {rate / 1e12:,.0f}, and {device.name} has at most "
-                            f"{peak / 1e12:,.0f}", where="calibration",
-                            fix="correct it, or measure with `trimaran bench calibrate`")  # fmt: skip
 
 
 def with_network(cluster: Cluster, network: Collectives | None) -> Cluster:

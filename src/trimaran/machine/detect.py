@@ -50,7 +50,12 @@ def detect(
     `threads` is how many each rank of a CPU gets, if the user set OMP_NUM_THREADS.
     """
     if gpus := list_gpus(visible_devices):
-        cluster = _gpu_cluster(gpus, visible_devices)
+        device = gpu_device(gpus)
+        if network := read_network():
+            device = replace(device, network_bandwidth=network / len(gpus))
+        host_bytes = Bytes(psutil.virtual_memory().total)
+        links = _read_gpu_links(device, len(gpus), visible_devices)
+        cluster = Cluster(device=device, devices_per_node=len(gpus), links=links, host_bytes=host_bytes)
         calibration = find_calibration(calibrations, machine_name(cluster))
         return apply_calibration(cluster, calibration) if calibration else cluster
     return cpu_cluster(min(num_cores(), MAX_CPU_RANKS), calibrations=calibrations, threads=threads)
@@ -189,15 +194,6 @@ def num_cores() -> int:
 def usable_cores() -> int:
     """Return the cores this process may use, hyper-threads included."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _gpu_cluster(gpus: Sequence[tuple[str, float]], visible: str | None) -> Cluster:
-    device = gpu_device(gpus)
-    if network := read_network():
-        device = replace(device, network_bandwidth=network / len(gpus))
-    host_bytes = Bytes(psutil.virtual_memory().total)
-    links = _read_gpu_links(device, len(gpus), visible)
-    return Cluster(device=device, devices_per_node=len(gpus), links=links, host_bytes=host_bytes)
 
 
 def _read_gpu_links(device: Device, num_gpus: int, visible: str | None) -> tuple[Link, ...]:

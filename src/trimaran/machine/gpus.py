@@ -282,7 +282,11 @@ def gpu_links(matrix: Matrix, device: Device) -> tuple[Link, ...]:
     connections = {"NVLink": {"NV"}, "PCIe": {"NV", *IN_HOST}, "sockets": {"NV", *IN_HOST, "SYS"}}
     links: list[Link] = []
     for name, kinds in connections.items():
-        size = _block_size(matrix, kinds)
+        count = len(matrix)
+        sizes = (size for size in range(count, 0, -1) if count % size == 0)
+        size = next(
+            size for size in sizes if all(_connected(matrix, kinds, start, size) for start in range(0, count, size))
+        )
         if size > (links[-1].devices if links else 1):
             rate = {"PCIe": device.pcie_bandwidth, "sockets": min(device.pcie_bandwidth, SOCKET_BANDWIDTH)}.get(name)
             bandwidth = rate or _nvlink_bandwidth(matrix, device, size)
@@ -304,15 +308,6 @@ def read_network(sys: Path = Path("/sys")) -> float:
     ]
     speeds = [int(speed) for card in cards if (speed := _read(card / "speed")).isdigit()]
     return max(speeds, default=0) * 1e6 / 8
-
-
-def _block_size(matrix: Matrix, kinds: set[str]) -> int:
-    """Return the largest block size at which these kinds of connection connect every block."""
-    count = len(matrix)
-    sizes = (size for size in range(count, 0, -1) if count % size == 0)
-    return next(
-        size for size in sizes if all(_connected(matrix, kinds, start, size) for start in range(0, count, size))
-    )
 
 
 def _connected(matrix: Matrix, kinds: set[str], start: int, size: int) -> bool:

@@ -172,10 +172,6 @@ def _read_cluster(path: Path) -> Cluster:
         file = ClusterFile.model_validate(tree)
     except ValidationError as error:
         raise first_error(error, ClusterFile, code="C005", where=str(path)) from None
-    return _cluster_of(file, path)
-
-
-def _cluster_of(file: ClusterFile, path: Path) -> Cluster:
     cluster = _build([file.num_nodes, file.devices_per_node], file.device, str(path))
     device = cluster.device
     if file.memory_gib:

@@ -6,7 +6,7 @@ from .change_plan import (
 )
 from .emit.emission import Emission as Emission, PEFT_FILE as PEFT_FILE
 from .hints import (
-    fits_on as fits_on, resized_cluster as resized_cluster, smallest_cluster as smallest_cluster,
+    INEXACT as INEXACT, fits_on as fits_on, resized_cluster as resized_cluster, smallest_cluster as smallest_cluster,
     with_frozen_tower as with_frozen_tower,
 )
 from .measure.fit_rates import fit_rates as fit_rates
@@ -75,7 +75,7 @@ from .search.goals import (
     best_plans as best_plans, choose as choose, no_fit_error as no_fit_error, predicted as predicted, search as search,
 )
 from .search.neighbours import (
-    CHANGES as CHANGES, keeps_pins as keeps_pins, neighbour_patches as neighbour_patches, neighbours as neighbours,
+    keeps_pins as keeps_pins, neighbour_patches as neighbour_patches, neighbours as neighbours,
 )
 from .search.rejections import OFFLOAD_RATIO as OFFLOAD_RATIO
 from .search.space import Space as Space

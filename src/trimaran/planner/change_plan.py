@@ -201,28 +201,27 @@ def _completed_mesh(new: Plan, old: Plan, patched: _Patched) -> Mesh:
     """Return the mesh with as many data ranks as the other axes leave."""
     has_replicas, has_shards = (patched.has(f"mesh.{axis}") for axis in ("dp_replicate", "dp_shard"))
     if not has_replicas and not has_shards:
-        return _with_data_ranks(new, old, patched.has("sharding"))
+        # The mesh with as many data ranks as the other axes leave, sharded as before or as the patch says.
+        sharding_is_set = patched.has("sharding")
+        mesh, world_size = new.mesh, old.mesh.world_size
+        inner = mesh.tp * mesh.pp * mesh.cp
+        if world_size % inner:
+            return mesh
+        data, sharded = world_size // inner, old.mesh.dp_shard > 1
+        if sharding_is_set:
+            sharded = new.sharding != "none" and (mesh.cp == 1 or old.mesh.dp_shard > 1)
+        replicas = math.gcd(mesh.dp_replicate, data) if sharded and old.mesh.dp_shard > 1 else 1
+        update = (
+            {"dp_replicate": replicas, "dp_shard": data // replicas}
+            if sharded
+            else {"dp_replicate": data, "dp_shard": 1}
+        )
+        return mesh.model_copy(update=update)
     if has_replicas and has_shards:
         return new.mesh
     axis = "dp_replicate" if has_shards else "dp_shard"
     degree, rest = divmod(old.mesh.world_size, new.mesh.world_size // getattr(new.mesh, axis))
     return new.mesh if rest or not degree else new.mesh.model_copy(update={axis: degree})
-
-
-def _with_data_ranks(new: Plan, old: Plan, sharding_is_set: bool) -> Mesh:
-    """Return the mesh with as many data ranks as the other axes leave, sharded as before or as the patch says."""
-    mesh, world_size = new.mesh, old.mesh.world_size
-    inner = mesh.tp * mesh.pp * mesh.cp
-    if world_size % inner:
-        return mesh
-    data, sharded = world_size // inner, old.mesh.dp_shard > 1
-    if sharding_is_set:
-        sharded = new.sharding != "none" and (mesh.cp == 1 or old.mesh.dp_shard > 1)
-    replicas = math.gcd(mesh.dp_replicate, data) if sharded and old.mesh.dp_shard > 1 else 1
-    update = (
-        {"dp_replicate": replicas, "dp_shard": data // replicas} if sharded else {"dp_replicate": data, "dp_shard": 1}
-    )
-    return mesh.model_copy(update=update)
 
 
 def _field(plan: Plan, name: str) -> Any:

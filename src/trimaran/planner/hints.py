@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from trimaran.core import AdapterSection, Bytes, Mesh, Plan, show_bytes
+from trimaran.core import AdapterSection, Bytes, Mesh, Plan, TemplateText, show_bytes, templated
 from trimaran.core.plan import Comm
 from trimaran.core.replica_sync import LocalSteps, OuterOptimizer
 from trimaran.cost.peak_memory import Memory
@@ -122,28 +122,29 @@ def _is_round(num: int) -> bool:
 MIN_HINT_SPEEDUP = 1.03  # a smaller gain is not shown
 # What changes the trajectory is shown only on slow links: from this much of a step in communication, and this gain.
 MIN_COMM_FRACTION, MIN_INEXACT_SPEEDUP = 0.3, 1.3
+INEXACT = "set {field} to {value}, which changes the results a little"
 LOCAL_STEPS = range(50, 4, -1)  # that replicas may train alone, the first choice first
 
 
 class Hint(NamedTuple):
     """A changed question, and its text. A step of it trains on as many tokens."""
 
-    text: str
+    text: TemplateText
     question: Question
 
 
-def hints_for(best: Plan, question: Question) -> tuple[str, ...]:
+def hints_for(best: Plan, question: Question) -> tuple[TemplateText, ...]:
     """Return what would make the best plan faster, and by how much: searched with the same mesh."""
     assert best.prediction is not None
     hints = []
     for change in question_changes(question):
         seconds = fastest_like(change.question, best)
         if seconds is not None and (gain := best.prediction.step_seconds / seconds) > MIN_HINT_SPEEDUP:
-            hints.append(f"{change.text}: {gain:.2f} times as fast")
+            hints.append(templated("{hint}: {times} times as fast", hint=change.text, times=f"{gain:.2f}"))
     return (*hints, *_slow_link_hints(best, question), *_free_memory(best, question))
 
 
-def _slow_link_hints(best: Plan, question: Question) -> Iterator[str]:
+def _slow_link_hints(best: Plan, question: Question) -> Iterator[TemplateText]:
     """Yield the fastest compression and the fastest local steps, where communication takes much of a step.
 
     Local steps need replicas, which a plan for slow links may not have: a pipeline sends less than gradients.
@@ -153,14 +154,22 @@ def _slow_link_hints(best: Plan, question: Question) -> Iterator[str]:
     if comm < MIN_COMM_FRACTION * seconds or "comm" in question.pins.model_fields_set:
         return
     compressions = _compressions() if best.mesh.dp > 1 else ()
-    for what, settings in (("compress gradients", compressions), ("synchronise less often", _local_steps(question))):
+    for what, settings in (
+        (templated("compress gradients"), compressions),
+        (templated("synchronise less often"), _local_steps(question)),
+    ):
         found = {}
         for text, fields in settings:
             changed = _with(question, plan=_pinned(question.pins, **fields))
             found[text] = (_fastest(changed) if "mesh" in fields else fastest_like(changed, best)) or math.inf
         text = min(found, key=lambda each: found[each], default="")
         if text and (gain := seconds / found[text]) > MIN_INEXACT_SPEEDUP:
-            yield f"{what} with --set {text}, which changes the results: {gain:.2f} times as fast"
+            yield templated(
+                "{what} with --set {setting}, which changes the results: {times} times as fast",
+                what=what,
+                setting=text,
+                times=f"{gain:.2f}",
+            )
 
 
 def _compressions() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -181,16 +190,19 @@ def _local_steps(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"plan.mesh.dp_replicate={nodes} --set 'plan.comm.local_steps={text}'", fields
 
 
-def memory_hints(question: Question) -> tuple[str, ...]:
+def memory_hints(question: Question) -> tuple[TemplateText, ...]:
     """Return the changes, other than more devices, after which a plan fits."""
     cluster = question.cluster
     larger_host = replace(cluster, host_bytes=Bytes(2 * cluster.host_bytes))
-    hosts = Hint(
-        f"use nodes with {show_bytes(larger_host.host_bytes)} of memory", replace(question, cluster=larger_host)
-    )
+    text = templated("use nodes with {size} of memory", size=show_bytes(larger_host.host_bytes))
+    hosts = Hint(text, replace(question, cluster=larger_host))
     others = [change for change in question_changes(question) if change.question.cluster == cluster]
     changes = [*_unpinned(question), *([hosts] if cluster.device.traits.has_own_memory else []), *others]
-    fitting = (f"{change.text}: a plan fits" for change in changes if fits_on(change.question, change.question.cluster))
+    fitting = (
+        templated("{hint}: a plan fits", hint=change.text)
+        for change in changes
+        if fits_on(change.question, change.question.cluster)
+    )
     return (*fitting, *(() if question.recipe.model.adapter else _adapter_hint(question)))
 
 
@@ -202,14 +214,15 @@ def adapter_changes(question: Question) -> Iterator[Hint]:
     if question.stack.name != "trimaran" or not has_linears:
         return
     if model.adapter is None:
-        what = "train a LoRA adapter, not the whole model, with --set"
-        yield Hint(f"{what} model.adapter.kind=lora", _with_adapter(question, AdapterSection()))
-        if on_gpu:
-            yield Hint(f"{what} model.adapter.base=4bit", _with_adapter(question, AdapterSection(base="4bit")))
+        settings = {"kind=lora": AdapterSection()} | ({"base=4bit": AdapterSection(base="4bit")} if on_gpu else {})
+        for setting, section in settings.items():
+            text = templated(
+                "train a LoRA adapter, not the whole model, with --set {setting}", setting=f"model.adapter.{setting}"
+            )
+            yield Hint(text, _with_adapter(question, section))
     elif model.adapter.base == "auto" and on_gpu:
         packed = model.adapter.model_copy(update={"base": "4bit"})
-        text = "set model.adapter.base to 4bit, which changes the results a little"
-        yield Hint(text, _with_adapter(question, packed))
+        yield Hint(templated(INEXACT, field="model.adapter.base", value="4bit"), _with_adapter(question, packed))
 
 
 def _with_adapter(question: Question, section: AdapterSection) -> Question:
@@ -218,13 +231,14 @@ def _with_adapter(question: Question, section: AdapterSection) -> Question:
     return replace(_with(question, model=model), outline=with_adapter(question.outline, section))
 
 
-def _adapter_hint(question: Question) -> Iterator[str]:
+def _adapter_hint(question: Question) -> Iterator[TemplateText]:
     """Yield the first adapter with which a plan fits, and the memory that it needs."""
     for change in adapter_changes(question):
         space = Space(change.question)
         least = least_memory_plan(space, PlanEvaluator(space), stop_at_fit=True)
         if least and least.memory_use <= 1:
-            yield f"{change.text}: a plan fits in {show_bytes(least.memory.device)} a device"
+            size = show_bytes(least.memory.device)
+            yield templated("{hint}: a plan fits in {size} a device", hint=change.text, size=size)
             return
 
 
@@ -232,27 +246,27 @@ def question_changes(question: Question) -> Iterator[Hint]:
     """Yield what the user could change: cluster, optimizer states, precision, sequence length, frozen towers."""
     recipe, cluster, pins = question.recipe, question.cluster, question.pins
     if (larger := _larger(question)) is not None:
-        yield Hint(f"use {larger}", replace(question, cluster=larger))
+        yield Hint(templated("use {cluster}", cluster=larger), replace(question, cluster=larger))
     train = recipe.train
     if train.optimizer.states == "fp32" and not pins.engine_traits.keeps_states_elsewhere:
         small = train.model_copy(update={"optimizer": train.optimizer.model_copy(update={"states": "8bit"})})
-        yield Hint("set train.optimizer.states to 8bit", _with(question, train=small))
+        text = templated("set {field} to {value}", field="train.optimizer.states", value="8bit")
+        yield Hint(text, _with(question, train=small))
     if "precision" not in pins.model_fields_set and "fp8" in cluster.device.peak_flops:
         fp8 = _with(question, plan=_pinned(pins, precision="fp8"))
-        yield Hint("set plan.precision to fp8, which changes the results a little", fp8)
+        yield Hint(templated(INEXACT, field="plan.precision", value="fp8"), fp8)
     assert question.outline is not None
     if recipe.model.adapter:
         yield from adapter_changes(question)
     if recipe.data.seq_len >= 2048 and not question.outline.main.positions:
         half = recipe.data.model_copy(update={"seq_len": recipe.data.seq_len // 2})
         shorter = train.model_copy(update={"global_batch": 2 * train.global_batch})
-        text = f"halve sequences to {recipe.data.seq_len // 2:,}, with twice as many"
+        text = templated("halve sequences to {count}, with twice as many", count=f"{recipe.data.seq_len // 2:,}")
         yield Hint(text, _with(question, data=half, train=shorter))
     for tower in question.outline.towers[:-1]:
         if not tower.frozen and tower.layers > 2:
-            yield Hint(
-                f"freeze {tower.name}", replace(question, outline=with_frozen_tower(question.outline, tower.name))
-            )
+            frozen = replace(question, outline=with_frozen_tower(question.outline, tower.name))
+            yield Hint(templated("freeze {tower}", tower=tower.name), frozen)
 
 
 def _larger(question: Question) -> Cluster | None:
@@ -272,7 +286,7 @@ def _unpinned(question: Question) -> Iterator[Hint]:
     pins = question.pins
     for name in sorted(pins.model_fields_set):
         pinned = {each: getattr(pins, each) for each in pins.model_fields_set - {name}}
-        yield Hint(f"leave plan.{name} out", _with(question, plan=Plan(**pinned)))
+        yield Hint(templated("leave plan.{field} out", field=name), _with(question, plan=Plan(**pinned)))
 
 
 def with_frozen_tower(outline: Outline, name: str) -> Outline:
@@ -302,12 +316,12 @@ def _fastest(question: Question) -> float | None:
     return found[0].seconds if found else None
 
 
-def _free_memory(best: Plan, question: Question) -> Iterator[str]:
+def _free_memory(best: Plan, question: Question) -> Iterator[TemplateText]:
     """Yield how much memory stays free, if that is much: a smaller device would be enough."""
     assert best.prediction is not None
     size, used = question.cluster.device.memory_bytes, best.prediction.device_bytes
     if used < 0.5 * size and question.cluster.device.traits.has_own_memory:
-        yield f"{show_bytes(size - used)} of each device stay free"
+        yield templated("{size} of each device stay free", size=show_bytes(size - used))
 
 
 def _with(question: Question, **sections: object) -> Question:

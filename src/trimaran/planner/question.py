@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from trimaran.core import Bytes, DataSection, Plan, Recipe, RowSizes
+from trimaran.core import Bytes, DataSection, Plan, Recipe, RowSizes, TemplateText
 from trimaran.core.plugins import SOURCES
 from trimaran.cost import HF_MODELS, STACKS, STATE_BYTES, Job, Stack
 from trimaran.machine import Cluster
@@ -96,7 +96,7 @@ class NearMiss:
     """A plan that lost, and why: `1.2 GiB over`, `bubble 31 %`, `all-gather exposed 0.4 s on InfiniBand`."""
 
     plan: Plan
-    why: str
+    why: TemplateText
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class PlanAnswer:
     ties: tuple[NearMiss, ...] = ()
     misses: tuple[NearMiss, ...] = ()
     choices: tuple[str, ...] = ()
-    hints: tuple[str, ...] = ()
+    hints: tuple[TemplateText, ...] = ()
     warnings: tuple[str, ...] = ()
     num_considered: int = 0
     missing_bytes: Bytes = NO_BYTES

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from trimaran.core import Plan
-from trimaran.cost import Scenario, Simulation, simulate
+from trimaran.cost import Scenario, simulate
 from trimaran.cost.simulate.simulation import job_terms_of, spares_needed
 from trimaran.machine import Cluster
 from trimaran.planner.hints import resized_cluster
@@ -35,7 +35,8 @@ class Reliability:
 
 def reliability_of(plan: Plan, question: Question, cluster: Cluster) -> Reliability:
     """Return the reliability of a plan on a part of the question's cluster. Its other nodes are spares."""
-    found = _simulated(plan, question, cluster)
+    scenario = _scenario(question, spares=question.cluster.num_nodes - cluster.num_nodes)
+    found = simulate(replace(question, cluster=cluster).job, cluster, plan, scenario)
     return Reliability(
         goodput=fmean(each.goodput for each in found.histories),
         spares=found.terms.spares,
@@ -80,8 +81,3 @@ def _splits(world: int, batch: int) -> bool:
 
 def _scenario(question: Question, spares: int) -> Scenario:
     return Scenario(days=PRICED_DAYS, runs=PRICED_RUNS, spares=spares, mtbf_hours=question.mtbf_hours)
-
-
-def _simulated(plan: Plan, question: Question, cluster: Cluster) -> Simulation:
-    scenario = _scenario(question, spares=question.cluster.num_nodes - cluster.num_nodes)
-    return simulate(replace(question, cluster=cluster).job, cluster, plan, scenario)

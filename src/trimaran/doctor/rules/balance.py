@@ -169,7 +169,17 @@ def imbalance(evidence: Evidence) -> Iterator[Finding]:
     measured = step_breakdown(evidence)
     if measured is None or evidence.plan.mesh.dp == 1:
         return
-    ratio = _ratio(evidence)
+    # The busiest rank's work over the mean, by the cost of rows, or else by tokens; None if unknown.
+    by_cost, by_tokens = [], []
+    for step in steady_steps(evidence):
+        slowest, cost = get_number(step, "rows", "slowest"), get_number(step, "rows", "cost")
+        if slowest and cost:
+            by_cost.append(slowest / cost)
+        most, usual = get_number(step, "ranks", "tokens", "max"), get_number(step, "ranks", "tokens", "median")
+        if most and usual:
+            by_tokens.append(most / usual)
+    ratios = by_cost or by_tokens
+    ratio = median(ratios) if ratios else None
     gain = (1 - 1 / ratio) * (measured.fraction("compute") + measured.fraction("straggler")) if ratio else 0.0
     if ratio is None or ratio < MIN_IMBALANCE_RATIO or gain < MIN_GAIN_FRACTION:
         return
@@ -193,20 +203,6 @@ def imbalance(evidence: Evidence) -> Iterator[Finding]:
         gain=gain if patch else None,
         confidence=0.85,
     )
-
-
-def _ratio(evidence: Evidence) -> float | None:
-    """Return the busiest rank's work over the mean, by the cost of rows, or else by tokens; None if unknown."""
-    by_cost, by_tokens = [], []
-    for step in steady_steps(evidence):
-        slowest, cost = get_number(step, "rows", "slowest"), get_number(step, "rows", "cost")
-        if slowest and cost:
-            by_cost.append(slowest / cost)
-        most, usual = get_number(step, "ranks", "tokens", "max"), get_number(step, "ranks", "tokens", "median")
-        if most and usual:
-            by_tokens.append(most / usual)
-    ratios = by_cost or by_tokens
-    return median(ratios) if ratios else None
 
 
 MIN_MEASURED_STEPS = 8  # whose stages were measured under the present cut

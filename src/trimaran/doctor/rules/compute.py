@@ -269,7 +269,20 @@ def _slow_steps(
     CPU cores are shared with other programs, so on a CPU the node's samples must be there.
     """
     took, time = measured.step - measured.data - measured.checkpoint, prediction.time
-    off, others = took / prediction.step_seconds - 1, _cores_of_others(evidence)
+    # How many cores other processes use on the busiest node; 0 if at most half a core.
+    found: dict[object, list[float]] = {}
+    for sample in evidence.samples:
+        cpu, cores, ranks = get_number(sample, "cpu"), get_number(sample, "cores"), sample.get("ranks")
+        if cpu is None or cores is None or not isinstance(ranks, dict) or cpu < 0.9:
+            continue
+        used = [get_number(each, "cpu") for each in ranks.values()]
+        if not used or None in used:  # ranks are starting or ending
+            continue
+        ours = sum(each or 0.0 for each in used)
+        ours += sum(get_number(each, "loader_cpu") or 0.0 for each in ranks.values())
+        found.setdefault(sample.get("node"), []).append(cpu * cores - ours)
+    most = max((median(each) for each in found.values()), default=0.0)
+    off, others = took / prediction.step_seconds - 1, (most if most > 0.5 else 0.0)
     if abs(off) <= (CPU_MIN_ERROR_BARS if on_cpu and not others else MIN_ERROR_BARS) * prediction.error:
         return
     if on_cpu and (off < 0 or prediction.step_seconds < CPU_MIN_STEP_SECONDS or not evidence.samples):
@@ -295,23 +308,6 @@ def _slow_steps(
         fix="stop the other programs on these nodes" if others else CALIBRATE,
         confidence=0.8,
     )
-
-
-def _cores_of_others(evidence: Evidence) -> float:
-    """Return how many cores other processes use on the busiest node; 0 if at most half a core."""
-    found: dict[object, list[float]] = {}
-    for sample in evidence.samples:
-        cpu, cores, ranks = get_number(sample, "cpu"), get_number(sample, "cores"), sample.get("ranks")
-        if cpu is None or cores is None or not isinstance(ranks, dict) or cpu < 0.9:
-            continue
-        used = [get_number(each, "cpu") for each in ranks.values()]
-        if not used or None in used:  # ranks are starting or ending
-            continue
-        ours = sum(each or 0.0 for each in used)
-        ours += sum(get_number(each, "loader_cpu") or 0.0 for each in ranks.values())
-        found.setdefault(sample.get("node"), []).append(cpu * cores - ours)
-    most = max((median(each) for each in found.values()), default=0.0)
-    return most if most > 0.5 else 0.0
 
 
 def debug_on(evidence: Evidence) -> Iterator[Finding]:

@@ -121,7 +121,14 @@ FATAL_CAUSES = ("crash", "exit", "hang", "mismatch", "oom", "network", "storage"
 
 def no_progress(evidence: Evidence) -> Iterator[Finding]:
     """Yield F066 if the last attempts failed without reaching a new step."""
-    stuck = _stuck(evidence)
+    # The last attempts in a row that failed at or before the last step of the attempt before them.
+    ended = [each for each in evidence.attempts if "ended" in each]
+    before = [0, *(int(each.get("step") or 0) for each in ended)]
+    stuck: list[Line] = []
+    for attempt, reached in zip(reversed(ended), reversed(before[:-1]), strict=True):
+        if attempt.get("how") != "trouble" or int(attempt.get("step") or 0) > reached:
+            break
+        stuck.insert(0, attempt)
     if len(stuck) < MIN_STUCK_ATTEMPTS:
         return
     incidents = incidents_of(evidence, *FATAL_CAUSES)[-len(stuck) :]
@@ -148,18 +155,6 @@ def no_progress(evidence: Evidence) -> Iterator[Finding]:
         confidence=0.9,
         step=step,
     )
-
-
-def _stuck(evidence: Evidence) -> list[Line]:
-    """Return the last attempts in a row that failed at or before the last step of the attempt before them."""
-    ended = [each for each in evidence.attempts if "ended" in each]
-    before = [0, *(int(each.get("step") or 0) for each in ended)]
-    stuck: list[Line] = []
-    for attempt, reached in zip(reversed(ended), reversed(before[:-1]), strict=True):
-        if attempt.get("how") != "trouble" or int(attempt.get("step") or 0) > reached:
-            break
-        stuck.insert(0, attempt)
-    return stuck
 
 
 def network(evidence: Evidence) -> Iterator[Finding]:

@@ -140,20 +140,11 @@ def gpu_links(facts: Facts) -> CheckResult:
     interconnect = facts.interconnect
     if interconnect is None or not (interconnect.topology or interconnect.peers):
         return info.skipped("--quick does not read links" if interconnect is None else "the driver reports no topology")
-    problems = [*_links(interconnect.topology, facts.cluster), *_peers(interconnect.peers)]
-    kinds = Counter(kind for row in interconnect.topology for kind in row if kind != "X")
-    links = ", ".join(f"{kind} x {count // 2}" for kind, count in kinds.most_common())
-    return info.worst(problems, f"{len(interconnect.topology)} GPUs, {links}", ways=dict(kinds))
-
-
-def _links(matrix: Matrix, cluster: Cluster | None) -> list[Problem]:
-    """Return uneven links.
-
-    GPUs bridged in pairs are fine. A board with all-to-all NVLink must have it everywhere, with equal lane counts.
-    """
-    pairs = _pairs(matrix)
-    lanes = [sum(int(kind[2:]) for kind in row if kind.startswith("NV")) for row in matrix]
-    is_board = cluster is not None and cluster.device.link_bandwidth > cluster.device.pcie_bandwidth
+    # Uneven links.
+    # GPUs bridged in pairs are fine. A board with all-to-all NVLink must have it everywhere, with equal lane counts.
+    pairs = _pairs(interconnect.topology)
+    lanes = [sum(int(kind[2:]) for kind in row if kind.startswith("NV")) for row in interconnect.topology]
+    is_board = facts.cluster is not None and facts.cluster.device.link_bandwidth > facts.cluster.device.pcie_bandwidth
     found: list[Problem] = []
     without = [pair for pair, kind in pairs.items() if not kind.startswith("NV")]
     if without and (is_board or len(without) < len(pairs) / 2):
@@ -163,7 +154,10 @@ def _links(matrix: Matrix, cluster: Cluster | None) -> list[Problem]:
         weak = [str(gpu) for gpu, count in enumerate(lanes) if count < max(lanes)]
         found.append(Problem(f"GPU {', '.join(weak)} has {min(lanes)} NVLinks, the others {max(lanes)}",
                              "a link is down: reset the GPU, then have the board inspected"))  # fmt: skip
-    return found
+    problems = [*found, *_peers(interconnect.peers)]
+    kinds = Counter(kind for row in interconnect.topology for kind in row if kind != "X")
+    links = ", ".join(f"{kind} x {count // 2}" for kind, count in kinds.most_common())
+    return info.worst(problems, f"{len(interconnect.topology)} GPUs, {links}", ways=dict(kinds))
 
 
 def _peers(matrix: Matrix) -> list[Problem]:

@@ -148,22 +148,12 @@ def _unusable(facts: Facts) -> list[Problem]:
         what = f"driver {versions.driver} supports CUDA {versions.driver_cuda}, but torch needs CUDA {torch_cuda[0]}"
         return [Problem(what, "upgrade the driver, or install torch for the driver's CUDA", is_fatal=True)]
     archs = facts.measured.archs if facts.measured else ()
-    missing = _without_kernels(facts.measured.capabilities if facts.measured else (), archs)
-    if missing:
-        what = f"torch has no kernels for {', '.join(sorted(missing))}, only for {', '.join(archs)}"
-        return [Problem(what, "install a torch build for these GPUs", is_fatal=True)]
-    return []
-
-
-def _without_kernels(capabilities: tuple[str, ...], archs: tuple[str, ...]) -> set[str]:
-    """Return the devices' capabilities (`sm_90`) for which torch has no kernels.
-
-    Kernels run on the same major version with an equal or newer minor one; PTX (`compute_80`) on anything newer.
-    """
+    # The devices' capabilities (`sm_90`) for which torch has no kernels.
+    # Kernels run on the same major version with an equal or newer minor one; PTX (`compute_80`) on anything newer.
     matches = [re.match(r"(sm|compute)_(\d+)(\d)", arch) for arch in archs]
     kernels = [(each[1], int(each[2]), int(each[3])) for each in matches if each]
     missing: set[str] = set()
-    for name in capabilities:
+    for name in facts.measured.capabilities if facts.measured else ():
         wanted = re.match(r"sm_(\d+)(\d)", name)
         if wanted and kernels:
             major, minor = int(wanted[1]), int(wanted[2])
@@ -171,7 +161,10 @@ def _without_kernels(capabilities: tuple[str, ...], archs: tuple[str, ...]) -> s
                 (a == major and b <= minor) if kind == "sm" else (a, b) <= (major, minor) for kind, a, b in kernels
             )
             missing |= set() if runs else {name}
-    return missing
+    if missing:
+        what = f"torch has no kernels for {', '.join(sorted(missing))}, only for {', '.join(archs)}"
+        return [Problem(what, "install a torch build for these GPUs", is_fatal=True)]
+    return []
 
 
 UNSET_THREADS = "unset OMP_NUM_THREADS: each rank then gets an equal number of cores"

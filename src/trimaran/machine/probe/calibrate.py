@@ -150,24 +150,19 @@ def _run_rank(rank: int, kind: str, ranks: int, store_path: str, seconds: float,
     each = seconds / (len(CALLS) * len(sizes))
     took = {name: [_seconds(call, size, device, seconds=each) for size in sizes] for name, call in CALLS.items()}
     if rank == 0:
-        sender.send(_fit(took, ranks, extra_bytes=sizes[2] - sizes[1]))
+        # Bus bandwidths from the extra time of the large message, and the latency of a hop from the small one.
+        # A ring all-gather of n ranks has n - 1 hops, which the planner counts too; an all-reduce goes round twice.
+        # Where noise made the large message faster than the middle one, the bandwidth is left out.
+        extra_bytes = sizes[2] - sizes[1]
+        factors = {"all_reduce": 2 * (ranks - 1) / ranks, "send": 1.0}
+        fitted = {"devices": ranks, "latency_us": took["all_gather"][0] / (ranks - 1) * 1e6}
+        for name, (_, middle, large) in took.items():
+            if large > middle:
+                moved = factors.get(name, (ranks - 1) / ranks) * extra_bytes
+                fitted[f"{name}_gb_per_second"] = moved / (large - middle) / 1e9
+        sender.send(fitted)
     sender.close()
     dist.destroy_process_group()
-
-
-def _fit(took: dict[str, list[float]], ranks: int, *, extra_bytes: int) -> dict[str, float]:
-    """Return bus bandwidths from the extra time of the large message, and the latency of a hop from the small one.
-
-    A ring all-gather of n ranks has n - 1 hops, which the planner counts too; an all-reduce goes round twice. Where
-    noise made the large message faster than the middle one, the bandwidth is left out.
-    """
-    factors = {"all_reduce": 2 * (ranks - 1) / ranks, "send": 1.0}
-    fitted = {"devices": ranks, "latency_us": took["all_gather"][0] / (ranks - 1) * 1e6}
-    for name, (_, middle, large) in took.items():
-        if large > middle:
-            moved = factors.get(name, (ranks - 1) / ranks) * extra_bytes
-            fitted[f"{name}_gb_per_second"] = moved / (large - middle) / 1e9
-    return fitted
 
 
 def _seconds(call: Call, size: int, device: torch.device, *, seconds: float) -> float:

@@ -123,7 +123,13 @@ def _measure_rank(rank: int, ranks: int, threads: int, seconds: float, store_pat
     took["attention_backward"] = [both - statistics.median(took["attention"]) for both in took["attention_backward"]]
     if ranks > 1:
         for name, size in zip(("small_message", "large_message"), MESSAGE_BYTES, strict=True):
-            took[name] = _time_all_reduces(size)
+            message, times = torch.zeros(size // 4), []
+            for _ in range(2 * MIN_CALLS):
+                dist.barrier()
+                began = time.perf_counter()
+                dist.all_reduce(message)
+                times.append(time.perf_counter() - began)
+            took[name] = times[1:]
     return took
 
 
@@ -137,16 +143,6 @@ def _time_calls(call: Callable[[], object], seconds: float) -> list[float]:
         now = time.perf_counter()
         times.append(now - before)
     return times
-
-
-def _time_all_reduces(size: int) -> list[float]:
-    message, times = torch.zeros(size // 4), []
-    for _ in range(2 * MIN_CALLS):
-        dist.barrier()
-        began = time.perf_counter()
-        dist.all_reduce(message)
-        times.append(time.perf_counter() - began)
-    return times[1:]
 
 
 def _calls() -> dict[str, Callable[[], object]]:

@@ -208,11 +208,7 @@ class NodeRendezvous:
         self._store = dist.TCPStore(
             self._host, self._port, is_master=node == 0, timeout=timedelta(seconds=seconds), wait_for_workers=False
         )
-        self.names = self._exchange_names()
-        self.skews = self._compare_clocks()
-
-    def _exchange_names(self) -> list[str]:
-        """Return the host names of all nodes; raise when some did not join in time."""
+        # The host names of all nodes; raise when some did not join in time.
         self._put(f"name/{self._node}", socket.gethostname())
         if self._node == 0:
             end = time.monotonic() + self._seconds
@@ -222,7 +218,8 @@ class NodeRendezvous:
         absent = [str(node) for node, name in enumerate(names) if name is None]
         if absent:
             raise TimeoutError(f"node {', '.join(absent)} of {self._nodes} did not join within {self._seconds:g} s")
-        return [f"{name} (node {node})" for node, name in enumerate(names)]
+        self.names = [f"{name} (node {node})" for node, name in enumerate(names)]
+        self.skews = self._compare_clocks()
 
     def _compare_clocks(self) -> dict[int, float]:
         """Return by how many seconds each node's clock is ahead of node 0's; empty on other nodes.

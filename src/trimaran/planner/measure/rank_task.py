@@ -134,16 +134,12 @@ def run_rank(task: RankTask, environment: Mapping[str, str], *, limit_seconds: f
                 first = answer.error
                 raise UserError(first["code"], first["what"], where=first["where"], fix=first["fix"])
             return answer
-        return _crash(code, files[2])
-
-
-def _crash(code: int, log: Path) -> RankAnswer:
-    """Return the answer for a process that ended without one: a signal, or the last line of its output."""
-    text = log.read_bytes()[-MAX_LOG_BYTES:].decode(errors="replace")
-    if code == -signal.SIGKILL:
-        message = "the system killed it (SIGKILL), most likely because the host's memory was full"
-        return RankAnswer(status="out of memory", message=message)
-    lines = [line for line in text.splitlines() if line.strip()] or ["it wrote nothing"]
-    name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    status = "out of memory" if says_out_of_memory(lines[-1]) else "failed"
-    return RankAnswer(status=status, message=f"{name}: {lines[-1][:300]}")
+        # The answer for a process that ended without one: a signal, or the last line of its output.
+        text = files[2].read_bytes()[-MAX_LOG_BYTES:].decode(errors="replace")
+        if code == -signal.SIGKILL:
+            message = "the system killed it (SIGKILL), most likely because the host's memory was full"
+            return RankAnswer(status="out of memory", message=message)
+        lines = [line for line in text.splitlines() if line.strip()] or ["it wrote nothing"]
+        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        status = "out of memory" if says_out_of_memory(lines[-1]) else "failed"
+        return RankAnswer(status=status, message=f"{name}: {lines[-1][:300]}")

@@ -211,7 +211,37 @@ def observe(run: MeasuredRun, cluster_of: ClusterOf) -> list[ObservedRun]:
     found, reasons = [], []
     for each in run.plans:
         try:
-            found.append(ObservedRun(run=run, found=each, observation=_observation(run, each, cluster_of)))
+            recipe, plan, steps = run.recipe, each.plan, each.steps
+            cluster = cluster_of(run, each)
+            if cluster.world_size != plan.mesh.world_size:
+                raise UnusableRunError(
+                    f"its plan has {plan.mesh.world_size} ranks, and {cluster} has {cluster.world_size}"
+                )
+            outline = outline_if_known(recipe.model, recipe.data)
+            if outline is None:
+                raise UnusableRunError("nothing is known about its model's size")
+            expected = plan.global_batch * outline.main.sample_positions(recipe.data.seq_len)[0]
+            if steps.tokens < MIN_TOKENS * expected:
+                raise UnusableRunError(
+                    f"its steps have {steps.tokens / expected:.0%} of the tokens that fit, so they are not all alike"
+                )
+            job = Question(recipe=recipe, spec=spec_of(recipe.model), outline=outline, cluster=cluster).job
+            time = step_time_of(job, cluster, plan)
+            found.append(
+                ObservedRun(
+                    run=run,
+                    found=each,
+                    observation=Observation(
+                        label=f"{run.path.name}: {layout_of(plan)}",
+                        job=job,
+                        cluster=cluster,
+                        plan=plan.model_copy(update={"prediction": None}),
+                        seconds=steps.busy_seconds,
+                        sigma=math.hypot(STEP_SIGMA[cluster.device.kind], steps.standard_error),
+                        phases=telling_phases(steps.phases, plan, time),
+                    ),
+                )
+            )
         except UserError as error:
             reasons.append(error.what)
         except UnusableRunError as error:
@@ -229,32 +259,6 @@ def latest_of_each_plan(found: Iterable[ObservedRun], limit: int = MAX_OBSERVATI
         plans.setdefault((job, str(each.cluster), each.found.plan.model_dump_json()), []).append(each)
     rounds = chain.from_iterable(zip_longest(*plans.values()))
     return [each for each in rounds if each is not None][:limit]
-
-
-def _observation(run: MeasuredRun, found: PlanSteps, cluster_of: ClusterOf) -> Observation:
-    recipe, plan, steps = run.recipe, found.plan, found.steps
-    cluster = cluster_of(run, found)
-    if cluster.world_size != plan.mesh.world_size:
-        raise UnusableRunError(f"its plan has {plan.mesh.world_size} ranks, and {cluster} has {cluster.world_size}")
-    outline = outline_if_known(recipe.model, recipe.data)
-    if outline is None:
-        raise UnusableRunError("nothing is known about its model's size")
-    expected = plan.global_batch * outline.main.sample_positions(recipe.data.seq_len)[0]
-    if steps.tokens < MIN_TOKENS * expected:
-        raise UnusableRunError(
-            f"its steps have {steps.tokens / expected:.0%} of the tokens that fit, so they are not all alike"
-        )
-    job = Question(recipe=recipe, spec=spec_of(recipe.model), outline=outline, cluster=cluster).job
-    time = step_time_of(job, cluster, plan)
-    return Observation(
-        label=f"{run.path.name}: {layout_of(plan)}",
-        job=job,
-        cluster=cluster,
-        plan=plan.model_copy(update={"prediction": None}),
-        seconds=steps.busy_seconds,
-        sigma=math.hypot(STEP_SIGMA[cluster.device.kind], steps.standard_error),
-        phases=telling_phases(steps.phases, plan, time),
-    )
 
 
 def by_device(found: Sequence[ObservedRun]) -> dict[str, list[ObservedRun]]:

@@ -263,7 +263,22 @@ class Tuner:
             self._try(self._first, "the planner's first choice", is_first=True)
         while True:
             tried = self.tried()
-            self._add_neighbours(tried)
+            # Add the neighbours of the fastest plans so far, and of the first choice if nothing could be measured.
+            measured = [each for each in tried.values() if each.outcome == "measured" and each.seconds]
+            bases = sorted(measured, key=lambda each: each.seconds or 0.0)[:NUM_BASES]
+            for base in [each.candidate for each in bases] or [self._first]:
+                if base.key in self._expanded:
+                    continue
+                self._expanded.add(base.key)
+                for each in neighbours(base.plan, self.question):
+                    if trains_alike(each.plan, self._first.plan):
+                        self._add([TuneCandidate(plan=each.plan, workers=base.workers, origin=each.kind)])
+            for base in bases[:1]:
+                if self.free_workers and base.data_fraction > MIN_DATA_FRACTION:
+                    plan = base.candidate.plan
+                    self._add(
+                        TuneCandidate(plan=plan, workers=count, origin="loader processes") for count in WORKER_COUNTS
+                    )
             proposals = propose(self._candidates, tried, self._costs())
             if self._confirm(tried, proposals):
                 continue
@@ -339,22 +354,6 @@ class Tuner:
     def _add(self, candidates: Iterable[TuneCandidate]) -> None:
         for candidate in candidates:
             self._candidates.setdefault(candidate.key, candidate)
-
-    def _add_neighbours(self, tried: dict[str, TriedCandidate]) -> None:
-        """Add the neighbours of the fastest plans so far, and of the first choice if nothing could be measured."""
-        measured = [each for each in tried.values() if each.outcome == "measured" and each.seconds]
-        bases = sorted(measured, key=lambda each: each.seconds or 0.0)[:NUM_BASES]
-        for base in [each.candidate for each in bases] or [self._first]:
-            if base.key in self._expanded:
-                continue
-            self._expanded.add(base.key)
-            for each in neighbours(base.plan, self.question):
-                if trains_alike(each.plan, self._first.plan):
-                    self._add([TuneCandidate(plan=each.plan, workers=base.workers, origin=each.kind)])
-        for base in bases[:1]:
-            if self.free_workers and base.data_fraction > MIN_DATA_FRACTION:
-                plan = base.candidate.plan
-                self._add(TuneCandidate(plan=plan, workers=count, origin="loader processes") for count in WORKER_COUNTS)
 
 
 def trains_alike(plan: Plan, other: Plan) -> bool:

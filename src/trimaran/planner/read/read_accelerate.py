@@ -101,7 +101,21 @@ def _parallelism(section: FieldReader) -> bool:
 
 def _fsdp(reader: FieldReader, section: FieldReader, num_nodes: int, num_devices: int, *, has_axes: bool) -> None:
     """Read FSDP's section. Both versions are read; hybrid strategies shard inside each machine."""
-    name, strategy = _strategy(section)
+    # The field with the sharding strategy, and its name.
+    # FSDP2 has a boolean instead, and accelerate takes names and numbers for both versions.
+    given = {name: section.take(name) for name in ("fsdp_reshard_after_forward", "fsdp_sharding_strategy")}
+    names = set()
+    for value in given.values():
+        if isinstance(value, bool) or str(value).lower() in ("true", "false"):
+            names.add("FULL_SHARD" if str(value).lower() == "true" else "SHARD_GRAD_OP")
+        elif value is not None:
+            number = int(value) if str(value).isdigit() else 0
+            names.add(STRATEGIES[number - 1] if 0 < number <= len(STRATEGIES) else str(value))
+    if len(names) > 1:
+        both = " and ".join(sorted(names))
+        raise section.contradiction(f"fsdp_reshard_after_forward and fsdp_sharding_strategy say {both}", "keep one")
+    found = [name for name, value in given.items() if value is not None]
+    name, strategy = (found or [*given])[0], names.pop() if names else "FULL_SHARD"
     if strategy not in SHARDING_OF:
         raise section.wrong(name, f"{strategy!r} is none of {', '.join(STRATEGIES)}")
     section.pin(name, strategy, sharding=SHARDING_OF[strategy])
@@ -124,26 +138,6 @@ def _fsdp(reader: FieldReader, section: FieldReader, num_nodes: int, num_devices
     axes = {"dp_shard": 1} if strategy == "NO_SHARD" else axes
     pins = {f"mesh__{axis}": degree for axis, degree in {**axes, "tp": 1, "pp": 1, "cp": 1}.items()}
     reader.pin("distributed_type", "FSDP", **pins)
-
-
-def _strategy(section: FieldReader) -> tuple[str, str]:
-    """Return the field with the sharding strategy, and its name.
-
-    FSDP2 has a boolean instead, and accelerate takes names and numbers for both versions.
-    """
-    given = {name: section.take(name) for name in ("fsdp_reshard_after_forward", "fsdp_sharding_strategy")}
-    names = set()
-    for value in given.values():
-        if isinstance(value, bool) or str(value).lower() in ("true", "false"):
-            names.add("FULL_SHARD" if str(value).lower() == "true" else "SHARD_GRAD_OP")
-        elif value is not None:
-            number = int(value) if str(value).isdigit() else 0
-            names.add(STRATEGIES[number - 1] if 0 < number <= len(STRATEGIES) else str(value))
-    if len(names) > 1:
-        both = " and ".join(sorted(names))
-        raise section.contradiction(f"fsdp_reshard_after_forward and fsdp_sharding_strategy say {both}", "keep one")
-    found = [name for name, value in given.items() if value is not None]
-    return (found or [*given])[0], names.pop() if names else "FULL_SHARD"
 
 
 def _deepspeed(section: FieldReader, path: Path, precision: str) -> None:

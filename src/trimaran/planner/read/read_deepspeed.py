@@ -48,14 +48,41 @@ def read_into(reader: FieldReader, *, precision: str = "") -> None:
     """Read all fields of DeepSpeed's configuration. `precision` is that of another file, which must be the same."""
     _zero(reader)
     _precision(reader, precision)
-    _batch(reader)
-    _recompute(reader)
+    total, micro, steps = (reader.count(name) for name in (
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))  # fmt: skip
+    if total and micro and total % (micro * (steps or 1)):
+        raise reader.contradiction(
+            f"train_batch_size {total} is not a multiple of train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {steps or 1}", "correct one of the three")  # fmt: skip
+    if total:
+        reader.pin_recipe("train_batch_size", total, train__global_batch=total)
+    if micro:
+        reader.pin("train_micro_batch_size_per_gpu", micro, micro_batch=micro)
+    if steps:
+        reader.pin("gradient_accumulation_steps", steps, grad_accum=steps)
+    # Read activation checkpointing. The section configures DeepSpeed's function; it has no switch of its own.
+    section = reader.section("activation_checkpointing")
+    given = {name: section.take(name) for name in ("partition_activations", "cpu_checkpointing", "number_checkpoints")}
+    if any(given.values()):
+        section.pin("partition_activations, cpu_checkpointing or number_checkpoints", True, recompute="full")
+        if given["cpu_checkpointing"]:
+            section.leave("cpu_checkpointing", True, "pin plan.offload=activations if nothing else is offloaded")
+    elif any(value is not None for value in given.values()):
+        section.leave("partition_activations", False, "the section turns nothing on; pin plan.recompute=full if the "
+                      "model recomputes its blocks")  # fmt: skip
+    section.leave_rest({}, SPEED)
+    reader.fields += section.fields
     inner = _inner_axes(reader)
     if inner:
         reader.leave("the file", "DeepSpeed's", "our DeepSpeed engine splits no layers; the plan is for torch")
     else:
         reader.pin("the file", "DeepSpeed's", engine="deepspeed", mesh__tp=1, mesh__pp=1, mesh__cp=1)
-    _communication(reader)
+    types = reader.section("data_types")
+    for each, name in ((reader, "communication_data_type"), (types, "grad_accum_dtype")):
+        if (value := each.take(name)) is not None:
+            each.leave(name, value, "gradients are always summed and reduced in fp32")
+    types.leave_rest({})
+    reader.fields += types.fields
     reader.leave_rest(REASONS)
 
 
@@ -123,36 +150,6 @@ def _precision(reader: FieldReader, other: str) -> None:
         reader.pin(f"{name}.enabled", True, precision=name)
 
 
-def _batch(reader: FieldReader) -> None:
-    total, micro, steps = (reader.count(name) for name in (
-        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))  # fmt: skip
-    if total and micro and total % (micro * (steps or 1)):
-        raise reader.contradiction(
-            f"train_batch_size {total} is not a multiple of train_micro_batch_size_per_gpu {micro} x "
-            f"gradient_accumulation_steps {steps or 1}", "correct one of the three")  # fmt: skip
-    if total:
-        reader.pin_recipe("train_batch_size", total, train__global_batch=total)
-    if micro:
-        reader.pin("train_micro_batch_size_per_gpu", micro, micro_batch=micro)
-    if steps:
-        reader.pin("gradient_accumulation_steps", steps, grad_accum=steps)
-
-
-def _recompute(reader: FieldReader) -> None:
-    """Read activation checkpointing. The section configures DeepSpeed's function; it has no switch of its own."""
-    section = reader.section("activation_checkpointing")
-    given = {name: section.take(name) for name in ("partition_activations", "cpu_checkpointing", "number_checkpoints")}
-    if any(given.values()):
-        section.pin("partition_activations, cpu_checkpointing or number_checkpoints", True, recompute="full")
-        if given["cpu_checkpointing"]:
-            section.leave("cpu_checkpointing", True, "pin plan.offload=activations if nothing else is offloaded")
-    elif any(value is not None for value in given.values()):
-        section.leave("partition_activations", False, "the section turns nothing on; pin plan.recompute=full if the "
-                      "model recomputes its blocks")  # fmt: skip
-    section.leave_rest({}, SPEED)
-    reader.fields += section.fields
-
-
 def _inner_axes(reader: FieldReader) -> bool:
     """Read tensor, pipeline and sequence parallelism; return whether there is any."""
     degrees = []
@@ -167,12 +164,3 @@ def _inner_axes(reader: FieldReader) -> bool:
         reader.pin("sequence_parallel_size", degree, mesh__cp=degree, comm__context="exchange")
         degrees.append(degree)
     return bool(degrees)
-
-
-def _communication(reader: FieldReader) -> None:
-    types = reader.section("data_types")
-    for each, name in ((reader, "communication_data_type"), (types, "grad_accum_dtype")):
-        if (value := each.take(name)) is not None:
-            each.leave(name, value, "gradients are always summed and reduced in fp32")
-    types.leave_rest({})
-    reader.fields += types.fields

@@ -4,6 +4,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -27,7 +28,6 @@ NEARLY_FULL_FRACTION = 0.88  # of device memory; above it the allocator retries 
 MAX_SPLITS_WITHOUT_GAIN = 48  # in a row; then the quick pass ends and the exact one begins
 NUM_EXTRA_MESHES = 2  # searched besides those to be shown, because the quick pass ranks them only roughly
 MAX_SPLITS_PER_MESH = 12  # searched exactly for such a mesh; those with the lowest bounds often do not fit
-NO_RECOMPUTE = RecomputeChoice("none")
 
 
 class FoundPlan(NamedTuple):
@@ -136,148 +136,215 @@ def find_plans(space: Space, evaluator: PlanEvaluator, *, limit: float = math.in
     few plans of each split, so that the exact pass soon has a good plan to prune with.
     """
     found_plans = FoundPlans(max_seconds=limit)
-    microbatches = sorted(
-        (_microbatch_bound(space, evaluator, microbatch), microbatch) for microbatch in space.microbatch_splits()
-    )
-    if (
-        not microbatches
-        or microbatches[0][0] > limit
-        or not any((evaluator.memory_use(evaluator.memory(plan)) <= 1) for plan in least_memory_plans(space))
-    ):
+    search = _Search(space, evaluator, found_plans)
+    microbatches = search.microbatches
+    fits = microbatches and microbatches[0][0] <= limit
+    if not fits or not any(evaluator.memory_use(evaluator.memory(plan)) <= 1 for plan in least_memory_plans(space)):
         return found_plans
-    _quick_pass(space, evaluator, found_plans, microbatches)
-    for split in by_lower_bound(space, evaluator, microbatches):
+    search.try_quickly()
+    for split in search.by_lower_bound():
         if evaluator.lower_bound(split) > found_plans.best_seconds * TIE_RATIO:
             break
         # A split with several axes must be faster; a tie is not enough.
-        limit = found_plans.best_seconds * (TIE_RATIO if num_model_axes(mesh_key(split)) <= 1 else 1)
+        limit = found_plans.best_seconds * (TIE_RATIO if num_model_axes(_mesh_key(split)) <= 1 else 1)
         if evaluator.lower_bound(split) <= limit:
-            _try_all(space, evaluator, found_plans, split, limit)
+            search.try_all(split, limit)
     if others and found_plans.by_mesh:
-        _search_other_meshes(space, evaluator, found_plans, microbatches, others)
+        search.try_other_meshes(others)
     return found_plans
 
 
-def _search_other_meshes(
-    space: Space,
-    evaluator: PlanEvaluator,
-    found_plans: FoundPlans,
-    microbatches: list[tuple[float, MicrobatchSplit]],
-    others: int,
-) -> None:
-    """Add the best plans of other meshes than the winner's: a quick pass over some, then an exact one over the best."""
-    found_plans.winner = found_plans.ranked()[0]
-    meshes, tries_left = others + NUM_EXTRA_MESHES, 4 * others
-    for split in by_lower_bound(space, evaluator, microbatches):
-        if len(found_plans.by_mesh) > meshes or not tries_left:
-            break
-        if mesh_key(split) not in found_plans.by_mesh:
-            tries_left -= 1
-            _try_few(space, evaluator, found_plans, split)
-    for found in found_plans.ranked()[1 : meshes + 1]:
-        shown, key = found_plans.ranked()[: others + 1], mesh_key_of(found.plan)
-        limit = min(found.seconds, shown[-1].seconds if len(shown) > others else math.inf)
-        _search_mesh(space, evaluator, FoundPlans(by_mesh={key: found_plans.by_mesh[key]}, max_seconds=limit), key)
+class _Search:
+    """The passes of a search over one space; what they find is added to `found`."""
+
+    def __init__(self, space: Space, evaluator: PlanEvaluator, found: FoundPlans) -> None:
+        self.space, self.evaluator, self.found = space, evaluator, found
+        bounds = [(self._microbatch_bound(each), each) for each in space.microbatch_splits()]
+        self.microbatches = sorted(bounds)
+
+    def _microbatch_bound(self, microbatch: MicrobatchSplit) -> float:
+        """Return a lower bound for plans with such micro-batches: all devices busy all the time."""
+        space, question = self.space, self.space.question
+        is_pinned = space.pinned("recompute") or space.pins.towers
+        seconds = self.evaluator.micro_batch_seconds(
+            microbatch, RecomputeChoice(space.pins.recompute if is_pinned else "none")
+        )
+        groups = question.cluster.world_size / (microbatch.tp * microbatch.cp)
+        return seconds * question.recipe.train.global_batch / microbatch.micro_batch / groups
+
+    def by_lower_bound(self) -> Iterator[MeshSplit]:
+        """Yield all splits, lowest bound first. An expensive bound is computed only when it may be the lowest."""
+        order = count()
+        heap: list[tuple[float, int, MicrobatchSplit | MeshSplit, bool]] = [
+            (bound, next(order), microbatch, False) for bound, microbatch in self.microbatches
+        ]
+        heapq.heapify(heap)
+        while heap:
+            _, _, entry, is_exact = heapq.heappop(heap)
+            if isinstance(entry, MicrobatchSplit):
+                for split in self.space.mesh_splits(entry):
+                    heapq.heappush(heap, (self.evaluator.quick_bound(split), next(order), split, split.pp == 1))
+            elif is_exact:
+                yield entry
+            else:
+                heapq.heappush(heap, (self.evaluator.lower_bound(entry), next(order), entry, True))
+
+    def try_quickly(self) -> None:
+        """Try few plans of each split, until many in a row bring no gain."""
+        found, without_gain = self.found, 0
+        for split in self.by_lower_bound():
+            least = found.best_seconds
+            if self.evaluator.lower_bound(split) > least or without_gain == MAX_SPLITS_WITHOUT_GAIN:
+                return
+            self._try_few(split)
+            without_gain = 0 if found.best_seconds < least or not found.by_mesh else without_gain + 1
+
+    def try_other_meshes(self, others: int) -> None:
+        """Add the best plans of other meshes: a quick pass over some, then an exact one over the best."""
+        everything = self.found
+        everything.winner = everything.ranked()[0]
+        meshes, tries_left = others + NUM_EXTRA_MESHES, 4 * others
+        for split in self.by_lower_bound():
+            if len(everything.by_mesh) > meshes or not tries_left:
+                break
+            if _mesh_key(split) not in everything.by_mesh:
+                tries_left -= 1
+                self._try_few(split)
+        for each in everything.ranked()[1 : meshes + 1]:
+            shown, key = everything.ranked()[: others + 1], mesh_key_of(each.plan)
+            limit = min(each.seconds, shown[-1].seconds if len(shown) > others else math.inf)
+            self.found = FoundPlans(by_mesh={key: everything.by_mesh[key]}, max_seconds=limit)
+            self._try_mesh(key)
+
+    def _try_mesh(self, key: tuple[int, ...]) -> None:
+        """Try all plans of those splits of one mesh that may beat what was found."""
+        tp, pp, cp, ep = key
+        microbatches = self.space.microbatch_splits_on(tp, cp, ep)
+        splits = [split for each in microbatches for split in self.space.mesh_splits(each) if split.pp == pp]
+        splits_left = MAX_SPLITS_PER_MESH
+        for split in sorted(splits, key=self.evaluator.quick_bound):
+            if self.evaluator.quick_bound(split) > self.found.best_seconds or not splits_left:
+                break
+            if self.evaluator.lower_bound(split) <= self.found.best_seconds:
+                splits_left -= 1
+                self.try_all(split, self.found.best_seconds)
+
+    def _try_few(self, split: MeshSplit) -> None:
+        """Try a few plans of the split: with no or full sharding, and with no or full recompute.
+
+        Offload is left to the exact pass, unless it is pinned.
+        """
+        every = self.space.recompute_choices(split)
+        choices = [each for each in every if not each.towers and not isinstance(each.recompute, int)] or list(every)
+        offload = self.space.offloads()[0]
+        all_states, most = _plain_shardings(self.space, split, offload)
+        few = [states for states in all_states if states.dp_shard in (1, most) and states.sharding != "gradients"]
+        if few and self._least_memory_fits(Candidate(split, few[-1], offload), choices):
+            for states in few:
+                if self._least_memory_fits(Candidate(split, states, offload), choices):
+                    self._add_fastest(Candidate(split, states, offload), choices)
+
+    def try_all(self, split: MeshSplit, limit: float) -> None:
+        """Try every sharding of the split that may take at most `limit` seconds.
+
+        Each is tried with as little recompute and offload as it needs to fit.
+        """
+        evaluator, every = self.evaluator, self.space.recompute_choices(split)
+        choices = [choice for choice in every if evaluator.recompute_bound(split, choice) <= limit]
+        choices.sort(
+            key=lambda choice: (evaluator.micro_batch_seconds(split.microbatch, choice, split.pp), str(choice))
+        )
+        offloads = self._fitting_offloads(split, choices) if choices else []
+        too_big: set[tuple[object, ...]] = set()
+        for states in reversed(self.space.state_shardings(split)) if offloads else ():
+            kind = states.sharding, states.towers, states.overlap
+            if kind in too_big or evaluator.sharding_bound(split, states) > limit:
+                continue
+            candidates = [Candidate(split, states, offload) for offload in offloads]
+            if not self._try_offloads(candidates, choices, limit):
+                too_big.add(kind)  # fewer shards, which follow, need even more memory
+
+    def _try_offloads(self, candidates: list[Candidate], choices: list[RecomputeChoice], limit: float) -> bool:
+        """Try the recompute choices of one sharding, offload by offload, and return whether any fits.
+
+        Offload only pays if less is then recomputed, or if the device is nearly full.
+        """
+        evaluator, fits, ceiling = self.evaluator, False, math.inf
+        for candidate in candidates:
+            split = candidate.split
+            seconds = partial(evaluator.micro_batch_seconds, split.microbatch, pp=split.pp)
+            cheaper = [choice for choice in choices if seconds(choice) < ceiling]
+            if candidate.offload != "none":
+                cheaper = [choice for choice in cheaper if evaluator.offload_bound(candidate, choice) <= limit]
+            if not cheaper or not self._least_memory_fits(candidate, cheaper):
+                continue
+            fits, most = True, self.found.best_seconds * TIE_RATIO
+            # The bound is expensive, and the first choices are often enough.
+            useful = (
+                choice
+                for choice in cheaper
+                if candidate.offload != "activations" or evaluator.activation_offload_bound(split, choice) <= most
+            )
+            choice = self._add_fastest(candidate, useful)
+            fitting = evaluator.fitting_plan(candidate, choice) if choice else None
+            is_plain = choice and candidate.offload == "none" and not is_not_monotonic(candidate, choice)
+            if choice and fitting and is_plain and not evaluator.slowdown(fitting[1]):
+                ceiling = seconds(choice)
+        return fits
+
+    def _fitting_offloads(self, split: MeshSplit, choices: list[RecomputeChoice]) -> list[str]:
+        """Return the offloads with which the split fits at all: with full sharding and full recompute.
+
+        A device holds the least states if parameters are offloaded. If even that exceeds the device, only offloaded
+        activations can help.
+        """
+        fitting = []
+        for offload in reversed(self.space.offloads()):
+            candidate = self._least_candidate(split, offload)
+            if candidate is None:
+                continue
+            if self._least_memory_fits(candidate, choices):
+                fitting.append(offload)
+            elif offload == "parameters" and all(
+                self.evaluator.exceeds_device(candidate, each) for each in least_memory_recomputes(choices)
+            ):
+                other = self._least_candidate(split, "activations")
+                return ["activations"] if other and self._least_memory_fits(other, choices) else []
+        return [offload for offload in self.space.offloads() if offload in fitting]
+
+    def _least_candidate(self, split: MeshSplit, offload: str) -> Candidate | None:
+        states = least_memory_sharding(self.space, split, offload)
+        return Candidate(split, states, offload) if states else None
+
+    def _least_memory_fits(self, candidate: Candidate, choices: list[RecomputeChoice]) -> bool:
+        return any(self.evaluator.fitting_plan(candidate, choice) for choice in least_memory_recomputes(choices))
+
+    def _add_fastest(self, candidate: Candidate, choices: Iterable[RecomputeChoice]) -> RecomputeChoice | None:
+        """Add the fastest recompute choice that fits and is legal, and return it. They come by their lower bounds."""
+        evaluator, best_seconds, fastest = self.evaluator, math.inf, None
+        for choice in choices:
+            if evaluator.recompute_bound(candidate.split, choice) >= best_seconds:
+                break
+            if (fitting := evaluator.fitting_plan(candidate, choice)) is None:
+                continue
+            plan, memory = fitting
+            is_nearly_full = evaluator.occupancy(memory) > NEARLY_FULL_FRACTION
+            pinned = memory.host / evaluator.cluster.host_bytes
+            found = FoundPlan(evaluator.candidate_seconds(candidate, choice, memory), plan, is_nearly_full, pinned)
+            if self.found.is_useful(found):
+                if not is_legal(plan, self.space.question):
+                    continue
+                self.found.add(found)
+            if found.seconds < best_seconds:
+                best_seconds, fastest = found.seconds, choice
+            if not evaluator.slowdown(memory) and not is_not_monotonic(candidate, choice):
+                break
+        return fastest
 
 
-def _search_mesh(space: Space, evaluator: PlanEvaluator, found_plans: FoundPlans, key: tuple[int, ...]) -> None:
-    """Try all plans of those splits of one mesh that may beat what was found."""
-    tp, pp, cp, ep = key
-    splits = [
-        split
-        for microbatch in space.microbatch_splits_on(tp, cp, ep)
-        for split in space.mesh_splits(microbatch)
-        if split.pp == pp
-    ]
-    splits_left = MAX_SPLITS_PER_MESH
-    for split in sorted(splits, key=evaluator.quick_bound):
-        if evaluator.quick_bound(split) > found_plans.best_seconds or not splits_left:
-            break
-        if evaluator.lower_bound(split) <= found_plans.best_seconds:
-            splits_left -= 1
-            _try_all(space, evaluator, found_plans, split, found_plans.best_seconds)
-
-
-def _quick_pass(
-    space: Space, evaluator: PlanEvaluator, found_plans: FoundPlans, microbatches: list[tuple[float, MicrobatchSplit]]
-) -> None:
-    """Try few plans of each split, until many in a row bring no gain."""
-    without_gain = 0
-    for split in by_lower_bound(space, evaluator, microbatches):
-        least = found_plans.best_seconds
-        if evaluator.lower_bound(split) > least or without_gain == MAX_SPLITS_WITHOUT_GAIN:
-            return
-        _try_few(space, evaluator, found_plans, split)
-        without_gain = 0 if found_plans.best_seconds < least or not found_plans.by_mesh else without_gain + 1
-
-
-def by_lower_bound(
-    space: Space, evaluator: PlanEvaluator, microbatches: list[tuple[float, MicrobatchSplit]]
-) -> Iterator[MeshSplit]:
-    """Yield all splits, lowest bound first. An expensive bound is computed only when it may be the lowest."""
-    order = count()
-    heap: list[tuple[float, int, MicrobatchSplit | MeshSplit, bool]] = [
-        (bound, next(order), microbatch, False) for bound, microbatch in microbatches
-    ]
-    heapq.heapify(heap)
-    while heap:
-        _, _, entry, is_exact = heapq.heappop(heap)
-        if isinstance(entry, MicrobatchSplit):
-            for split in space.mesh_splits(entry):
-                heapq.heappush(heap, (evaluator.quick_bound(split), next(order), split, split.pp == 1))
-        elif is_exact:
-            yield entry
-        else:
-            heapq.heappush(heap, (evaluator.lower_bound(entry), next(order), entry, True))
-
-
-def _microbatch_bound(space: Space, evaluator: PlanEvaluator, microbatch: MicrobatchSplit) -> float:
-    """Return a lower bound for plans with such micro-batches: all devices busy all the time."""
-    question = space.question
-    choice = RecomputeChoice(space.pins.recompute) if space.pinned("recompute") or space.pins.towers else NO_RECOMPUTE
-    groups = question.cluster.world_size / (microbatch.tp * microbatch.cp)
-    return (
-        evaluator.micro_batch_seconds(microbatch, choice)
-        * question.recipe.train.global_batch
-        / microbatch.micro_batch
-        / groups
-    )
-
-
-def _try_few(space: Space, evaluator: PlanEvaluator, found_plans: FoundPlans, split: MeshSplit) -> None:
-    """Try a few plans of the split: with no or full sharding, and with no or full recompute.
-
-    Offload is left to the exact pass, unless it is pinned.
-    """
-    choices = [
-        choice
-        for choice in space.recompute_choices(split)
-        if not choice.towers and not isinstance(choice.recompute, int)
-    ]
-    choices = choices or list(space.recompute_choices(split))
-    offload = space.offloads()[0]
-    all_states = [
-        states
-        for states in space.state_shardings(split)
-        if not states.towers and space.supports(split, states, offload)
-    ]
-    most = max((states.dp_shard for states in all_states), default=1)
-    few = [states for states in all_states if states.dp_shard in (1, most) and states.sharding != "gradients"]
-    if not few or not _least_memory_fits(evaluator, Candidate(split, few[-1], offload), choices):
-        return
-    for states in few:
-        if _least_memory_fits(evaluator, Candidate(split, states, offload), choices):
-            _add_fastest(space, evaluator, found_plans, Candidate(split, states, offload), choices)
-
-
-def mesh_key(split: MeshSplit) -> tuple[int, ...]:
+def _mesh_key(split: MeshSplit) -> tuple[int, ...]:
     """Return the degrees that identify a mesh, whatever its data ranks shard."""
     return split.microbatch.tp, split.pp, split.microbatch.cp, split.microbatch.ep
-
-
-def num_model_axes(key: tuple[int, ...]) -> int:
-    """Return how many axes besides data parallelism are in use."""
-    return sum(degree > 1 for degree in key)
 
 
 def mesh_key_of(plan: Plan) -> tuple[int, ...]:
@@ -286,110 +353,22 @@ def mesh_key_of(plan: Plan) -> tuple[int, ...]:
     return mesh.tp, mesh.pp, mesh.cp, mesh.ep
 
 
-def _try_all(space: Space, evaluator: PlanEvaluator, found_plans: FoundPlans, split: MeshSplit, limit: float) -> None:
-    """Try every sharding of the split that may take at most `limit` seconds.
-
-    Each is tried with as little recompute and offload as it needs to fit.
-    """
-    choices = [choice for choice in space.recompute_choices(split) if evaluator.recompute_bound(split, choice) <= limit]
-    choices.sort(key=lambda choice: (evaluator.micro_batch_seconds(split.microbatch, choice, split.pp), str(choice)))
-    offloads = _fitting_offloads(space, evaluator, split, choices) if choices else []
-    too_big: set[tuple[object, ...]] = set()
-    for states in reversed(space.state_shardings(split)) if offloads else ():
-        kind = states.sharding, states.towers, states.overlap
-        if kind in too_big or evaluator.sharding_bound(split, states) > limit:
-            continue
-        if not _try_offloads(
-            space, evaluator, found_plans, [Candidate(split, states, offload) for offload in offloads], choices, limit
-        ):
-            too_big.add(kind)  # fewer shards, which follow, need even more memory
+def num_model_axes(key: tuple[int, ...]) -> int:
+    """Return how many axes besides data parallelism are in use."""
+    return sum(degree > 1 for degree in key)
 
 
-def _try_offloads(
-    space: Space,
-    evaluator: PlanEvaluator,
-    found_plans: FoundPlans,
-    candidates: list[Candidate],
-    choices: list[RecomputeChoice],
-    limit: float,
-) -> bool:
-    """Try the recompute choices of one sharding, offload by offload, and return whether any fits.
-
-    Offload only pays if less is then recomputed, or if the device is nearly full.
-    """
-    fits, ceiling = False, math.inf
-    for candidate in candidates:
-        split = candidate.split
-        cheaper = [
-            choice for choice in choices if evaluator.micro_batch_seconds(split.microbatch, choice, split.pp) < ceiling
-        ]
-        if candidate.offload != "none":
-            cheaper = [choice for choice in cheaper if evaluator.offload_bound(candidate, choice) <= limit]
-        if not cheaper or not _least_memory_fits(evaluator, candidate, cheaper):
-            continue
-        fits, most = True, found_plans.best_seconds * TIE_RATIO
-        # The bound is expensive, and the first choices are often enough.
-        useful = (
-            choice
-            for choice in cheaper
-            if candidate.offload != "activations" or evaluator.activation_offload_bound(split, choice) <= most
-        )
-        choice = _add_fastest(space, evaluator, found_plans, candidate, useful)
-        fitting = evaluator.fitting_plan(candidate, choice) if choice else None
-        if (
-            choice
-            and fitting
-            and candidate.offload == "none"
-            and not is_not_monotonic(candidate, choice)
-            and not evaluator.slowdown(fitting[1])
-        ):
-            ceiling = evaluator.micro_batch_seconds(split.microbatch, choice, split.pp)
-    return fits
+def _plain_shardings(space: Space, split: MeshSplit, offload: str) -> tuple[list[StateSharding], int]:
+    """Return the shardings that treat all towers alike, and over how many ranks they shard at most."""
+    every = space.state_shardings(split)
+    plain = [states for states in every if not states.towers and space.supports(split, states, offload)]
+    return plain, max((states.dp_shard for states in plain), default=1)
 
 
-def _fitting_offloads(
-    space: Space, evaluator: PlanEvaluator, split: MeshSplit, choices: list[RecomputeChoice]
-) -> list[str]:
-    """Return the offloads with which the split fits at all: with full sharding and full recompute.
-
-    A device holds the least states if parameters are offloaded. If even that exceeds the device, only offloaded
-    activations can help.
-    """
-    fitting = []
-    for offload in reversed(space.offloads()):
-        candidates = [
-            Candidate(split, states, offload) for states in least_memory_shardings(space, split, offload)[-1:]
-        ]
-        if any(_least_memory_fits(evaluator, candidate, choices) for candidate in candidates):
-            fitting.append(offload)
-        elif (
-            offload == "parameters"
-            and candidates
-            and all(evaluator.exceeds_device(candidates[0], each) for each in least_memory_recomputes(choices))
-        ):
-            more = [
-                Candidate(split, states, "activations")
-                for states in least_memory_shardings(space, split, "activations")[-1:]
-            ]
-            return (
-                ["activations"] if any(_least_memory_fits(evaluator, candidate, choices) for candidate in more) else []
-            )
-    return [offload for offload in space.offloads() if offload in fitting]
-
-
-def least_memory_shardings(space: Space, split: MeshSplit, offload: str) -> list[StateSharding]:
-    """Return the shardings over the most ranks; one of them needs the least memory. The last one shards the most."""
-    all_states = [
-        states
-        for states in space.state_shardings(split)
-        if not states.towers and space.supports(split, states, offload)
-    ]
-    most = max((states.dp_shard for states in all_states), default=1)
-    return [states for states in all_states if states.dp_shard == most]
-
-
-def _least_memory_fits(evaluator: PlanEvaluator, candidate: Candidate, choices: list[RecomputeChoice]) -> bool:
-    return any(evaluator.fitting_plan(candidate, choice) for choice in least_memory_recomputes(choices))
+def least_memory_sharding(space: Space, split: MeshSplit, offload: str) -> StateSharding | None:
+    """Return the sharding that needs the least memory: over the most ranks, and of the most states."""
+    plain, most = _plain_shardings(space, split, offload)
+    return next((states for states in reversed(plain) if states.dp_shard == most), None)
 
 
 def least_memory_recomputes(choices: Sequence[RecomputeChoice]) -> list[RecomputeChoice]:
@@ -398,35 +377,6 @@ def least_memory_recomputes(choices: Sequence[RecomputeChoice]) -> list[Recomput
     strided = [choice for choice in choices if isinstance(choice.recompute, int)]
     rest = [choice for choice in choices if not isinstance(choice.recompute, int) and choice.recompute != "none"]
     return full or [*rest, *sorted(strided)[:1]] or list(choices)
-
-
-def _add_fastest(
-    space: Space,
-    evaluator: PlanEvaluator,
-    found_plans: FoundPlans,
-    candidate: Candidate,
-    choices: Iterable[RecomputeChoice],
-) -> RecomputeChoice | None:
-    """Add the fastest recompute choice that fits and is legal, and return it. `choices` come by their lower bounds."""
-    best_seconds, fastest = math.inf, None
-    for choice in choices:
-        if evaluator.recompute_bound(candidate.split, choice) >= best_seconds:
-            break
-        if (fitting := evaluator.fitting_plan(candidate, choice)) is None:
-            continue
-        plan, memory = fitting
-        is_nearly_full = evaluator.occupancy(memory) > NEARLY_FULL_FRACTION
-        pinned = memory.host / evaluator.cluster.host_bytes
-        found = FoundPlan(evaluator.candidate_seconds(candidate, choice, memory), plan, is_nearly_full, pinned)
-        if found_plans.is_useful(found):
-            if not is_legal(plan, space.question):
-                continue
-            found_plans.add(found)
-        if found.seconds < best_seconds:
-            best_seconds, fastest = found.seconds, choice
-        if not evaluator.slowdown(memory) and not is_not_monotonic(candidate, choice):
-            break
-    return fastest
 
 
 def is_not_monotonic(candidate: Candidate, choice: RecomputeChoice) -> bool:
@@ -453,8 +403,6 @@ def least_memory_plans(space: Space) -> Iterator[Plan]:
                 continue
             seen.add(key)
             for offload in space.offloads():
-                for states in least_memory_shardings(space, split, offload)[-1:]:
-                    yield from (
-                        space.plan(split, states, choice, offload)
-                        for choice in least_memory_recomputes(space.recompute_choices(split))
-                    )
+                if states := least_memory_sharding(space, split, offload):
+                    for choice in least_memory_recomputes(space.recompute_choices(split)):
+                        yield space.plan(split, states, choice, offload)

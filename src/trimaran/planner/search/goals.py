@@ -71,7 +71,7 @@ def search(question: Question) -> PlanAnswer:
         misses=near_misses(ranked, asked),
         choices=choices[0].reasons,
         hints=() if found.cluster.groups else hints_for(ranked[0], asked),
-        warnings=warnings_for(ranked[0], question, found.cluster),
+        warnings=tuple(warnings_for(ranked[0], question, found.cluster)),
         num_considered=found.num_considered,
         part=found.cluster if found.cluster != question.cluster else None,
     )
@@ -236,7 +236,7 @@ def no_fit_error(answer: PlanAnswer) -> UserError:
     assert smallest.prediction is not None
     term, size = max(smallest.prediction.memory.items(), key=lambda item: item[1])
     more = f"add devices: {answer.smallest} is enough" if answer.smallest else "add devices"
-    fixes = [more, *(hint.partition(":")[0] for hint in answer.hints), "choose a smaller model"]
+    fixes = [more, *(str(hint.values["hint"]) for hint in answer.hints), "choose a smaller model"]
     owners = {"device memory": f"{device}, the most for {term} ({show_bytes(size)})"}
     over = " and ".join(
         f"{show_bytes(each.over)} too big for the {show_bytes(each.most)} of {owners.get(each.what, each.what)}"

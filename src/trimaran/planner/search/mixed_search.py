@@ -51,7 +51,11 @@ def find_mixed_plans(question: Question, best_plans: BestPlans) -> MixedPlans:
             break
         for plan in _adapted(start.plan, question):
             num_considered += 1
-            found, key = _priced(plan, question), mesh_key_of(plan)
+            prediction = predict(question.job, question.cluster, plan)
+            found, key = (
+                (FoundPlan(prediction.step_seconds, plan) if prediction.fits and is_legal(plan, question) else None),
+                mesh_key_of(plan),
+            )
             if found is not None and (key not in best or found.seconds < best[key].seconds):
                 best[key] = found
                 fastest = min(fastest, found.seconds)
@@ -159,9 +163,3 @@ def _moves(plan: Plan, loads: Sequence[StageLoad]) -> Iterator[Plan]:
         if rank != worst and stages[source] > 1:
             counts = [count + (stage == target) - (stage == source) for stage, count in enumerate(stages)]
             yield plan.model_copy(update={"pipeline": plan.pipeline.model_copy(update={"stages": tuple(counts)})})
-
-
-def _priced(plan: Plan, question: Question) -> FoundPlan | None:
-    """Return the plan with its step time; None if it does not fit, or cannot run."""
-    prediction = predict(question.job, question.cluster, plan)
-    return FoundPlan(prediction.step_seconds, plan) if prediction.fits and is_legal(plan, question) else None

@@ -4,7 +4,7 @@
 some of them. The global batch, precision, engine, compression and local steps stay.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -27,8 +27,6 @@ MAX_PREFETCH = 4
 GRADIENT_BYTES = 4
 OFFLOADS = get_args(Plan.model_fields["offload"].annotation)
 
-Changes = Callable[[Plan, Question], Iterator[Patch]]
-
 
 class Neighbour(NamedTuple):
     """A plan that differs in one setting, which `kind` names, and the patch that leads to it."""
@@ -40,11 +38,16 @@ class Neighbour(NamedTuple):
 
 def neighbours(plan: Plan, question: Question) -> list[Neighbour]:
     """Return the legal neighbours of a plan, each with its prediction where the model is known. Pinned fields stay."""
-    return [
-        Neighbour(kind, patch, changed)
-        for kind, patch in neighbour_patches(plan, question)
-        if (changed := changed_plan(plan, patch, question)) is not None
-    ]
+    found = []
+    for kind, patch in neighbour_patches(plan, question):
+        try:
+            changed = plan_with(plan, patch)
+            check_plan(changed, question.recipe, question.spec, question.cluster, question.outline, question.facts)
+        except (UserError, ValidationError):
+            continue
+        if changed.global_batch == plan.global_batch and keeps_pins(changed, question.pins):
+            found.append(Neighbour(kind, patch, predicted(changed, question) if question.outline else changed))
+    return found
 
 
 def neighbour_patches(plan: Plan, question: Question, *, far: bool = False) -> Iterator[tuple[str, Patch]]:
@@ -52,62 +55,58 @@ def neighbour_patches(plan: Plan, question: Question, *, far: bool = False) -> I
 
     With `far`, numbers take all their values, not only the next smaller and the next larger one.
     """
-    kinds = CHANGES | FAR_CHANGES if far else CHANGES
-    for kind, changes in kinds.items():
-        yield from ((kind, patch) for patch in changes(plan, question))
+    mesh, comm, outline, device = plan.mesh, plan.comm, question.outline, question.cluster.device
+    if far:  # also of data ranks with unequal rows
+        yield from (("micro-batch", patch) for patch in larger_micro_batches(plan))
+    if not plan.micro_batches:
+        rows = plan.micro_batch * plan.grad_accum
+        sizes = divisors(rows, most=max(plan.micro_batch, MAX_MICRO_BATCH[device.kind]))
+        at = sizes.index(plan.micro_batch)
+        for size in (*sizes[max(0, at - 1) : at], *(() if far else sizes[at + 1 : at + 2])):
+            yield "micro-batch", {"plan.micro_batch": size, "plan.grad_accum": rows // size}
+    layers = outline.layers if outline else 2
+    for level in RECOMPUTES:
+        if level != plan.recompute and (not isinstance(level, int) or level < layers) and not plan.towers:
+            yield "recompute", {"plan.recompute": level}
+    for kind in OFFLOADS if device.traits.has_own_memory else ("none",):  # a CPU has no host to offload to
+        if kind != plan.offload:
+            yield "offload", {"plan.offload": kind}
+    yield "compile", {"plan.compile": not plan.compile}
+    if device.traits.has_graphs and plan.model_copy(update={"cuda_graphs": True}).captures_steps:
+        yield "CUDA graphs", {"plan.cuda_graphs": not plan.cuda_graphs}
+    yield from (("sharding", patch) for patch in _shardings(plan))
+    yield from (("loss", {"plan.loss": kind}) for kind in LOSSES if kind != plan.loss)
+    if mesh.world_size == mesh.dp_replicate > 1:
+        yield "overlap", {"plan.comm.overlap": not comm.overlap}
+    below, above = _bucket_sizes(plan, question)
+    for size in (*below[-1:], *(above if far else above[:1])):
+        yield "bucket size", {"plan.comm.bucket_mb": size}
+    for depth in (comm.prefetch - 1, comm.prefetch + 1) if plan.sharding != "none" and mesh.pp == 1 else ():
+        if 1 <= depth <= MAX_PREFETCH:
+            yield "prefetch", {"plan.comm.prefetch": depth}
+    # Stages that fit a schedule stay as they are: their cut may follow from measured times.
+    for schedule in SCHEDULES if mesh.pp > 1 and outline else ():
+        for rounds in rounds_of(schedule, layers, mesh.pp) if schedule != plan.pipeline.schedule else ():
+            patch: Patch = {"plan.pipeline.schedule": schedule}
+            if rounds * mesh.pp != plan.num_stages:
+                assert outline is not None
+                stages = split_outline(outline, rounds * mesh.pp, seq_len=question.recipe.data.seq_len)
+                patch["plan.pipeline.stages"] = list(stages)
+            yield "schedule", patch
+    if mesh.cp > 1:
+        yield from (("context", {"plan.comm.context": each}) for each in CONTEXTS if each != comm.context)
+    if mesh.tp > 1:
+        yield "regather", {"plan.comm.regather": not comm.regather}
 
 
-def changed_plan(plan: Plan, patch: Patch, question: Question) -> Plan | None:
-    """Return the changed plan with its prediction; None if it is pinned otherwise, not legal, or trains other rows."""
-    try:
-        changed = plan_with(plan, patch)
-        check_plan(changed, question.recipe, question.spec, question.cluster, question.outline, question.facts)
-    except (UserError, ValidationError):
-        return None
-    if changed.global_batch != plan.global_batch or not keeps_pins(changed, question.pins):
-        return None
-    return changed if question.outline is None else predicted(changed, question)
-
-
-def keeps_pins(plan: Plan, pins: Plan) -> bool:
+def keeps_pins(plan: BaseModel, pins: BaseModel) -> bool:
     """Return whether the plan has the value of every pinned field, in the sections, too."""
-    return _keeps(plan, pins)
-
-
-def _keeps(value: BaseModel, pins: BaseModel) -> bool:
-    for name in pins.model_fields_set:
-        wanted, own = getattr(pins, name), getattr(value, name)
-        if name == "prediction":
-            continue
+    for name in pins.model_fields_set - {"prediction"}:
+        wanted, own = getattr(pins, name), getattr(plan, name)
         both = isinstance(wanted, BaseModel) and isinstance(own, BaseModel) and type(wanted) is type(own)
-        if not (_keeps(own, wanted) if both else own == wanted):
+        if not (keeps_pins(own, wanted) if both else own == wanted):
             return False
     return True
-
-
-def _micro_batches(plan: Plan, question: Question) -> Iterator[Patch]:
-    """Yield the next larger and the next smaller micro-batch, with the accumulation that keeps the global batch."""
-    if plan.micro_batches:
-        return
-    rows, sizes = plan.micro_batch * plan.grad_accum, _micro_batch_sizes(plan, question)
-    at = sizes.index(plan.micro_batch)
-    for size in sizes[max(0, at - 1) : at + 2]:
-        if size != plan.micro_batch:
-            yield {"plan.micro_batch": size, "plan.grad_accum": rows // size}
-
-
-def _far_micro_batches(plan: Plan, question: Question) -> Iterator[Patch]:
-    """Yield all larger micro-batches, also those of data ranks with unequal rows, and the next smaller one."""
-    yield from larger_micro_batches(plan)
-    if not plan.micro_batches:
-        smaller = [each for each in _micro_batch_sizes(plan, question) if each < plan.micro_batch][-1:]
-        rows = plan.micro_batch * plan.grad_accum
-        yield from ({"plan.micro_batch": size, "plan.grad_accum": rows // size} for size in smaller)
-
-
-def _micro_batch_sizes(plan: Plan, question: Question) -> list[int]:
-    most = max(plan.micro_batch, MAX_MICRO_BATCH[question.cluster.device.kind])
-    return divisors(plan.micro_batch * plan.grad_accum, most=most)
 
 
 def larger_micro_batches(plan: Plan) -> Iterator[Patch]:
@@ -125,20 +124,6 @@ def larger_micro_batch(plan: Plan, times: int) -> Patch:
     return {"plan.micro_batch": plan.micro_batch * times} | accumulation
 
 
-def _recomputes(plan: Plan, question: Question) -> Iterator[Patch]:
-    layers = question.outline.layers if question.outline else 2
-    for level in RECOMPUTES:
-        is_useful = not isinstance(level, int) or level < layers
-        if level != plan.recompute and is_useful and not plan.towers:
-            yield {"plan.recompute": level}
-
-
-def _offloads(plan: Plan, question: Question) -> Iterator[Patch]:
-    """Yield the other kinds of offload. A CPU has no host to offload to, but may stop doing so."""
-    kinds = OFFLOADS if question.cluster.device.traits.has_own_memory else ("none",)
-    yield from ({"plan.offload": kind} for kind in kinds if kind != plan.offload)
-
-
 def fewer_launches(plan: Plan) -> Iterator[Patch]:
     """Yield patches with which the host launches fewer kernels, one switch each.
 
@@ -150,21 +135,10 @@ def fewer_launches(plan: Plan) -> Iterator[Patch]:
         yield {"plan.comm.overlap": False}
 
 
-def _compiled(plan: Plan, question: Question) -> Iterator[Patch]:
-    yield {"plan.compile": not plan.compile}
-
-
-def _graphs(plan: Plan, question: Question) -> Iterator[Patch]:
-    if question.cluster.device.traits.has_graphs and plan.model_copy(update={"cuda_graphs": True}).captures_steps:
-        yield {"plan.cuda_graphs": not plan.cuda_graphs}
-
-
-def _shardings(plan: Plan, question: Question) -> Iterator[Patch]:
+def _shardings(plan: Plan) -> Iterator[Patch]:
     """Yield the other sharding stages over all data ranks. Towers with a sharding of their own stay as they are."""
     data = plan.mesh.dp
-    if data == 1 or plan.towers:
-        return
-    for stage in SHARDINGS:
+    for stage in SHARDINGS if data > 1 and not plan.towers else ():
         shard = 1 if stage == "none" else data
         if stage == plan.sharding and shard == plan.mesh.dp_shard:
             continue
@@ -172,27 +146,6 @@ def _shardings(plan: Plan, question: Question) -> Iterator[Patch]:
         if shard != plan.mesh.dp_shard:
             patch |= {"plan.mesh.dp_replicate": data // shard, "plan.mesh.dp_shard": shard}
         yield patch if plan.comm.overlap else patch | {"plan.comm.overlap": True}
-
-
-def _losses(plan: Plan, question: Question) -> Iterator[Patch]:
-    yield from ({"plan.loss": kind} for kind in LOSSES if kind != plan.loss)
-
-
-def _overlaps(plan: Plan, question: Question) -> Iterator[Patch]:
-    if plan.mesh.world_size == plan.mesh.dp_replicate > 1:
-        yield {"plan.comm.overlap": not plan.comm.overlap}
-
-
-def _buckets(plan: Plan, question: Question) -> Iterator[Patch]:
-    """Yield the next smaller and larger buckets, as far as they would hold another part of the gradients."""
-    below, above = _bucket_sizes(plan, question)
-    yield from ({"plan.comm.bucket_mb": size} for size in (*below[-1:], *above[:1]))
-
-
-def _far_buckets(plan: Plan, question: Question) -> Iterator[Patch]:
-    """Yield the next smaller buckets and all larger ones, up to the first that holds all gradients."""
-    below, above = _bucket_sizes(plan, question)
-    yield from ({"plan.comm.bucket_mb": size} for size in (*below[-1:], *above))
 
 
 def _bucket_sizes(plan: Plan, question: Question) -> tuple[list[int], list[int]]:
@@ -205,54 +158,3 @@ def _bucket_sizes(plan: Plan, question: Question) -> tuple[list[int], list[int]]
     larger = [size for size in sizes if size > comm.bucket_mb]
     above = [size for size, before in zip(larger, [comm.bucket_mb, *larger], strict=False) if before < every]
     return [size for size in sizes if size < comm.bucket_mb and size < every], above
-
-
-def _prefetches(plan: Plan, question: Question) -> Iterator[Patch]:
-    if plan.sharding != "none" and plan.mesh.pp == 1:
-        for depth in (plan.comm.prefetch - 1, plan.comm.prefetch + 1):
-            if 1 <= depth <= MAX_PREFETCH:
-                yield {"plan.comm.prefetch": depth}
-
-
-def _schedules(plan: Plan, question: Question) -> Iterator[Patch]:
-    """Yield the other schedules. Stages that fit one stay as they are: their cut may follow from measured times."""
-    outline, ranks = question.outline, plan.mesh.pp
-    if ranks == 1 or outline is None:
-        return
-    for schedule in SCHEDULES:
-        if schedule == plan.pipeline.schedule:
-            continue
-        for rounds in rounds_of(schedule, outline.layers, ranks):
-            if rounds * ranks == plan.num_stages:
-                yield {"plan.pipeline.schedule": schedule}
-                continue
-            stages = split_outline(outline, rounds * ranks, seq_len=question.recipe.data.seq_len)
-            yield {"plan.pipeline.schedule": schedule, "plan.pipeline.stages": list(stages)}
-
-
-def _contexts(plan: Plan, question: Question) -> Iterator[Patch]:
-    if plan.mesh.cp > 1:
-        yield from ({"plan.comm.context": each} for each in CONTEXTS if each != plan.comm.context)
-
-
-def _regathers(plan: Plan, question: Question) -> Iterator[Patch]:
-    if plan.mesh.tp > 1:
-        yield {"plan.comm.regather": not plan.comm.regather}
-
-
-CHANGES: dict[str, Changes] = {
-    "micro-batch": _micro_batches,
-    "recompute": _recomputes,
-    "offload": _offloads,
-    "compile": _compiled,
-    "CUDA graphs": _graphs,
-    "sharding": _shardings,
-    "loss": _losses,
-    "overlap": _overlaps,
-    "bucket size": _buckets,
-    "prefetch": _prefetches,
-    "schedule": _schedules,
-    "context": _contexts,
-    "regather": _regathers,
-}
-FAR_CHANGES: dict[str, Changes] = {"micro-batch": _far_micro_batches, "bucket size": _far_buckets}

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from trimaran.core import Bytes, Plan, Prediction, show_bytes, show_seconds
+from trimaran.core import Bytes, Plan, Prediction, TemplateText, show_bytes, show_seconds, templated
 from trimaran.cost import predict
 from trimaran.cost.job import captures_steps
 from trimaran.cost.step import MAX_PINNED_FRACTION, RELATIVE_ERROR
@@ -29,6 +30,7 @@ from trimaran.planner.search.space import Space
 OFFLOAD_RATIO = 1 + RELATIVE_ERROR["few"]
 MAX_FASTER = 2  # offloading plans that are named
 MIN_SHOWN_GAIN = 5e-4
+DEVICE_MEMORY = "device memory"
 
 
 class RankedPlans(NamedTuple):
@@ -47,27 +49,18 @@ def ranked_by_risk(space: Space, evaluator: PlanEvaluator, *, limit: float = mat
 
     `limit` and `others` are those of `find_plans`.
     """
-    if space.offloads() == ("none",):
-        return RankedPlans(find_plans(space, evaluator, limit=limit, others=others).ranked(), [])
-    plain = find_plans(space.without_offload(), evaluator, limit=limit, others=others)
-    if not plain.by_mesh:
-        return RankedPlans(find_plans(space, evaluator, limit=limit, others=others).ranked(), [])
-    # Without other plans to show, only a plan that would be chosen is searched for.
-    enough = plain.best_seconds if others else plain.best_seconds / OFFLOAD_RATIO
-    found = find_plans(space, evaluator, limit=enough).by_mesh.values()
-    fastest = [min(offloading, key=_seconds) for founds in found if (offloading := list(filter(_offloads, founds)))]
-    faster = sorted((each for each in fastest if each.seconds < enough), key=_seconds)
-    if faster and OFFLOAD_RATIO * faster[0].seconds < plain.best_seconds:
-        return RankedPlans(find_plans(space, evaluator, limit=limit, others=others).ranked(), [])
-    return RankedPlans(plain.ranked(), faster[:MAX_FASTER])
-
-
-def _seconds(found: FoundPlan) -> float:
-    return found.seconds
-
-
-def _offloads(found: FoundPlan) -> bool:
-    return found.plan.offload != "none"
+    if space.offloads() != ("none",):
+        plain = find_plans(space.without_offload(), evaluator, limit=limit, others=others)
+        if plain.by_mesh:
+            # Without other plans to show, only a plan that would be chosen is searched for.
+            enough = plain.best_seconds if others else plain.best_seconds / OFFLOAD_RATIO
+            found = find_plans(space, evaluator, limit=enough).by_mesh.values()
+            offloading = ([each for each in founds if each.plan.offload != "none"] for founds in found)
+            fastest = [min(each, key=attrgetter("seconds")) for each in offloading if each]
+            faster = sorted((each for each in fastest if each.seconds < enough), key=attrgetter("seconds"))
+            if not faster or OFFLOAD_RATIO * faster[0].seconds >= plain.best_seconds:
+                return RankedPlans(plain.ranked(), faster[:MAX_FASTER])
+    return RankedPlans(find_plans(space, evaluator, limit=limit, others=others).ranked(), [])
 
 
 def ties_of(ranked: Sequence[Plan], faster: Sequence[Plan]) -> Iterator[NearMiss]:
@@ -77,31 +70,33 @@ def ties_of(ranked: Sequence[Plan], faster: Sequence[Plan]) -> Iterator[NearMiss
     for index, plan in enumerate([*faster, *ranked[1:]]):
         assert plan.prediction is not None
         gain = chosen.prediction.step_seconds / plan.prediction.step_seconds
-        if index < len(faster) or 1 / TIE_RATIO <= gain <= TIE_RATIO:
-            yield NearMiss(plan=plan, why=f"{_speed(gain)} {_risk(chosen, plan)}")
+        if index >= len(faster) and not 1 / TIE_RATIO <= gain <= TIE_RATIO:
+            continue
+        risk = _risk(chosen, plan)
+        if abs(gain - 1) < MIN_SHOWN_GAIN:
+            why = templated("as fast, but {risk}", risk=risk)
+        elif gain > 1:
+            why = templated("{gain} faster, but {risk}", gain=f"{gain - 1:.1%}", risk=risk)
+        else:
+            why = templated("{gain} slower, and {risk}", gain=f"{1 / gain - 1:.1%}", risk=risk)
+        yield NearMiss(plan=plan, why=why)
 
 
-def _speed(gain: float) -> str:
-    if abs(gain - 1) < MIN_SHOWN_GAIN:
-        return "as fast, but"
-    return f"{gain - 1:.1%} faster, but" if gain > 1 else f"{1 / gain - 1:.1%} slower, and"
-
-
-def _risk(chosen: Plan, plan: Plan) -> str:
+def _risk(chosen: Plan, plan: Plan) -> TemplateText:
     """Return what is riskier about a plan than about the chosen one."""
     assert chosen.prediction is not None
     assert plan.prediction is not None
     if plan.prediction.host_bytes > chosen.prediction.host_bytes:
-        return f"pins {show_bytes(plan.prediction.host_bytes)} of host memory a node"
+        return templated("pins {size} of host memory a node", size=show_bytes(plan.prediction.host_bytes))
     if plan.offload != chosen.offload:
-        return f"offloads {plan.offload}"
-    if (axes := _num_axes(plan)) > (own := _num_axes(chosen)):
-        return f"splits the model by {axes} {'axis' if axes == 1 else 'axes'} instead of {own or 'none'}"
-    return "not simpler"
-
-
-def _num_axes(plan: Plan) -> int:
-    return num_model_axes(mesh_key_of(plan))
+        return templated("offloads {what}", what=templated(plan.offload))
+    axes, own = (num_model_axes(mesh_key_of(each)) for each in (plan, chosen))
+    if axes > own:
+        kept = own or templated("none")
+        if axes == 1:
+            return templated("splits the model by {axes} axis instead of {own}", axes=axes, own=kept)
+        return templated("splits the model by {axes} axes instead of {own}", axes=axes, own=kept)
+    return templated("not simpler")
 
 
 class Shortage(NamedTuple):
@@ -146,106 +141,98 @@ def variations(best: Plan) -> Iterator[Plan]:
     yield from (best.model_copy(update=change) for change in changes)
 
 
-def reason_lost(best: Plan, plan: Plan, question: Question) -> str | None:
+def reason_lost(best: Plan, plan: Plan, question: Question) -> TemplateText | None:
     """Return why the plan lost: the memory it lacks, or the term that takes the most extra time.
 
     None if neither holds: the search leaves out plans that it does not consider, such as huge micro-batches.
     """
     assert best.prediction is not None
     assert plan.prediction is not None
-    best_prediction, prediction = best.prediction, plan.prediction
-    if not prediction.fits:
-        return too_big(prediction, question.cluster)
-    if question.goal == "memory" and prediction.device_bytes > best_prediction.device_bytes:
-        return f"needs {show_bytes(Bytes(prediction.device_bytes - best_prediction.device_bytes))} more"
-    if prediction.step_seconds <= best_prediction.step_seconds:
-        return _why_faster_lost(best, plan, question)
-    more = {
-        term: prediction.time.get(term, 0.0) - best_prediction.time.get(term, 0.0)
-        for term in (*best_prediction.time, *prediction.time)
-    }
+    was, now, pins = best.prediction, plan.prediction, question.pins
+    if not now.fits:
+        return too_big(now, question.cluster)
+    if question.goal == "memory" and now.device_bytes > was.device_bytes:
+        return templated("needs {size} more", size=show_bytes(Bytes(now.device_bytes - was.device_bytes)))
+    if now.step_seconds <= was.step_seconds:  # a pin, or a tie
+        changed = [name for name in pins.model_fields_set - {"mesh"} if getattr(plan, name) != getattr(best, name)]
+        axes = [each for each in pins.mesh.model_fields_set if getattr(plan.mesh, each) != getattr(best.mesh, each)]
+        ratio = was.step_seconds / now.step_seconds
+        if pinned := [*sorted(changed), *(f"mesh.{each}" for each in sorted(axes))]:
+            return templated("{gain} faster, and plan.{field} is pinned", gain=f"{ratio - 1:.1%}", field=pinned[0])
+        gain = f"{ratio - 1:.1%}"
+        return templated("{gain} faster, within the model's error", gain=gain) if ratio <= TIE_RATIO else None
+    more = {term: now.time.get(term, 0.0) - was.time.get(term, 0.0) for term in (*was.time, *now.time)}
     computing = more.pop("forward", 0.0) + more.pop("backward", 0.0)
     term, longer = max([*more.items(), ("computing", computing)], key=lambda item: item[1])
-    if term == "comm":
-        return _exposed_comm(best_prediction, prediction)
-    return {
-        "bubble": f"bubble {prediction.time.get('bubble', 0.0) / prediction.step_seconds:.0%}",
-        "offload": f"offload costs {show_seconds(longer)} more",
-        "optimizer": f"the update takes {show_seconds(longer)} more",
-        "computing": _compute_reason(best, plan, longer, question),
-    }.get(term, f"{term} takes {show_seconds(longer)} more")
+    time = show_seconds(longer)
+    match term:
+        case "comm":
+            exposed = {key: seconds - was.exposed.get(key, 0.0) for key, seconds in now.exposed.items()}
+            key = max(exposed, key=lambda each: exposed[each], default="communication")
+            what, _, link = key.partition(" on ")
+            payload, time = templated(what), show_seconds(now.exposed.get(key, now.time["comm"]))
+            if link:
+                return templated("{payload} exposed {time} on {link}", payload=payload, time=time, link=link)
+            return templated("{payload} for {time}", payload=payload, time=time)
+        case "bubble":
+            return templated("bubble {share}", share=f"{now.time.get('bubble', 0.0) / now.step_seconds:.0%}")
+        case "offload":
+            return templated("offload costs {time} more", time=time)
+        case "optimizer":
+            return templated("the update takes {time} more", time=time)
+        case "computing":
+            job, is_cuda = question.job, question.cluster.device.traits.has_graphs
+            if is_cuda and captures_steps(job, best) and not captures_steps(job, plan):
+                if best.model_copy(update={"comm": plan.comm, "prediction": plan.prediction}) == plan:
+                    return templated(
+                        "its gradients are summed during backward, so no CUDA graph can launch its kernels: "
+                        "{time} more",
+                        time=time,
+                    )
+                return templated("no CUDA graph can launch its kernels: {time} more", time=time)
+            if (plan.recompute, plan.towers) != (best.recompute, best.towers):
+                return templated("recompute costs {time} more", time=time)
+            if plan.loss != best.loss:
+                return templated("loss {loss} costs {time} more", loss=plan.loss, time=time)
+            return templated("smaller matmuls take {time} longer", time=time)
+    return templated("{term} takes {time} more", term=templated(term), time=time)
 
 
-def too_big(prediction: Prediction, cluster: Cluster) -> str:
-    """Return what the plan lacks as text: memory of its device, of the host, or of both."""
-    texts = {"device memory": "over", "host memory a node": "over on the host"}
+def too_big(prediction: Prediction, cluster: Cluster) -> TemplateText:
+    """Return what the plan lacks: memory of its device, of the host, or of both."""
     short = shortages(prediction, cluster)
-    return ", ".join(f"{show_bytes(each.over)} {texts[each.what]}" for each in short) or "does not run"
+    sizes = [show_bytes(each.over) for each in short]
+    if len(sizes) == 2:
+        return templated("{size} over, {host} over on the host", size=sizes[0], host=sizes[1])
+    if not sizes:
+        return templated("does not run")
+    if short[0].what == DEVICE_MEMORY:
+        return templated("{size} over", size=sizes[0])
+    return templated("{size} over on the host", size=sizes[0])
 
 
 def shortages(prediction: Prediction, cluster: Cluster) -> list[Shortage]:
     """Return which memory the plan exceeds, and by how much: of the device, then of the host."""
-    device, host = (
-        prediction.memory_limit or cluster.device.memory_bytes,
-        Bytes(int(MAX_PINNED_FRACTION * cluster.host_bytes)),
-    )
+    device = prediction.memory_limit or cluster.device.memory_bytes
+    host = Bytes(int(MAX_PINNED_FRACTION * cluster.host_bytes))
     both = (
-        Shortage(Bytes(prediction.device_bytes - device), device, "device memory"),
+        Shortage(Bytes(prediction.device_bytes - device), device, DEVICE_MEMORY),
         Shortage(Bytes(prediction.host_bytes - host), host, "host memory a node"),
     )
     return [each for each in both if each.over > 0]
 
 
-def warnings_for(best: Plan, question: Question, cluster: Cluster) -> tuple[str, ...]:
-    """Return warnings: a nearly full device, an error bar that reaches past its end, idle devices."""
+def warnings_for(best: Plan, question: Question, cluster: Cluster) -> Iterator[str]:
+    """Yield warnings: a nearly full device, an error bar that reaches past its end, idle devices."""
     assert best.prediction is not None
     found, size = best.prediction, best.prediction.memory_limit or cluster.device.memory_bytes
-    warnings = []
     occupancy = found.device_bytes / size
     if occupancy > NEARLY_FULL_FRACTION:
-        warnings.append(
-            f"memory is {occupancy:.0%} full: above {NEARLY_FULL_FRACTION:.0%} the allocator retries and steps get slow"
-        )
+        limit = f"{NEARLY_FULL_FRACTION:.0%}"
+        yield f"memory is {occupancy:.0%} full: above {limit} the allocator retries and steps get slow"
     elif occupancy * (1 + found.error) > 1:
-        warnings.append(f"memory is predicted within {found.error:.0%}, and {occupancy:.0%} full: it may not fit")
-    if cluster.world_size < question.cluster.world_size:
-        warnings.append(
-            f"{question.cluster.world_size - cluster.world_size} of {question.cluster.world_size} devices idle"
-        )
+        yield f"memory is predicted within {found.error:.0%}, and {occupancy:.0%} full: it may not fit"
+    if idle := question.cluster.world_size - cluster.world_size:
+        yield f"{idle} of {question.cluster.world_size} devices idle"
     if found.host_bytes > NEARLY_FULL_FRACTION * MAX_PINNED_FRACTION * cluster.host_bytes:
-        warnings.append(f"a node must pin {show_bytes(found.host_bytes)} of its {show_bytes(cluster.host_bytes)}")
-    return tuple(warnings)
-
-
-def _why_faster_lost(best: Plan, plan: Plan, question: Question) -> str | None:
-    """Return why a faster plan lost: a pin, or a tie. None if it is neither."""
-    assert best.prediction is not None
-    assert plan.prediction is not None
-    gain, pins = best.prediction.step_seconds / plan.prediction.step_seconds, question.pins
-    fields = [name for name in sorted(pins.model_fields_set - {"mesh"}) if getattr(plan, name) != getattr(best, name)]
-    axes = [each for each in pins.mesh.model_fields_set if getattr(plan.mesh, each) != getattr(best.mesh, each)]
-    if pinned := [*fields, *(f"mesh.{each}" for each in sorted(axes))]:
-        return f"{gain - 1:.1%} faster, and plan.{pinned[0]} is pinned"
-    return f"{gain - 1:.1%} faster, within the model's error" if gain <= TIE_RATIO else None
-
-
-def _exposed_comm(best_prediction: Prediction, prediction: Prediction) -> str:
-    """Return the communication that takes the most extra time: `all-gather of weights exposed 0.4 s on InfiniBand`."""
-    more = {key: seconds - best_prediction.exposed.get(key, 0.0) for key, seconds in prediction.exposed.items()}
-    key = max(more, key=lambda each: more[each], default="communication")
-    what, _, where = key.partition(" on ")
-    seconds = prediction.exposed.get(key, prediction.time["comm"])
-    return f"{what} exposed {show_seconds(seconds)} on {where}" if where else f"{what} for {show_seconds(seconds)}"
-
-
-def _compute_reason(best: Plan, plan: Plan, longer: float, question: Question) -> str:
-    job, is_cuda = question.job, question.cluster.device.traits.has_graphs
-    if is_cuda and captures_steps(job, best) and not captures_steps(job, plan):
-        is_like_best = best.model_copy(update={"comm": plan.comm, "prediction": plan.prediction}) == plan
-        why = "its gradients are summed during backward, so " if is_like_best else ""
-        return f"{why}no CUDA graph can launch its kernels: {show_seconds(longer)} more"
-    if (plan.recompute, plan.towers) != (best.recompute, best.towers):
-        return f"recompute costs {show_seconds(longer)} more"
-    if plan.loss != best.loss:
-        return f"loss {plan.loss} costs {show_seconds(longer)} more"
-    return f"smaller matmuls take {show_seconds(longer)} longer"
+        yield f"a node must pin {show_bytes(found.host_bytes)} of its {show_bytes(cluster.host_bytes)}"

@@ -11,7 +11,7 @@ from trimaran.core import Comm, Mesh, Pipeline, Plan, UserError
 from trimaran.core.plan import CONTEXTS, SHARDINGS, TowerPlan
 from trimaran.cost.job import captures_steps
 from trimaran.cost.roofline import positions_to_hide_launches, rates_of
-from trimaran.models import Spec, Tower, split_outline, vision_of
+from trimaran.models import Tower, split_outline, vision_of
 from trimaran.models.spec import every_rank_has_rows
 from trimaran.planner.plan_choices import CHUNKED, losses_of
 from trimaran.planner.question import NO_PINS, Question
@@ -141,7 +141,8 @@ class Space:
         """Yield the splits of a micro-batch. tp stays on the innermost links, inside a node."""
         world = self.question.cluster.world_size
         sizes = self._micro_batches()
-        for tp in self._degrees("tp", math.gcd(world, self._max_tp())):
+        cluster = self.question.cluster
+        for tp in self._degrees("tp", math.gcd(world, max(cluster.devices_per_node, cluster.levels[0].devices))):
             for cp in self._degrees("cp", world // tp if world % tp == 0 else 1):
                 choices = product(self._contexts(tp, cp), self._degrees("ep", world), self._replicated_towers(tp))
                 for context, ep, replicated in choices:
@@ -233,7 +234,10 @@ class Space:
 
     def _recomputes(self, split: MeshSplit) -> tuple[RecomputeChoice, ...]:
         """Return what may be recomputed. A split backward (zero-bubble) allows nothing."""
-        nothing = self._without_recompute(split)
+        can = split.microbatch.tp > 1 and self._may_regather and not (self._has_experts and self._compiled(split))
+        nothing = (
+            (RecomputeChoice("none"), RecomputeChoice("none", regather=True)) if can else (RecomputeChoice("none"),)
+        )
         if self.pinned("recompute") or self.pins.towers:
             return nothing if self.pins.recompute == "none" else (RecomputeChoice(self.pins.recompute),)
         if split.schedule == "zero-bubble":
@@ -250,18 +254,19 @@ class Space:
             else RECOMPUTE_STRIDES
         )
         some = [RecomputeChoice(each) for each in strides if each <= layers]
+        others = self._side_towers()
+        pairs = [(main, own) for main in ("none", "selective", "full") for own in ("none", "selective", "full")]
         return (
             *nothing,
             *by_operator,
             *some,
-            *self._tower_recomputes(),
+            *[
+                RecomputeChoice(main, tuple((tower.name, own) for tower in others))
+                for main, own in pairs
+                if others and main != own
+            ],
             RecomputeChoice("full"),
         )
-
-    def _without_recompute(self, split: MeshSplit) -> tuple[RecomputeChoice, ...]:
-        """Return the choices that recompute nothing: inputs are saved whole or, under tp, gathered again."""
-        can = split.microbatch.tp > 1 and self._may_regather and not (self._has_experts and self._compiled(split))
-        return (RecomputeChoice("none"), RecomputeChoice("none", regather=True)) if can else (RecomputeChoice("none"),)
 
     @cached_property
     def _is_ours(self) -> bool:
@@ -366,22 +371,15 @@ class Space:
         if (axis == "tp" and self.has_packed_weights) or (axis == "ep" and not self._has_experts):
             return False
         if question.for_trainer and question.recipe.model.kind.is_hf:
-            return self._may_use_hf(axis)
+            # Whether the planner may split a Hugging Face model along the axis, by what its code says.
+            facts, spec = self.question.facts, self.question.spec
+            if vision_of(spec) is not None:
+                return False
+            if axis in ("pp", "ep"):
+                without = None if facts is None else facts.without_pp if axis == "pp" else facts.without_ep
+                return facts is not None and without is None
+            return axis in ("tp", "cp") and spec is not None
         return not (question.for_trainer and question.recipe.model.kind.is_plugin)
-
-    def _may_use_hf(self, axis: str) -> bool:
-        """Return whether the planner may split a Hugging Face model along the axis, by what its code says."""
-        facts, spec = self.question.facts, self.question.spec
-        if vision_of(spec) is not None:
-            return False
-        if axis in ("pp", "ep"):
-            without = None if facts is None else facts.without_pp if axis == "pp" else facts.without_ep
-            return facts is not None and without is None
-        return axis in ("tp", "cp") and spec is not None
-
-    def _max_tp(self) -> int:
-        cluster = self.question.cluster
-        return max(cluster.devices_per_node, cluster.levels[0].devices)
 
     def _contexts(self, tp: int, cp: int) -> tuple[str, ...]:
         if cp == 1 or "context" in self.pins.comm.model_fields_set:
@@ -409,7 +407,13 @@ class Space:
         comm = comm_of(NO_PINS.comm, context, NO_PINS.comm.overlap, NO_PINS.comm.regather)
         plan = NO_PINS.model_copy(update={"mesh": mesh, "comm": comm, "towers": self.pins.towers or towers})
         if question.for_trainer and question.spec is not None and len(question.spec.tower_names) > 1:
-            return self._trainer_accepts(plan, question.spec)
+            # Whether our trainer can split a model of several towers like this.
+            # Opaque blocks, such as a perception model's convolutions, stay unsplit on every tensor-parallel rank.
+            try:
+                check_axes(plan, self.question.recipe, question.spec)
+            except UserError:
+                return False
+            return True
         if any(
             size % degree
             for axis, degree in (("tp", tp), ("cp", cp), ("ep", ep))
@@ -421,17 +425,6 @@ class Space:
         indivisible = ours and (recipe.data.seq_len // cp % tp or not every_rank_has_rows(outline.main.vocab, tp))
         opaque = any(not hasattr(block, "heads") for tower in outline.towers for block, _ in tower.runs)
         return not indivisible and not (opaque and tp * cp > 1)
-
-    def _trainer_accepts(self, plan: Plan, spec: Spec) -> bool:
-        """Return whether our trainer can split a model of several towers like this.
-
-        Opaque blocks, such as a perception model's convolutions, stay unsplit on every tensor-parallel rank.
-        """
-        try:
-            check_axes(plan, self.question.recipe, spec)
-        except UserError:
-            return False
-        return True
 
     def _micro_batches(self) -> list[int]:
         question = self.question
@@ -514,15 +507,6 @@ class Space:
             return [()]
         assert outline is not None
         return [(), tuple(tower.name for tower in outline.towers[:-1])]
-
-    def _tower_recomputes(self) -> list[RecomputeChoice]:
-        others = self._side_towers()
-        pairs = [(main, own) for main in ("none", "selective", "full") for own in ("none", "selective", "full")]
-        return [
-            RecomputeChoice(main, tuple((tower.name, own) for tower in others))
-            for main, own in pairs
-            if others and main != own
-        ]
 
     def _tower_shardings(self, sharding: str, replicated: tuple[str, ...]) -> list[tuple[tuple[str, str], ...]]:
         """Return how side towers may differ: they are sharded less or, over tensor-parallel ranks, alone."""

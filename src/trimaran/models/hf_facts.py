@@ -47,7 +47,7 @@ class HfFacts:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the facts for a file."""
-        mistakes = {name: _mistake_as_dict(getattr(self, name)) for name in MISTAKES}
+        mistakes = {name: error.as_dict() if (error := getattr(self, name)) else None for name in MISTAKES}
         sizes = {name: getattr(self, name) for name in SIZES}
         return {**mistakes, **sizes, "tp_sizes": dict(self.tp_sizes), "has_fp8_layers": self.has_fp8_layers}
 
@@ -58,17 +58,10 @@ SIZES = ("num_layers", "num_experts", "max_seq_len", "longest_packed_row")
 
 def facts_from_dict(tree: Mapping[str, Any]) -> HfFacts:
     """Return the facts in a file. Raises KeyError, TypeError or ValueError if it holds something else."""
-    mistakes = {name: _mistake(tree[name]) for name in MISTAKES}
-    sizes = {str(name): int(size) for name, size in tree["tp_sizes"].items()}
-    return HfFacts(
-        **mistakes,
-        tp_sizes=sizes,
-        num_layers=int(tree["num_layers"]),
-        num_experts=int(tree["num_experts"]),
-        max_seq_len=int(tree["max_seq_len"]),
-        longest_packed_row=int(tree["longest_packed_row"]),
-        has_fp8_layers=bool(tree["has_fp8_layers"]),
-    )
+    mistakes = {name: None if tree[name] is None else UserError(**tree[name]) for name in MISTAKES}
+    sizes = {name: int(tree[name]) for name in SIZES}
+    tp_sizes = {str(name): int(size) for name, size in tree["tp_sizes"].items()}
+    return HfFacts(**mistakes, **sizes, tp_sizes=tp_sizes, has_fp8_layers=bool(tree["has_fp8_layers"]))
 
 
 def refuse_tp_degree(degree: int, sizes: Mapping[str, int]) -> None:
@@ -145,11 +138,3 @@ def write_facts(path: Path, facts: HfFacts) -> None:
     """Write the file atomically: another planner that reads it meanwhile gets all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(facts.as_dict(), indent=2) + "\n", mode=0o644)
-
-
-def _mistake_as_dict(error: UserError | None) -> dict[str, str] | None:
-    return None if error is None else {"code": error.code, "what": error.what, "where": error.where, "fix": error.fix}
-
-
-def _mistake(tree: Mapping[str, str] | None) -> UserError | None:
-    return None if tree is None else UserError(tree["code"], tree["what"], where=tree["where"], fix=tree["fix"])

@@ -1,6 +1,6 @@
 """The config.json of InternVL 2, 2.5 and 3 and our spec of it: OpenGVLab's own layout, and that of transformers."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from trimaran.models.vlm_spec import (
     VisionEnds,
     VisionSpec,
     VlmSpec,
+    equals_but,
 )
 
 CHAT, OWN_LAYOUT = INTERNVL_CHAT, "internvl"
@@ -26,11 +27,15 @@ MOST_TILES = 12
 # The fields in which we write the ids of the image tokens; the published folders have them in their tokenizer only.
 TOKEN_FIELDS = {"<IMG_CONTEXT>": "image_token_id", "<img>": "image_start_token_id", "</img>": "image_end_token_id"}
 
-Refuse = Callable[[str, str], UserError]
+
+def cannot_read(what: str, where: str) -> UserError:
+    """Return the error for a vision-language model with a feature that we lack."""
+    return UserError("M034", f"the vlm family does not support this model: {what}", where=where,
+                     fix="use one of the models in docs/guides/vlm.md, or a preset")  # fmt: skip
 
 
-def internvl_spec(fields: Fields, refuse: Refuse) -> VlmSpec:
-    """Return the shape of an InternVL model. `refuse` makes the error for a feature that we lack.
+def internvl_spec(fields: Fields) -> VlmSpec:
+    """Return the shape of an InternVL model.
 
     Images are 1 to `max_dynamic_patch` tiles, followed by a thumbnail if there are several. The ids of the image tokens
     must be in the fields: see `with_image_tokens`.
@@ -41,7 +46,13 @@ def internvl_spec(fields: Fields, refuse: Refuse) -> VlmSpec:
     layout: Literal["", "internvl_chat", "internvl_internlm2"] = ""
     text = fields.below("llm_config" if is_chat else "text_config")
     if is_chat:
-        _refuse_chat_options(fields, refuse)
+        # In version v1 the tokens of a tile were transposed, by mistake. It is the default of the configuration class.
+        version = fields.word("ps_version", default="v2")
+        if version != "v2":
+            raise cannot_read(f"ps_version is {show(version)}", fields.where)
+        for name in ("use_backbone_lora", "use_llm_lora"):
+            if fields.integer(name, default=0):
+                raise cannot_read(f"its weights hold a LoRA adapter: {name}", fields.where)
         layout = chat_layout(fields)
     for part, name, plain in (
         (fields, "downsample_ratio", 0.5),
@@ -54,17 +65,22 @@ def internvl_spec(fields: Fields, refuse: Refuse) -> VlmSpec:
         (below, "use_mask_token", False),
     ):
         if part.has(name) and part.config.get(name, plain) != plain:
-            raise refuse(f"{name} is {show(part.config[name])}", part.where)
-    image, start, end = _tokens(fields)
+            raise cannot_read(f"{name} is {show(part.config[name])}", part.where)
+    image, start, end = TOKEN_FIELDS.values()
+    if not fields.has(image):
+        raise UserError("M074", "neither config.json nor the tokenizer says which token stands for an image",
+                        where=fields.where,
+                        fix=f"put the folder's tokenizer files beside it, or set {image} to the id of "
+                        "<IMG_CONTEXT>")  # fmt: skip
     dynamic = fields.boolean("dynamic_image_size", default=True)
     return VlmSpec(
         name=fields.word("model_type", default=""),
-        vision=_vision(fields, below, refuse),
+        vision=_vision(fields, below),
         projector=ProjectorSpec(kind="pixel-shuffle", merge=2),
-        language=_language(fields, text, refuse, is_chat=is_chat),
-        image_token=image,
-        before=start,
-        after=end,
+        language=_language(fields, text, is_chat=is_chat),
+        image_token=fields.integer(image),
+        before=fields.numbers(start),
+        after=fields.numbers(end),
         max_tiles=fields.size("max_dynamic_patch", default=MOST_TILES) if dynamic else 1,
         layout=layout,
     )
@@ -77,18 +93,18 @@ def chat_layout(fields: Fields) -> Literal["internvl_chat", "internvl_internlm2"
     return "internvl_internlm2" if is_internlm else "internvl_chat"
 
 
-def _vision(fields: Fields, below: Fields, refuse: Refuse) -> VisionSpec:
+def _vision(fields: Fields, below: Fields) -> VisionSpec:
     layers = below.size("num_hidden_layers")
     tapped = fields.integer("select_layer", "vision_feature_layer", default=-1)
     if not -layers <= tapped <= layers or tapped == 0:
-        raise refuse(f"its features are those of layer {tapped} of {layers}", fields.where)
+        raise cannot_read(f"its features are those of layer {tapped} of {layers}", fields.where)
     patch, table = below.sides("patch_size")[0], below.sides("image_size")[0]
     tile = fields.sides("force_image_size")[0] if fields.has("force_image_size") else table
     qk_norm = below.boolean("use_qk_norm", "qk_normalization", default=False)
     thumbnail = fields.boolean("use_thumbnail", default=True)
     rms_norm = below.word("norm_type", default="layer_norm") == "rms_norm"
     if qk_norm and not rms_norm:
-        raise refuse("it has RMS norms of queries and keys beside layer norms", below.where)
+        raise cannot_read("it has RMS norms of queries and keys beside layer norms", below.where)
     return VisionSpec(
         layers=tapped if tapped > 0 else layers + 1 + tapped,
         hidden=below.size("hidden_size"),
@@ -115,16 +131,6 @@ def _vision(fields: Fields, below: Fields, refuse: Refuse) -> VisionSpec:
     )
 
 
-def _refuse_chat_options(fields: Fields, refuse: Refuse) -> None:
-    # In version v1 the tokens of a tile were transposed, by mistake. The class of the configuration has it as default.
-    version = fields.word("ps_version", default="v2")
-    if version != "v2":
-        raise refuse(f"ps_version is {show(version)}", fields.where)
-    for name in ("use_backbone_lora", "use_llm_lora"):
-        if fields.integer(name, default=0):
-            raise refuse(f"its weights hold a LoRA adapter: {name}", fields.where)
-
-
 def _type_of(text: Fields) -> str:
     """Return the model type of a language part that names only its class, as InternVL's own configurations do."""
     named = text.config.get("architectures")
@@ -134,13 +140,13 @@ def _type_of(text: Fields) -> str:
     )
 
 
-def _language(fields: Fields, text: Fields, refuse: Refuse, *, is_chat: bool) -> ModelSpec:
+def _language(fields: Fields, text: Fields, *, is_chat: bool) -> ModelSpec:
     """Return the decoder. InternLM2 is a Llama under other names; its rotary scaling begins after its context."""
     given: dict[str, Any] = {"model_type": _type_of(text)}
     given |= {name: value for name, value in text.config.items() if value is not None}
     if given["model_type"] == "internlm2":
         if given.pop("bias", False):
-            raise refuse("its InternLM2 has biases", text.where)
+            raise cannot_read("its InternLM2 has biases", text.where)
         scaling = given.get("rope_scaling")
         if isinstance(scaling, Mapping) and scaling.get("type", scaling.get("rope_type")) == "dynamic":
             del given["rope_scaling"]
@@ -151,19 +157,8 @@ def _language(fields: Fields, text: Fields, refuse: Refuse, *, is_chat: bool) ->
         tied = fields.boolean("tie_word_embeddings", default=text.boolean("tie_word_embeddings", default=True))
     language = spec_from_hf({**given, "tie_word_embeddings": tied}, where=text.where)
     if language.block.experts is not None:
-        raise refuse("its language model is a mixture of experts", text.where)
+        raise cannot_read("its language model is a mixture of experts", text.where)
     return language
-
-
-def _tokens(fields: Fields) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return the image token, and the tokens before and after an image."""
-    image, start, end = (TOKEN_FIELDS[token] for token in TOKEN_FIELDS)
-    if not fields.has(image):
-        raise UserError("M074", "neither config.json nor the tokenizer says which token stands for an image",
-                        where=fields.where,
-                        fix=f"put the folder's tokenizer files beside it, or set {image} to the id of "
-                        "<IMG_CONTEXT>")  # fmt: skip
-    return fields.integer(image), fields.numbers(start), fields.numbers(end)
 
 
 MAX_TOKENIZER_BYTES = 200_000_000
@@ -207,23 +202,11 @@ def _read(file: Path) -> Mapping[str, Any]:
 def is_internvl(spec: VlmSpec) -> bool:
     """Return whether InternVL has exactly the features of `spec`."""
     vision, block, language = spec.vision, spec.vision.block, spec.language
-    plain = VisionBlock(
-        rms_norm=block.rms_norm,
-        norm_eps=block.norm_eps,
-        qkv_bias=block.qkv_bias,
-        qk_norm=block.qk_norm,
-        scaled=True,
-    )
-    ends = VisionEnds(
-        class_token=True,
-        stem_bias=True,
-        table=vision.ends.table,
-        thumbnail=vision.ends.thumbnail,
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
-    )
+    ends = VisionEnds(class_token=True, stem_bias=True, mean=IMAGENET_MEAN, std=IMAGENET_STD)
     return (
-        (vision.variant, block, vision.ends, vision.frames) == ("tiled", plain, ends, 1)
+        (vision.variant, vision.frames) == ("tiled", 1)
+        and equals_but(block, VisionBlock(scaled=True), "rms_norm", "norm_eps", "qkv_bias", "qk_norm")
+        and equals_but(vision.ends, ends, "table", "thumbnail")
         and (not block.qk_norm or block.rms_norm)
         and (spec.projector.kind, spec.projector.merge, spec.projector_middle) == ("pixel-shuffle", 2, spec.hidden)
         and (len(spec.before), len(spec.after)) == (1, 1)
@@ -247,7 +230,7 @@ def internvl_config(spec: VlmSpec) -> dict[str, Any]:
         "text_config": spec_to_hf(spec.language),
         "vision_config": {
             "model_type": "internvl_vision",
-            **_tower_fields(spec),
+            **_tower_fields(vision),
             "attention_bias": block.qkv_bias,
             "use_qk_norm": block.qk_norm,
             "image_size": [vision.tile, vision.tile],
@@ -271,7 +254,7 @@ def chat_config(spec: VlmSpec) -> dict[str, Any]:
         "vision_config": {
             "architectures": ["InternVisionModel"],
             "model_type": "intern_vit_6b",
-            **_tower_fields(spec),
+            **_tower_fields(vision),
             "qkv_bias": block.qkv_bias,
             "qk_normalization": block.qk_norm,
             "image_size": vision.table_side * vision.patch,
@@ -287,18 +270,16 @@ def chat_config(spec: VlmSpec) -> dict[str, Any]:
     }
 
 
-def _tower_fields(spec: VlmSpec) -> dict[str, Any]:
-    """Return the fields of the vision tower that both layouts name alike."""
-    vision, block = spec.vision, spec.vision.block
-    return {
-        "hidden_size": vision.hidden,
-        "intermediate_size": vision.ffn,
-        "num_hidden_layers": vision.layers,
-        "num_attention_heads": vision.heads,
-        "hidden_act": "gelu",
-        "layer_norm_eps": block.norm_eps,
-        "norm_type": "rms_norm" if block.rms_norm else "layer_norm",
-    }
+def tower_sizes(vision: VisionSpec) -> dict[str, Any]:
+    """Return the fields of a vision tower that InternVL and CLIP name alike."""
+    names = {"hidden_size": "hidden", "intermediate_size": "ffn", "num_hidden_layers": "layers"}
+    sizes = {name: getattr(vision, ours) for name, ours in names.items()}
+    return sizes | {"num_attention_heads": vision.heads, "layer_norm_eps": vision.block.norm_eps}
+
+
+def _tower_fields(vision: VisionSpec) -> dict[str, Any]:
+    norm = "rms_norm" if vision.block.rms_norm else "layer_norm"
+    return {**tower_sizes(vision), "hidden_act": "gelu", "norm_type": norm}
 
 
 def _internlm_2(spec: VlmSpec) -> dict[str, Any]:

@@ -11,15 +11,16 @@ from trimaran.models.from_hf import spec_from_hf, spec_to_hf
 from trimaran.models.internvl import (
     CHAT,
     OWN_LAYOUT,
+    cannot_read,
     chat_config,
     chat_layout,
     fits_transformers,
     internvl_config,
     internvl_spec,
     is_internvl,
+    tower_sizes,
 )
 from trimaran.models.outline_hf import USUAL
-from trimaran.models.spec import ModelSpec
 from trimaran.models.validate_spec import first_invalid_vlm_field
 from trimaran.models.vlm_spec import (
     ProjectorSpec,
@@ -27,6 +28,7 @@ from trimaran.models.vlm_spec import (
     VisionEnds,
     VisionSpec,
     VlmSpec,
+    equals_but,
     interleaved_sections,
 )
 
@@ -58,7 +60,7 @@ def vlm_from_disk(config: Mapping[str, Any], *, where: str) -> VlmSpec:
     """Return the shape that `config` describes. `where` names the configuration in errors."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in READERS:
-        raise _cannot(f"model_type is {show(kind)}; it supports {', '.join(READERS)}", where)
+        raise cannot_read(f"model_type is {show(kind)}; it supports {', '.join(READERS)}", where)
     spec = READERS[kind](Fields(config, where))
     if problem := first_invalid_vlm_field(spec):
         raise bad_field(problem[0], problem[1], where)
@@ -86,7 +88,7 @@ def _read_qwen(fields: Fields) -> VlmSpec:
     if not isinstance(rope, Mapping):
         raise bad_field(rope_field, f"{show(rope)} is not a mapping", text.where)
     if kinds := {rope.get(name) for name in ("type", "rope_type")} - {None, "mrope", "default"}:
-        raise _cannot(f"rope_type is {show(kinds.pop())}", text.where)
+        raise cannot_read(f"rope_type is {show(kinds.pop())}", text.where)
     theta = rope.get("rope_theta") or text.config.get("rope_theta") or (_QWEN_3_THETA if is_3 else _QWEN_THETA)
     plain: dict[str, Any] = {"model_type": "qwen3" if is_3 else "qwen2", "rope_parameters": None, "rope_scaling": None}
     plain |= {"rope_theta": theta, "tie_word_embeddings": _tied(fields, text)}
@@ -129,13 +131,18 @@ def _tower(
     **others: Any,
 ) -> VisionSpec:
     """Return a vision tower. Most families name its sizes alike; those that are 0 are read."""
+    sizes = {
+        "layers": layers or below.size("depth", "num_hidden_layers"),
+        "hidden": hidden or below.size("hidden_size"),
+        "heads": below.size("num_heads", "num_attention_heads"),
+        "ffn": ffn or below.size("intermediate_size"),
+        "patch": _patch(below),
+    }
+    if (word := below.word("hidden_act", default=usual_activation)) not in ACTIVATIONS:
+        raise cannot_read(f"hidden_act of its vision is {show(word)}", below.where)
     return VisionSpec(
-        layers=layers or below.size("depth", "num_hidden_layers"),
-        hidden=hidden or below.size("hidden_size"),
-        heads=below.size("num_heads", "num_attention_heads"),
-        ffn=ffn or below.size("intermediate_size"),
-        patch=_patch(below),
-        block=replace(block, activation=_activation(below, usual_activation)),
+        **sizes,
+        block=replace(block, activation=ACTIVATIONS[word]),
         **others,
     )
 
@@ -179,9 +186,23 @@ def _read_llava(fields: Fields) -> VlmSpec:
     usual = _LLAMA if given.get("model_type", "llama") == "llama" else {}
     given = {"model_type": "llama", **usual, **given, "tie_word_embeddings": _tied(fields, text)}
     _refuse_options(fields, {"vision_feature_select_strategy": "default"})
+    below = below.assuming(USUAL["clip_vision_model"])
+    layers, tapped = below.size("num_hidden_layers"), fields.config.get("vision_feature_layer", -2)
+    if not isinstance(tapped, int) or isinstance(tapped, bool) or not -layers <= tapped <= layers or tapped == 0:
+        raise cannot_read(f"vision_feature_layer is {show(tapped)} of {layers} layers", fields.where)
+    tile = below.sides("image_size")[0]
+    vision = _tower(
+        below,
+        "quick_gelu",
+        layers=tapped if tapped > 0 else layers + 1 + tapped,
+        variant="tiled",
+        tile=tile,
+        block=VisionBlock(norm_eps=below.number("layer_norm_eps", default=1e-5)),
+        ends=VisionEnds(class_token=True, first_norm=True, table=tile // _patch(below)),
+    )
     return VlmSpec(
         name="llava",
-        vision=_clip_vision(fields, below.assuming(USUAL["clip_vision_model"])),
+        vision=vision,
         projector=ProjectorSpec(merge=1, normed=False),
         language=spec_from_hf(given, where=text.where),
         image_token=fields.integer("image_token_index", "image_token_id", default=32000),
@@ -218,7 +239,7 @@ def _read_onevision(fields: Fields) -> VlmSpec:
 
 def _refuse_kind(fields: Fields, below: Fields, needed: str) -> None:
     if (kind := below.word("model_type", default=needed)) != needed:
-        raise _cannot(f"its vision is {show(kind)}, and not {needed}", fields.where)
+        raise cannot_read(f"its vision is {show(kind)}, and not {needed}", fields.where)
 
 
 def _refuse_options(fields: Fields, plain: Mapping[str, Any]) -> None:
@@ -230,7 +251,7 @@ def _refuse_options(fields: Fields, plain: Mapping[str, Any]) -> None:
         else:
             value = (fields.boolean if isinstance(wanted, bool) else fields.word)(name, default=wanted)
         if value != wanted:
-            raise _cannot(f"{name} is {show(value)}", fields.where)
+            raise cannot_read(f"{name} is {show(value)}", fields.where)
 
 
 def _tile_grid(fields: Fields, tile: int) -> int:
@@ -241,37 +262,14 @@ def _tile_grid(fields: Fields, tile: int) -> int:
     side = math.isqrt(len(points)) if isinstance(points, list) else 0
     every = [[row * tile, column * tile] for row in range(1, side + 1) for column in range(1, side + 1)]
     if not side or [list(each) for each in points] != every:
-        raise _cannot("its image_grid_pinpoints are not all grids up to a square one", fields.where)
+        raise cannot_read("its image_grid_pinpoints are not all grids up to a square one", fields.where)
     return side**2
-
-
-def _clip_vision(fields: Fields, below: Fields) -> VisionSpec:
-    layers, tapped = below.size("num_hidden_layers"), fields.config.get("vision_feature_layer", -2)
-    if not isinstance(tapped, int) or isinstance(tapped, bool) or not -layers <= tapped <= layers or tapped == 0:
-        raise _cannot(f"vision_feature_layer is {show(tapped)} of {layers} layers", fields.where)
-    tile = below.sides("image_size")[0]
-    return _tower(
-        below,
-        "quick_gelu",
-        layers=tapped if tapped > 0 else layers + 1 + tapped,
-        variant="tiled",
-        tile=tile,
-        block=VisionBlock(norm_eps=below.number("layer_norm_eps", default=1e-5)),
-        ends=VisionEnds(class_token=True, first_norm=True, table=tile // _patch(below)),
-    )
 
 
 def _patch(below: Fields) -> int:
     if (channels := below.integer("in_channels", "in_chans", "num_channels", default=3)) != 3:
-        raise _cannot(f"its images have {channels} channels", below.where)
+        raise cannot_read(f"its images have {channels} channels", below.where)
     return below.sides("patch_size")[0]
-
-
-def _activation(below: Fields, usual: str) -> Activation:
-    word = below.word("hidden_act", default=usual)
-    if word not in ACTIVATIONS:
-        raise _cannot(f"hidden_act of its vision is {show(word)}", below.where)
-    return ACTIVATIONS[word]
 
 
 def _tied(fields: Fields, text: Fields) -> bool:
@@ -282,11 +280,6 @@ def _tied(fields: Fields, text: Fields) -> bool:
     return any(each.boolean("tie_word_embeddings", default=False) for each in (fields, text))
 
 
-def _cannot(what: str, where: str) -> UserError:
-    return UserError("M034", f"the vlm family does not support this model: {what}", where=where,
-                     fix="use one of the models in docs/guides/vlm.md, or a preset")  # fmt: skip
-
-
 READERS: dict[str, Callable[[Fields], VlmSpec]] = {
     "qwen2_vl": _read_qwen,
     "qwen2_5_vl": _read_qwen,
@@ -294,8 +287,8 @@ READERS: dict[str, Callable[[Fields], VlmSpec]] = {
     "qwen3_vl_moe": _read_qwen,
     "llava": _read_llava,
     ONEVISION: _read_onevision,
-    OWN_LAYOUT: lambda fields: internvl_spec(fields, _cannot),
-    CHAT: lambda fields: internvl_spec(fields, _cannot),
+    OWN_LAYOUT: internvl_spec,
+    CHAT: internvl_spec,
     OWN: _own,
 }
 
@@ -334,12 +327,7 @@ def vlm_to_disk(spec: VlmSpec) -> dict[str, Any]:
         return config | {"shape": {field: value for field, value in asdict(spec).items() if field != "name"}}
     if form in CHAT_FORMS:
         return config | {"model_type": CHAT} | chat_config(spec)
-    writers = {
-        "llava": _written_llava,
-        "qwen3_vl": _written_qwen_3,
-        "qwen3_vl_moe": _written_qwen_3,
-        OWN_LAYOUT: internvl_config,
-    }
+    writers = {"llava": _written_llava, OWN_LAYOUT: internvl_config}
     return config | writers.get(form, _written_qwen)(spec)
 
 
@@ -347,13 +335,8 @@ def disk_form(spec: VlmSpec) -> Form:
     """Return the architecture that has exactly the features of `spec`."""
     if _is_qwen(spec):
         block = spec.vision.block
-        if (
-            not block.gated
-            and not block.rms_norm
-            and not spec.vision.window
-            and not spec.vision.ends.positions_per_second
-            and spec.vision.ffn % spec.vision.hidden == 0
-        ):
+        is_plain = not (block.gated or block.rms_norm or spec.vision.window or spec.vision.ends.positions_per_second)
+        if is_plain and spec.vision.ffn % spec.vision.hidden == 0:
             return "qwen2_vl"
         if block.gated and block.rms_norm and spec.vision.window:
             return "qwen2_5_vl"
@@ -373,10 +356,10 @@ def form_of_config(config: Mapping[str, Any]) -> Form:
 
 def _is_qwen(spec: VlmSpec) -> bool:
     vision, language, block = spec.vision, spec.language, spec.language.block
-    plain = VisionBlock(gated=vision.block.gated, rms_norm=vision.block.rms_norm, activation=vision.block.activation)
-    ends = VisionEnds(mean=vision.ends.mean, std=vision.ends.std, positions_per_second=vision.ends.positions_per_second)
     return (
-        (vision.variant, vision.block, vision.ends) == ("native", plain, ends)
+        vision.variant == "native"
+        and equals_but(vision.block, PLAIN_VISION_BLOCK, "gated", "rms_norm", "activation")
+        and equals_but(vision.ends, VisionEnds(), "mean", "std", "positions_per_second")
         and (spec.projector.kind, spec.projector.normed) == ("mlp", True)
         and spec.projector_middle == spec.feature_width
         and len(spec.sections) == 3
@@ -397,14 +380,10 @@ def _is_qwen_3(spec: VlmSpec) -> bool:
         and interleaved_sections(axis_pairs(spec.sections), spec.language.head_dim // 2) == spec.sections
         and (len(spec.before), len(spec.after)) == (1, 1)
         and (block.qkv_bias, block.qk_norm, block.rope.factor) == (False, True, 1)
-        and (block.experts is None or _has_experts_of_qwen_3(spec.language))
+        # Experts must be those of Qwen3-MoE, as the router of Qwen3-VL weights them.
+        and (block.experts is None or block.experts.normalize_top_k)
+        and (block.experts is None or spec_to_hf(spec.language)["model_type"] == "qwen3_moe")
     )
-
-
-def _has_experts_of_qwen_3(language: ModelSpec) -> bool:
-    """Return whether the experts are those of Qwen3-MoE, as the router of Qwen3-VL weights them."""
-    experts = language.block.experts
-    return experts is not None and experts.normalize_top_k and spec_to_hf(language)["model_type"] == "qwen3_moe"
 
 
 def axis_pairs(sections: tuple[int, ...]) -> tuple[int, int, int]:
@@ -413,34 +392,42 @@ def axis_pairs(sections: tuple[int, ...]) -> tuple[int, int, int]:
     return time, row, column
 
 
-def _written_qwen_3(spec: VlmSpec) -> dict[str, Any]:
-    vision, text = spec.vision, spec_to_hf(spec.language)
+def _written_qwen(spec: VlmSpec) -> dict[str, Any]:
+    vision, form, text = spec.vision, disk_form(spec), spec_to_hf(spec.language)
+    is_3 = form.startswith("qwen3")
     del text["architectures"]
-    sections = list(axis_pairs(spec.sections))
-    kind = disk_form(spec)
-    text |= {"model_type": f"{kind}_text", "attention_bias": False}
-    text["rope_scaling"] = {"rope_type": "default", "mrope_section": sections, "mrope_interleaved": True}
-    vision_config = {
-        "model_type": kind,
+    text["model_type"] = f"{form}_text"
+    if is_3:
+        text["attention_bias"], sections = False, list(axis_pairs(spec.sections))
+        text["rope_scaling"] = {"rope_type": "default", "mrope_section": sections, "mrope_interleaved": True}
+    else:
+        del text["head_dim"]
+        text["rope_scaling"] = {"type": "mrope", "rope_type": "default", "mrope_section": list(spec.sections)}
+    config: dict[str, Any] = {
+        "model_type": form if is_3 else f"{form}_vision",
         "depth": vision.layers,
-        "hidden_size": vision.hidden,
         "num_heads": vision.heads,
-        "intermediate_size": vision.ffn,
-        "out_hidden_size": spec.hidden,
         "hidden_act": _ON_DISK[vision.block.activation],
         "in_channels": 3,
         "patch_size": vision.patch,
         "spatial_merge_size": spec.projector.merge,
         "temporal_patch_size": vision.frames,
-        "num_position_embeddings": vision.ends.table**2,
-        "deepstack_visual_indexes": list(spec.projector.deepstack),
     }
-    return {"text_config": text, "vision_config": vision_config, **_qwen_tokens(spec)}
-
-
-def _qwen_tokens(spec: VlmSpec) -> dict[str, Any]:
+    if form == "qwen2_vl":
+        config |= {"embed_dim": vision.hidden, "hidden_size": spec.hidden, "mlp_ratio": vision.ffn // vision.hidden}
+    else:
+        config |= {"hidden_size": vision.hidden, "out_hidden_size": spec.hidden, "intermediate_size": vision.ffn}
+    if is_3:
+        config |= {"num_position_embeddings": vision.ends.table**2}
+        config |= {"deepstack_visual_indexes": list(spec.projector.deepstack)}
+    elif form == "qwen2_5_vl":
+        config |= {"window_size": vision.window, "fullatt_block_indexes": list(vision.full_layers)}
+        if vision.ends.positions_per_second:
+            config["tokens_per_second"] = vision.ends.positions_per_second
     taken = {spec.image_token, *spec.before, *spec.after}
     return {
+        "text_config": text,
+        "vision_config": config,
         "image_token_id": spec.image_token,
         "vision_start_token_id": spec.before[0],
         "vision_end_token_id": spec.after[0],
@@ -451,12 +438,10 @@ def _qwen_tokens(spec: VlmSpec) -> dict[str, Any]:
 
 def _is_llava(spec: VlmSpec) -> bool:
     vision = spec.vision
-    plain = VisionBlock(activation=vision.block.activation, norm_eps=vision.block.norm_eps)
-    ends = VisionEnds(
-        class_token=True, first_norm=True, table=vision.ends.table, mean=vision.ends.mean, std=vision.ends.std
-    )
     return (
-        (vision.variant, vision.block, vision.ends, vision.frames) == ("tiled", plain, ends, 1)
+        (vision.variant, vision.frames) == ("tiled", 1)
+        and equals_but(vision.block, PLAIN_VISION_BLOCK, "activation", "norm_eps")
+        and equals_but(vision.ends, VisionEnds(class_token=True, first_norm=True), "table", "mean", "std")
         and (spec.projector.kind, spec.projector.normed, spec.projector.merge) == ("mlp", False, 1)
         and spec.projector_middle == spec.hidden
         and spec.max_tiles == 1
@@ -465,49 +450,14 @@ def _is_llava(spec: VlmSpec) -> bool:
     )
 
 
-def _written_qwen(spec: VlmSpec) -> dict[str, Any]:
-    vision, windowed = spec.vision, bool(spec.vision.window)
-    text = spec_to_hf(spec.language)
-    del text["architectures"], text["head_dim"]
-    text["model_type"] = "qwen2_5_vl_text" if windowed else "qwen2_vl_text"
-    text["rope_scaling"] = {"type": "mrope", "rope_type": "default", "mrope_section": list(spec.sections)}
-    vision_config: dict[str, Any] = {
-        "depth": vision.layers,
-        "num_heads": vision.heads,
-        "hidden_act": _ON_DISK[vision.block.activation],
-        "in_channels": 3,
-        "patch_size": vision.patch,
-        "spatial_merge_size": spec.projector.merge,
-        "temporal_patch_size": vision.frames,
-    }
-    if windowed:
-        vision_config |= {
-            "model_type": "qwen2_5_vl_vision",
-            "hidden_size": vision.hidden,
-            "out_hidden_size": spec.hidden,
-        }
-        vision_config |= {"intermediate_size": vision.ffn, "window_size": vision.window}
-        vision_config |= {"fullatt_block_indexes": list(vision.full_layers)}
-        if vision.ends.positions_per_second:
-            vision_config["tokens_per_second"] = vision.ends.positions_per_second
-    else:
-        vision_config |= {"model_type": "qwen2_vl_vision", "embed_dim": vision.hidden, "hidden_size": spec.hidden}
-        vision_config |= {"mlp_ratio": vision.ffn // vision.hidden}
-    return {"text_config": text, "vision_config": vision_config, **_qwen_tokens(spec)}
-
-
 def _written_llava(spec: VlmSpec) -> dict[str, Any]:
     vision = spec.vision
     return {
         "text_config": spec_to_hf(spec.language),
         "vision_config": {
             "model_type": "clip_vision_model",
-            "hidden_size": vision.hidden,
-            "intermediate_size": vision.ffn,
-            "num_hidden_layers": vision.layers,
-            "num_attention_heads": vision.heads,
+            **tower_sizes(vision),
             "hidden_act": _ON_DISK[vision.block.activation],
-            "layer_norm_eps": vision.block.norm_eps,
             "image_size": vision.tile,
             "patch_size": vision.patch,
         },

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 from trimaran.core import ImageRules, RowSizes
 from trimaran.models.outline import LayerOperators, Outline, OutlineLayer, Tower, TowerLayer, outline_of
@@ -371,6 +371,11 @@ def _runs(vision: VisionSpec) -> tuple[tuple[OutlineLayer, int], ...]:
     windowed = replace(layer, window=(vision.window // vision.patch) ** 2)
     layers = (layer if number in vision.full_layers else windowed for number in range(vision.layers))
     return tuple((each, len(list(run))) for each, run in groupby(layers))
+
+
+def equals_but(value: Any, plain: Any, *names: str) -> bool:
+    """Return whether a spec equals a plain one in all fields but these."""
+    return value == replace(plain, **{name: getattr(value, name) for name in names})
 
 
 def feed_forward_of(weights: int, width: int, extras: int) -> OutlineLayer:

@@ -94,13 +94,6 @@ def test_devices_are_kept_apart() -> None:
     assert (found["allocated"], found["holders"], found["unknown"]) == (8 * MIB, [], 8 * MIB)
 
 
-def test_block_addresses_are_computed_for_older_torch_versions() -> None:
-    old = snapshot()
-    for segment in old["segments"]:
-        for block in segment["blocks"]:
-            del block["address"]
-    assert read_snapshot(old, OWNERS)["holders"] == read_snapshot(snapshot(), OWNERS)["holders"]
-
 
 def test_downsampling_keeps_the_highest_and_the_lowest_points() -> None:
     points = [(float(i), 500) for i in range(100_000)]

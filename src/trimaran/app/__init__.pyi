@@ -75,7 +75,7 @@ from .runs.summary import (
 )
 from .show.clean_console import CleanConsole as CleanConsole, open_console as open_console
 from .show.error_language import (
-    PLACE as PLACE, catalogue as catalogue, chosen_language as chosen_language, first_codes as first_codes,
+    PLACE as PLACE, SHARED as SHARED, catalogue as catalogue, chosen_language as chosen_language,
     shown_errors as shown_errors,
 )
 from .show.terminal import PrintableStream as PrintableStream, printable as printable

@@ -15,7 +15,7 @@ from trimaran.app.show.terminal import clean_standard_streams, raw_stream
 from trimaran.runs.process_control import drop_unread_output, open_closed_output
 
 if TYPE_CHECKING:
-    from trimaran.core import UserError
+    pass
 
 COMMANDS = {
     "init": "Look at a model and data, and write a recipe for them.",
@@ -92,7 +92,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_unread_output()
     clean_standard_streams()
     try:
-        _refuse_other_encodings(arguments)
+        # Raise if an argument is not UTF-8: it could not be written to a recipe, a log or JSON.
+        for word in arguments:
+            if not word.isascii() and any("\ud800" <= character <= "\udfff" for character in word):
+                from trimaran.core import UserError
+
+                raise UserError("A001", f"the argument {word!a} is not UTF-8 text", where="the command line",
+                                fix="write it in UTF-8; rename a file whose name has another encoding")  # fmt: skip
         if "-completion" in arguments[0] and _complete_shell(arguments):
             return 0
         requested = _requested_command(arguments, os.environ)
@@ -151,16 +157,6 @@ def _complete_shell(arguments: Sequence[str]) -> bool:
     return True
 
 
-def _refuse_other_encodings(arguments: Sequence[str]) -> None:
-    """Raise if an argument is not UTF-8: it could not be written to a recipe, a log or JSON."""
-    for word in arguments:
-        if not word.isascii() and any("\ud800" <= character <= "\udfff" for character in word):
-            from trimaran.core import UserError
-
-            raise UserError("A001", f"the argument {word!a} is not UTF-8 text", where="the command line",
-                            fix="write it in UTF-8; rename a file whose name has another encoding")  # fmt: skip
-
-
 def build_app(requested: str | None) -> typer.Typer:
     """Return the command tree; commands that were not requested have only a summary."""
     app = typer.Typer(
@@ -171,7 +167,7 @@ def build_app(requested: str | None) -> typer.Typer:
         callback=_root,
     )
     for name, summary in COMMANDS.items():
-        command = _load(name) if name == requested else _placeholder
+        command = getattr(import_module(f"trimaran.{MODULES[name]}"), name) if name == requested else _placeholder
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name, short_help=summary)
         else:
@@ -191,11 +187,6 @@ def _requested_command(arguments: Sequence[str], environment: Mapping[str, str])
 
         raise unknown_command(name, COMMANDS, arguments)
     return name
-
-
-def _load(name: str) -> Any:
-    """Return the command's function, or its Typer if it has subcommands."""
-    return getattr(import_module(f"trimaran.{MODULES[name]}"), name)
 
 
 def open_leaf(name: str) -> Callable[..., Any]:
@@ -237,18 +228,14 @@ def _show_error(error: Exception, arguments: Sequence[str]) -> int:
     if "--json" in arguments:
         typer.echo(json.dumps({"error": error.as_dict()}))
     else:
-        _print_error(error)
+        # Print three lines for each mistake in the user's language, with a red code on a terminal.
+        from trimaran.app.show.error_language import chosen_language, error_lines, shown_errors
+
+        language = chosen_language(os.environ)
+        for each in shown_errors(error, language):
+            if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+                raw_stream(sys.stderr).write(typer.style(each.code, fg="red", bold=True))
+            else:
+                sys.stderr.write(each.code)
+            sys.stderr.write(error_lines(each, language))
     return EXIT_USER
-
-
-def _print_error(error: "UserError") -> None:
-    """Print three lines for each mistake in the user's language, with a red code on a terminal."""
-    from trimaran.app.show.error_language import chosen_language, error_lines, shown_errors
-
-    language = chosen_language(os.environ)
-    for each in shown_errors(error, language):
-        if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
-            raw_stream(sys.stderr).write(typer.style(each.code, fg="red", bold=True))
-        else:
-            sys.stderr.write(each.code)
-        sys.stderr.write(error_lines(each, language))

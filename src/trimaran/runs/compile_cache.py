@@ -1,5 +1,6 @@
 """Caches that outlive a run: what torch has compiled, and the bytecode of Python."""
 
+import contextlib
 import importlib.util
 import os
 import stat
@@ -36,13 +37,10 @@ def compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
 
 def compile_folder(environ: Mapping[str, str]) -> Path | None:
     """Return the cache folder for this version of torch; None if it is not writable."""
-    if named := environ.get("TRIMARAN_CACHE"):
-        root = Path(named)
-    else:
-        root = user_cache(environ)
-        if root is None:
-            return None
-    folder = root.absolute() / "compile" / f"torch-{version('torch')}"
+    root = _cache_root(environ)
+    if root is None:
+        return None
+    folder = root / "compile" / f"torch-{version('torch')}"
     folders = [folder / each for each in FOLDERS]
     return folder if all(_writable(each) and not others_can_plant(each) for each in folders) else None
 
@@ -85,10 +83,9 @@ def use_bytecode_cache(environ: Mapping[str, str]) -> bool:
     found = importlib.util.find_spec(PROBED)
     if found is None or found.origin is None or sys.pycache_prefix is not None:
         return False
-    if os.path.exists(importlib.util.cache_from_source(found.origin)):
+    writes_itself = not sys.dont_write_bytecode and os.access(os.path.dirname(found.origin), os.W_OK)
+    if writes_itself or os.path.exists(importlib.util.cache_from_source(found.origin)):
         return False
-    if not sys.dont_write_bytecode and os.access(os.path.dirname(found.origin), os.W_OK):
-        return False  # Python writes it by itself
     folder = bytecode_folder(environ)
     if folder is None:
         return False
@@ -98,16 +95,17 @@ def use_bytecode_cache(environ: Mapping[str, str]) -> bool:
 
 def bytecode_folder(environ: Mapping[str, str]) -> Path | None:
     """Return the folder of the cache, which exists then; None if it cannot be written to."""
-    named, home = environ.get("TRIMARAN_CACHE"), environ.get("XDG_CACHE_HOME")
-    try:
-        root = Path(named) if named else Path(home or Path.home() / ".cache") / "trimaran"
-        folder = root.absolute() / "bytecode"
-        if others_can_plant(folder):
-            return None
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return None
-    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+    root = _cache_root(environ)
+    with contextlib.suppress(OSError):
+        if root is not None and not others_can_plant(folder := root / "bytecode"):
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder if os.access(folder, os.W_OK | os.X_OK) else None
+    return None
+
+
+def _cache_root(environ: Mapping[str, str]) -> Path | None:
+    root = Path(named) if (named := environ.get("TRIMARAN_CACHE")) else user_cache(environ)
+    return root and root.absolute()
 
 
 def others_can_plant(folder: Path) -> bool:

@@ -2,8 +2,6 @@
 
 import re
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from trimaran.runs.journal import parse_lines
@@ -68,18 +66,13 @@ def find_refusal(
     """
     until = time.monotonic() + wait_seconds
     while True:
-        for other, event in _errors(run.events(rank).parent):
-            if other != rank and "code" in event["data"] and event["time"] >= since - CLOCK_SECONDS:
-                return other, event["data"]
+        for path in sorted(run.events(rank).parent.glob("rank-*.jsonl")):
+            events = parse_lines(reversed(last_lines(path, MAX_READ_LINES)))
+            newest = next((each for each in events if each.get("kind") == "error"), None)
+            if newest is None or newest["rank"] == rank:
+                continue
+            if "code" in newest["data"] and newest["time"] >= since - CLOCK_SECONDS:
+                return newest["rank"], newest["data"]
         if time.monotonic() >= until:
             return None
         time.sleep(POLL_SECONDS)
-
-
-def _errors(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the newest `error` event of every rank."""
-    for path in sorted(folder.glob("rank-*.jsonl")):
-        for event in parse_lines(reversed(last_lines(path, MAX_READ_LINES))):
-            if event.get("kind") == "error":
-                yield event["rank"], event
-                break

@@ -10,7 +10,6 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from trimaran.core import Event, EventKind, StepMetrics
@@ -69,9 +68,17 @@ class Journal:
 
     def write_line(self, metrics: StepMetrics) -> None:
         """Write a line that was held. Only the replica whose turn it is does so."""
-        if self._metrics is not None:
-            self._metrics.write(metrics.as_dict())
-            self._report_failure(self._metrics, metrics.step)
+        if (lines := self._metrics) is None:
+            return
+        lines.write(metrics.as_dict())
+        if lines.failure and not self._failure:
+            self._failure = lines.failure
+            self.event("disk", step=metrics.step, file=lines.path.name, failed=lines.failure)
+        elif self._failure and not lines.failure and time.monotonic() >= self._room_due:
+            # There must be room for the reserve, too: what could be written before came from it.
+            self._room_due = time.monotonic() + RETRY_SECONDS
+            if not self._run.reserve.exists() or fill_reserve(self._run.reserve):
+                self._report_room(lines, metrics.step)
 
     def resume(self, step: int) -> None:
         """Delete the metrics of all steps after `step`, which are repeated. A `replay` event records their cost."""
@@ -86,19 +93,6 @@ class Journal:
             missing = {"lost": step - written, "first_lost": written + 1, "last_lost": step}
             self.event("disk", step=step, file=self._metrics.path.name, **missing)
 
-    def _report_failure(self, metrics: LineWriter, step: int) -> None:
-        """Write a `disk` event if metrics cannot be written any more, or can be again.
-
-        They can be again when there is room for the reserve, too: what they could write before came from it.
-        """
-        if metrics.failure and not self._failure:
-            self._failure = metrics.failure
-            self.event("disk", step=step, file=metrics.path.name, failed=metrics.failure)
-        elif self._failure and not metrics.failure and time.monotonic() >= self._room_due:
-            self._room_due = time.monotonic() + RETRY_SECONDS
-            if not self._run.reserve.exists() or fill_reserve(self._run.reserve):
-                self._report_room(metrics, step)
-
     def _report_room(self, metrics: LineWriter, step: int) -> None:
         missing, metrics.lost, self._failure = metrics.lost, LostLines(), ""
         self.event("disk", step=step, file=metrics.path.name, **_fields(missing))
@@ -106,9 +100,7 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if (metrics := self._metrics) is not None:
             if not metrics.flush():
                 metrics.lose_kept()
@@ -141,28 +133,24 @@ class LineFollower:
 
     def __init__(self, path: Path, *, backlog: int | None = None) -> None:
         self._path = path
-        self._offset = 0 if backlog is None or not path.exists() else max(0, path.stat().st_size - backlog)
+        # Where the next line begins.
+        self.offset = 0 if backlog is None or not path.exists() else max(0, path.stat().st_size - backlog)
         self._scanned = 0  # bytes of a line that is too long, and has no end yet
         self._long_lines: list[LongLine] = []
 
     def skip_to(self, offset: int) -> None:
         """Continue at `offset`, where a line begins."""
-        self._offset, self._scanned = offset, 0
-
-    @property
-    def offset(self) -> int:
-        """Where the next line begins."""
-        return self._offset
+        self.offset, self._scanned = offset, 0
 
     @property
     def scanned(self) -> int:
         """The position in the file: the start of a line, or inside a line that is too long."""
-        return self._offset + self._scanned
+        return self.offset + self._scanned
 
     @property
     def long_lines(self) -> list[LongLine]:
         """The lines that were skipped because they are too long to be read."""
-        last = [LongLine(self._path.name, self._offset, self._scanned)] if self._scanned else []
+        last = [LongLine(self._path.name, self.offset, self._scanned)] if self._scanned else []
         return [*self._long_lines, *last]
 
     def new(self) -> Iterator[bytes]:
@@ -175,7 +163,7 @@ class LineFollower:
         with open_regular_file(self._path) as file:
             size = os.fstat(file.fileno()).st_size
             if size < self.scanned:  # `Journal.resume` may shorten the file
-                self._offset, self._scanned = min(self._offset, size), 0
+                self.offset, self._scanned = min(self.offset, size), 0
                 self._long_lines = [each for each in self._long_lines if each.offset < size]
             file.seek(self.scanned)
             while True:
@@ -183,7 +171,7 @@ class LineFollower:
                 self._scanned = size if size > MAX_LINE_BYTES else 0
                 if not line.endswith(b"\n"):
                     return
-                begin, self._offset, self._scanned = self._offset, self._offset + size, 0
+                begin, self.offset, self._scanned = self.offset, self.offset + size, 0
                 if size > MAX_LINE_BYTES:
                     self._long_lines.append(LongLine(self._path.name, begin, size))
                 else:
@@ -204,15 +192,11 @@ def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Yield the records of `lines`, and skip lines that are not a JSON object or whose fields have wrong types."""
     for line in lines:
         try:
-            record = checked_record(json.loads(line, parse_constant=_null))
+            record = checked_record(json.loads(line, parse_constant=lambda _: None))  # NaN, as `LineWriter` writes it
         except (ValueError, RecursionError):
             continue
         if record is not None:
             yield record
-
-
-def _null(constant: str) -> None:
-    """Read NaN and Infinity as null, as `LineWriter` writes them."""
 
 
 def last_step(run: RunDirectory) -> int:

@@ -10,7 +10,6 @@ import errno
 import io
 import json
 import logging
-import math
 import os
 import time
 from collections import deque
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trimaran.core.regular_files import open_regular_fd
+from trimaran.runs.record_types import finite_values
 from trimaran.runs.reserve import write_with_reserve
 from trimaran.runs.run_directory import show_paths
 
@@ -191,17 +191,7 @@ def _line(record: dict[str, Any]) -> str:
     try:
         return ENCODER.encode(record) + "\n"
     except ValueError:  # a number is NaN or Inf
-        return ENCODER.encode(_finite(record)) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return value
+        return ENCODER.encode(finite_values(record)) + "\n"
 
 
 def next_line(file: BinaryIO, known_bytes: int = 0) -> tuple[bytes, int]:

@@ -7,6 +7,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from trimaran.core import Seconds
 from trimaran.core.regular_files import open_regular_fd, read_regular_bytes, write_atomically
 from trimaran.runs.journal import read_json_lines
+from trimaran.runs.record_types import DAMAGED
 from trimaran.runs.run_directory import RunDirectory, writing
 
 VARIABLE = "TRIMARAN_BAD_NODES"
@@ -140,13 +142,10 @@ MAX_BYTES = 1 << 20
 
 def read_left_out(run: RunDirectory) -> frozenset[str]:
     """Return the host names of the nodes to leave out; none if the file is missing or damaged."""
-    if not run.left_out_nodes.exists():
-        return frozenset()
-    try:
+    with suppress(*DAMAGED):
         hosts = json.loads(read_regular_bytes(run.left_out_nodes, limit_bytes=MAX_BYTES))["hosts"]
         return frozenset(str(each) for each in hosts)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return frozenset()
+    return frozenset()
 
 
 def write_left_out(run: RunDirectory, hosts: Iterable[str], *, reason: str = "") -> None:
@@ -166,13 +165,10 @@ MIN_SPEEDUP = 1.5  # times as fast as when it was left out
 
 def read_node_speeds(run: RunDirectory) -> dict[str, tuple[float, ...]]:
     """Return the measured speeds by host name, the first of which is from when it was left out."""
-    if not run.node_speeds.exists():
-        return {}
-    try:
+    with suppress(*DAMAGED):
         hosts = json.loads(read_regular_bytes(run.node_speeds, limit_bytes=MAX_BYTES))["hosts"]
         return {str(host): tuple(_positive(each) for each in speeds) for host, speeds in hosts.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}
+    return {}
 
 
 def write_node_speeds(run: RunDirectory, speeds: Mapping[str, Sequence[float]]) -> None:
@@ -251,16 +247,13 @@ class MeasuredLinks:
 
 def read_measured_links(run: RunDirectory) -> MeasuredLinks:
     """Return what was measured; nothing if the file is missing or damaged, so that it is measured again."""
-    if not run.measured_links.exists():
-        return MeasuredLinks()
-    try:
+    with suppress(*DAMAGED):
         tree = json.loads(read_regular_bytes(run.measured_links, limit_bytes=MAX_LINKS_BYTES))
         links = {frozenset(map(str, each["nodes"])): _link(each) for each in tree["links"]}
         groups = tuple(tuple(map(str, group)) for group in tree["groups"])
         order = tuple(map(str, tree["order"]))
         return MeasuredLinks(links=links, groups=groups, order=order, seconds=float(tree["seconds"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return MeasuredLinks()
+    return MeasuredLinks()
 
 
 def write_measured_links(run: RunDirectory, measured: MeasuredLinks) -> None:

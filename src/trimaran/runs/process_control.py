@@ -5,8 +5,11 @@ import ctypes
 import io
 import os
 import resource
+import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 # Option numbers of linux/prctl.h.
@@ -82,6 +85,17 @@ def drop_unread_output() -> None:
             lines = stream.line_buffering or stream.write_through
             options: dict[str, Any] = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": lines}
             setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(file), **options))
+
+
+@contextlib.contextmanager
+def handled_signals(handler: Callable[[int, FrameType | None], Any], *numbers: int) -> Iterator[None]:
+    """Have `handler` handle these signals within the block. `signal.default_int_handler` ends it like Ctrl-C."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def machine_id() -> str:

@@ -8,6 +8,8 @@ from typing import Any, TypeGuard
 
 MAX_NUMBER = float(2**63)
 MAX_TIME = 1e11  # the year 5138
+# What reading a JSON file raises that is missing, special, damaged or of another version.
+DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 Check = Callable[[Any], bool]
 
@@ -30,16 +32,11 @@ def _is_integer(value: Any) -> bool:
     return type(value) is int and -MAX_NUMBER < value < MAX_NUMBER
 
 
-def _is_text(value: Any) -> bool:
-    return type(value) is str
+def _is(kind: type) -> Check:
+    return lambda value: type(value) is kind
 
 
-def _is_object(value: Any) -> bool:
-    return type(value) is dict
-
-
-def _is_truth(value: Any) -> bool:
-    return type(value) is bool
+_is_text, _is_object, _is_truth = _is(str), _is(dict), _is(bool)
 
 
 def _or_null(check: Check) -> Check:
@@ -151,7 +148,7 @@ def finite_values(value: Any) -> Any:
         return value if is_number(value) else None
     if isinstance(value, Mapping):
         return {key: finite_values(each) for key, each in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [finite_values(each) for each in value]
     return value
 

@@ -36,7 +36,14 @@ def group_prefix(number: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statement:
+class _Encoded:
+    def encode(self) -> bytes:
+        """Return the value in the store."""
+        return json.dumps(asdict(self)).encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement(_Encoded):
     """What a rank says last. `round` is the last round whose result it knows, or the one that it votes about.
 
     `join`: it is ready to get the state of another replica, or has restored that of `step`. `arrive`: it has trained
@@ -55,16 +62,13 @@ class Statement:
     save: bool = False
     lines: list[list[float]] = field(default_factory=list)
 
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
     @classmethod
     def decode(cls, value: bytes) -> Self:
         return cls(**json.loads(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class Round(_Encoded):
     """Who synchronises after `step` steps. `contributors` exchange what they trained.
 
     Then `source` sends its state to `joiners`. `starts` has the start of each of them. `lines` are the metrics of each
@@ -83,9 +87,6 @@ class Round:
     save: bool = False
     lines: dict[int, list[list[float]]] = field(default_factory=dict)
 
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
     @classmethod
     def decode(cls, value: bytes) -> Self:
         tree: dict[str, Any] = json.loads(value)
@@ -97,7 +98,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundResult:
+class RoundResult(_Encoded):
     """Whether all contributors got the values. If not, the next round repeats the exchange without those lost.
 
     `members` take part in the next round; they include those who join now.
@@ -105,9 +106,6 @@ class RoundResult:
 
     ok: bool
     members: tuple[int, ...]
-
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, value: bytes) -> Self:

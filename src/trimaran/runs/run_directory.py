@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, count, takewhile
+from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,16 @@ MARKER = "trimaran-run.json"
 DESCRIPTORS = "/proc/self/fd/"
 
 
+class RunPath:
+    """The path of a file or folder in every run directory."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, run: "RunDirectory", owner: type) -> Path:
+        return run.path.joinpath(*self._parts)
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """The paths of one run. Constructing it touches no file; `create_run` and `open_run` do.
@@ -32,139 +42,50 @@ class RunDirectory:
 
     path: Path
 
+    recipe = RunPath("recipe.yaml")
+    plan = RunPath("plan.json")
+    plugins = RunPath("plugins.json")  # those that the recipe names, with distribution and version; if there are any
+    metrics = RunPath("metrics.jsonl")
+    metrics_index = RunPath("metrics.index.jsonl")  # sums of blocks of steps, a cache; see `runs/read/step_index.py`
+    rank_table = RunPath("telemetry", "ranks.json")  # the newest measures of every rank; see `runs/read/rank_table.py`
+    evaluations = RunPath("evaluations.jsonl")  # what `trimaran eval` measured; see `run_records.py`
+    findings = RunPath("findings.json")  # the doctor's latest
+    profiles = RunPath("profiles")  # traces and memory snapshots
+    model = RunPath("model")  # the trained weights as Hugging Face safetensors
+    checkpoints = RunPath("checkpoints")  # a folder for each complete checkpoint: `step-00000012`
+    lease = RunPath("lease")  # lets at most one supervisor run this run
+    reserve = RunPath("reserve")  # preallocated, and given up when the disk is full; see `reserve.py`
+    agent_log = RunPath("logs", "agent.log")  # of the supervisor and the fork server
+    ranks_shown = RunPath("logs", "ranks.txt")  # the stacks and memory of every rank at the last SIGUSR1, as text
+    # JSON lines: starts and ends of the ranks as the supervisor saw them, and one line for each state of an incident
+    # and of a decision of the autopilot, see `run_records.py`. The rank reports of an incident are in its folder.
+    attempts = RunPath("attempts.jsonl")
+    incidents = RunPath("incidents.jsonl")
+    decisions = RunPath("decisions.jsonl")
+    quarantine = RunPath("quarantine.jsonl")  # the samples that are left out: `sample`, `reason`, `step`
+    # Requests: stop at the next step that all ranks agree on, another plan (`run_requests.py`), a rank to be killed in
+    # the next change of the plan (for drills), another number of ranks, no autopilot.
+    stop_request = RunPath("stop")
+    change_request = RunPath("change.json")
+    kill_request = RunPath("change-drill.json")
+    resize_request = RunPath("resize")
+    autopilot_off = RunPath("autopilot-off")
+    # Of nodes, see `node_records.py`: those that the run goes on without, how fast they compute now, and their links.
+    left_out_nodes = RunPath("nodes-left-out.json")
+    node_speeds = RunPath("node-speeds.json")
+    measured_links = RunPath("links.json")
+
     @property
     def location(self) -> Path:
         """The path to show to a person and to give to other programs; a held directory is where it is now."""
         return Path(show_paths(str(self.path), self.path))
 
-    @property
-    def reserve(self) -> Path:
-        """A preallocated file that is given up when the disk is full; see `reserve.py`."""
-        return self.path / "reserve"
-
-    @property
-    def recipe(self) -> Path:
-        return self.path / "recipe.yaml"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def metrics_index(self) -> Path:
-        """Sums of the metrics by blocks of steps, a cache for readers; see `runs/read/step_index.py`."""
-        return self.path / "metrics.index.jsonl"
-
-    @property
-    def stop_request(self) -> Path:
-        """A file that asks the ranks to stop at the next step that all agree on."""
-        return self.path / "stop"
-
-    @property
-    def change_request(self) -> Path:
-        """A file that asks the ranks to go on with another plan; see `run_requests.py`."""
-        return self.path / "change.json"
-
-    @property
-    def kill_request(self) -> Path:
-        """A file that has a rank killed in the next change of the plan, for drills; see `run_requests.py`."""
-        return self.path / "change-drill.json"
-
-    @property
-    def model(self) -> Path:
-        """The trained weights as Hugging Face safetensors."""
-        return self.path / "model"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder for each complete checkpoint: `step-00000012`."""
-        return self.path / "checkpoints"
-
-    @property
-    def incidents(self) -> Path:
-        """The incidents, one JSON line for each state of one; its rank reports are in its folder, see `incident`."""
-        return self.path / "incidents.jsonl"
-
     def incident(self, name: str) -> Path:
         return self.path / "incidents" / name
-
-    @property
-    def plugins(self) -> Path:
-        """The plug-ins that the recipe names, with distribution and version; there is none without plug-ins."""
-        return self.path / "plugins.json"
-
-    @property
-    def attempts(self) -> Path:
-        """The attempts: starts and ends of the ranks, as the supervisor saw them; see `run_records.py`."""
-        return self.path / "attempts.jsonl"
-
-    @property
-    def resize_request(self) -> Path:
-        """A file that asks for another number of ranks, which it contains."""
-        return self.path / "resize"
-
-    @property
-    def left_out_nodes(self) -> Path:
-        """The host names of nodes that the run goes on without; see `node_records.py`."""
-        return self.path / "nodes-left-out.json"
-
-    @property
-    def node_speeds(self) -> Path:
-        """How fast left-out nodes compute now; see `node_records.py`."""
-        return self.path / "node-speeds.json"
-
-    @property
-    def measured_links(self) -> Path:
-        """The measured links between nodes, and the order that follows; see `node_records.py`."""
-        return self.path / "links.json"
-
-    @property
-    def decisions(self) -> Path:
-        """The decisions of the autopilot, one JSON line for each state of one; see `run_records.py`."""
-        return self.path / "decisions.jsonl"
-
-    @property
-    def autopilot_off(self) -> Path:
-        """A file that stops the autopilot of the run."""
-        return self.path / "autopilot-off"
-
-    @property
-    def quarantine(self) -> Path:
-        """The samples that are left out: JSON lines with `sample`, `reason`, `step`."""
-        return self.path / "quarantine.jsonl"
-
-    @property
-    def lease(self) -> Path:
-        """The folder of the lease, which lets at most one supervisor run this run."""
-        return self.path / "lease"
 
     def samples(self, node: int) -> Path:
         """Samples of a node's machine (CPU, memory, GPUs), every few seconds; see `runs/sinks/sampler.py`."""
         return self.path / "telemetry" / f"node-{node}.jsonl"
-
-    @property
-    def rank_table(self) -> Path:
-        """The newest measures of every rank, replaced every few seconds; see `runs/read/rank_table.py`."""
-        return self.path / "telemetry" / "ranks.json"
-
-    @property
-    def profiles(self) -> Path:
-        """Traces and memory snapshots."""
-        return self.path / "profiles"
-
-    @property
-    def evaluations(self) -> Path:
-        """What `trimaran eval` measured of this run's checkpoints; see `run_records.py`."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def findings(self) -> Path:
-        """The doctor's latest findings about the run."""
-        return self.path / "findings.json"
 
     def events(self, rank: int) -> Path:
         return self.path / "events" / f"rank-{rank}.jsonl"
@@ -179,16 +100,6 @@ class RunDirectory:
     def report_request(self, rank: int) -> Path:
         """The file that tells a rank's heartbeat thread the folder for its report; see `HeartbeatBoard`."""
         return self.path / "incidents" / f"question-{rank}.json"
-
-    @property
-    def ranks_shown(self) -> Path:
-        """The stacks and memory of every rank at the last SIGUSR1, as text."""
-        return self.path / "logs" / "ranks.txt"
-
-    @property
-    def agent_log(self) -> Path:
-        """The log of the supervisor and the fork server."""
-        return self.path / "logs" / "agent.log"
 
     def read_recipe(self) -> "Recipe":
         """Return the run's recipe; raise UserError if its file is missing or damaged."""
@@ -290,8 +201,13 @@ def show_paths(text: str, path: Path, *, in_json: bool = False) -> str:
 
 def free_run_path(root: Path, name: str) -> Path:
     """Return `root/name`, or `root/name-2`, `root/name-3` and so on if that exists."""
-    candidates = chain([name], (f"{name}-{number}" for number in range(2, 10_000)))
-    return next(path for each in candidates if not (path := root / each).exists())
+    return next(path for path in run_paths(root, name) if not path.exists())
+
+
+def run_paths(root: Path, name: str) -> Iterator[Path]:
+    """Yield `root/name`, `root/name-2`, `root/name-3` and so on."""
+    yield root / name
+    yield from (root / f"{name}-{number}" for number in range(2, 10_000))
 
 
 def refuse_occupied(path: Path) -> None:
@@ -340,9 +256,13 @@ def refuse_full_disk(path: Path, needed: Bytes) -> None:
 
 def dump_plan(plan: "Plan") -> str:
     """Return the text of `plan.json`: the plan and its predicted cost."""
-    tree: dict[str, Any] = {"plan": plan.model_dump(mode="json")}
-    tree["prediction"] = plan.prediction.model_dump(mode="json") if plan.prediction else None
-    return json.dumps(tree, indent=2) + "\n"
+    return json.dumps(plan_tree(plan), indent=2) + "\n"
+
+
+def plan_tree(plan: "Plan") -> dict[str, Any]:
+    """Return the plan and its prediction for JSON."""
+    prediction = plan.prediction.model_dump(mode="json") if plan.prediction else None
+    return {"plan": plan.model_dump(mode="json"), "prediction": prediction}
 
 
 def _occupied(path: Path) -> UserError:

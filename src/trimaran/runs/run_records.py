@@ -6,10 +6,10 @@ import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from trimaran.core import Cause, Decision, DecisionOutcome, Incident
-from trimaran.core.regular_files import read_regular_text
 from trimaran.runs.journal import read_json_lines, read_lines
 from trimaran.runs.line_files import LineWriter
 from trimaran.runs.record_types import is_count, is_number, is_time
@@ -33,11 +33,31 @@ class Attempt:
     step: int = 0
 
 
-class AttemptLog:
+class RareLines:
+    """Writes lines that are far apart, so that their file is open only meanwhile.
+
+    On a full disk it uses the run's reserve. What still cannot be written is kept, and written by a later call.
+    """
+
+    def __init__(self, run: RunDirectory, path: Path) -> None:
+        self.run, self._writer = run, LineWriter(path, reserve=run.reserve)
+
+    def flush(self) -> None:
+        """Write the lines that could not be written before."""
+        if self._writer.failure:
+            self._writer.flush()
+            self._writer.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._writer.write(record)
+        self._writer.close()
+
+
+class AttemptLog(RareLines):
     """Writes the attempts of a supervisor."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._writer = LineWriter(run.attempts, reserve=run.reserve)
+        super().__init__(run, run.attempts)
         self.count = len(read_attempts(run).attempts)
 
     def begin(self, *, world_size: int) -> int:
@@ -54,16 +74,6 @@ class AttemptLog:
     def over(self, code: int, why: str) -> None:
         """Write that the supervisor ends with exit code `code`. Ranks start again only if the user resumes the run."""
         self._write({"over": code, "why": why, "time": time.time()})
-
-    def flush(self) -> None:
-        """Write the lines that could not be written before."""
-        if self._writer.failure:
-            self._writer.flush()
-            self._writer.close()
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self._writer.write(record)
-        self._writer.close()  # lines are hours apart
 
 
 class Attempts:
@@ -99,39 +109,25 @@ INCIDENT_FIELDS = {each.name for each in fields(Incident)}
 INCIDENT_NEEDS = {"id", "cause", "time", "what"}
 
 
-class IncidentLog:
-    """Writes the incidents of a run. Only one process may use it: the supervisor, or rank 0 where there is none.
-
-    On a full disk it uses the run's reserve. What still cannot be written is kept, and written by a later call.
-    """
+class IncidentLog(RareLines):
+    """Writes the incidents of a run. Only one process may use it: the supervisor, or rank 0 where there is none."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self.run = run
-        self._writer = LineWriter(run.incidents, reserve=run.reserve)
+        super().__init__(run, run.incidents)
         self._number = 0
 
     def notice(self, cause: Cause, what: str, **known: Any) -> Incident:
         """Write a new incident and return it. `known` are further fields of `Incident`."""
         self._number = number = max(self._number, len(read_incidents(self.run))) + 1
         incident = Incident(id=f"i-{number:04d}", cause=cause, time=time.time(), what=what, **known)
-        self._write(incident)
+        self._write(incident.as_dict())
         return incident
 
     def amend(self, incident: Incident, **changes: Any) -> Incident:
         """Write a changed incident and return it."""
         incident = replace(incident, **changes)
-        self._write(incident)
+        self._write(incident.as_dict())
         return incident
-
-    def flush(self) -> None:
-        """Write the incidents that could not be written before."""
-        if self._writer.failure:
-            self._writer.flush()
-            self._writer.close()
-
-    def _write(self, incident: Incident) -> None:
-        self._writer.write(incident.as_dict())
-        self._writer.close()  # incidents are rare
 
 
 def read_incidents(run: RunDirectory) -> list[Incident]:
@@ -157,11 +153,8 @@ def read_decisions(run: RunDirectory) -> list[Decision]:
 
 def parse_decision(line: bytes | str) -> Decision | None:
     """Return the decision in a line of the file; None if the line is damaged."""
-    try:
-        tree = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(tree, dict) or not tree.keys() >= DECISION_NEEDS or not _has_types(tree):
+    tree = _object_of(line)
+    if tree is None or not tree.keys() >= DECISION_NEEDS or not _has_types(tree):
         return None
     texts: dict[str, Any] = {name: str(tree.get(name) or "") for name in ("finding", "reason")}
     numbers = {name: _numbers(tree.get(name)) for name in ("expected", "baseline")}
@@ -185,15 +178,15 @@ def _numbers(tree: Any) -> dict[str, float]:
 def read_evaluations(run: RunDirectory) -> list[dict[str, Any]]:
     """Return the evaluations in the order in which they were made. Lines that are damaged are left out."""
     try:
-        text = read_regular_text(run.evaluations)
-    except (OSError, UnicodeDecodeError):
+        return [record for line in read_lines(run.evaluations) if (record := _object_of(line)) is not None]
+    except OSError:
         return []
-    found = []
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
+
+
+def _object_of(line: bytes | str) -> dict[str, Any] | None:
+    """Return the object in a line of JSON; None if there is none."""
+    try:
+        tree = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return tree if isinstance(tree, dict) else None

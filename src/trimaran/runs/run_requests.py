@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from trimaran.core import UserError
 from trimaran.core.regular_files import read_regular_bytes, write_atomically
 from trimaran.runs.journal import read_json_lines
+from trimaran.runs.record_types import DAMAGED
 from trimaran.runs.reserve import write_with_reserve
 from trimaran.runs.run_directory import RunDirectory, dump_plan, writing
 
@@ -95,14 +96,13 @@ def write_change_request(
 
 def read_change_request(run: RunDirectory) -> ChangeRequest | None:
     """Return the pending request; None if there is none, or if it cannot be read."""
-    try:
+    with contextlib.suppress(*DAMAGED):
         tree = json.loads(read_regular_bytes(run.change_request, limit_bytes=MAX_REQUEST_BYTES))
         number, patch = tree["id"], tree["patch"]
         is_valid = isinstance(number, int) and isinstance(patch, dict) and all(isinstance(key, str) for key in patch)
         by: Requester = "autopilot" if tree.get("by") == "autopilot" else "user"
         return ChangeRequest(id=number, patch=patch, by=by, reason=str(tree.get("reason", ""))) if is_valid else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+    return None
 
 
 def change_answers(run: RunDirectory) -> Iterator[dict[str, Any]]:
@@ -200,22 +200,20 @@ def write_request(run: RunDirectory, request: ProfileRequest) -> None:
 
 def read_request(run: RunDirectory) -> ProfileRequest | None:
     """Return the pending request; None if there is none, or it is invalid."""
-    try:
+    with contextlib.suppress(*DAMAGED):
         tree = json.loads(read_regular_bytes(request_file(run), limit_bytes=MAX_PROFILE_BYTES))
-        request = ProfileRequest(
-            steps=int(tree["steps"]), ranks=str(tree["ranks"]), memory=bool(tree["memory"]), id=str(tree["id"])[:64]
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return request if 1 <= request.steps <= MAX_STEPS and RANKS_PATTERN.match(request.ranks) else None
+        steps, ranks = int(tree["steps"]), str(tree["ranks"])
+        if 1 <= steps <= MAX_STEPS and RANKS_PATTERN.match(ranks):
+            return ProfileRequest(steps=steps, ranks=ranks, memory=bool(tree["memory"]), id=str(tree["id"])[:64])
+    return None
 
 
 def withdraw_request(run: RunDirectory, request_id: str) -> None:
     """Remove the request, unless another one has replaced it."""
     request = read_request(run)
-    if request is not None and request.id == request_id:
-        with contextlib.suppress(OSError):
-            request_file(run).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        if request is not None and request.id == request_id:
+            request_file(run).unlink()
 
 
 def recipe_request(profile: str, ranks: str) -> ProfileRequest | None:

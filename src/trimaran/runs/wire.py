@@ -12,7 +12,6 @@ import json
 import secrets
 import socket
 import struct
-from types import TracebackType
 from typing import Any, Literal, Self
 
 Record = dict[str, Any]
@@ -110,7 +109,13 @@ class FrameReader:
         del self._buffer[: begin + length]
         if self._authenticator and not hmac.compare_digest(tag, self._authenticator.next_tag(payload)):
             raise WireError("a frame with a wrong MAC")
-        return _record(payload)
+        try:
+            record = json.loads(payload.decode())
+        except (ValueError, RecursionError):
+            raise WireError("a frame that is not JSON") from None
+        if not isinstance(record, dict):
+            raise WireError("a frame that is not a JSON object")
+        return record
 
 
 class ChannelClient:
@@ -123,7 +128,15 @@ class ChannelClient:
         self._reader = FrameReader()
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._authenticator = self._handshake(token)
+            hello = self._read()
+            run, theirs, ours = str(hello.get("run", "?")), str(hello.get("nonce", "")), new_nonce()
+            if run != fingerprint(token):
+                raise RefusedError(run)
+            self._socket.sendall(frame({"nonce": ours, "proof": proof(token, "client", theirs, ours)}))
+            if not matches(self._read().get("proof"), proof(token, "server", theirs, ours)):
+                raise RefusedError(run)
+            self._reader.authenticate_with(FrameAuthenticator(token, "server", theirs, ours))
+            self._authenticator = FrameAuthenticator(token, "client", theirs, ours)
         except BaseException:
             self.close()
             raise
@@ -144,21 +157,8 @@ class ChannelClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _handshake(self, token: str) -> FrameAuthenticator:
-        hello = self._read()
-        run, theirs, ours = str(hello.get("run", "?")), str(hello.get("nonce", "")), new_nonce()
-        if run != fingerprint(token):
-            raise RefusedError(run)
-        self._socket.sendall(frame({"nonce": ours, "proof": proof(token, "client", theirs, ours)}))
-        if not matches(self._read().get("proof"), proof(token, "server", theirs, ours)):
-            raise RefusedError(run)
-        self._reader.authenticate_with(FrameAuthenticator(token, "server", theirs, ours))
-        return FrameAuthenticator(token, "client", theirs, ours)
 
     def _read(self) -> Record:
         while (record := self._reader.next()) is None:
@@ -184,16 +184,6 @@ def unpack(text: Any) -> bytes:
         return base64.b64decode(text, validate=True)
     except (TypeError, ValueError) as error:
         raise WireError(f"a value that is not base64: {error}") from None
-
-
-def _record(payload: bytes | bytearray) -> Record:
-    try:
-        record = json.loads(payload.decode())
-    except (ValueError, RecursionError):
-        raise WireError("a frame that is not JSON") from None
-    if not isinstance(record, dict):
-        raise WireError("a frame that is not a JSON object")
-    return record
 
 
 def _mac(key: bytes, message: bytes) -> bytes:

@@ -1,6 +1,7 @@
 """`trimaran drill`: injects faults into a run, and reports whether each was noticed, named and survived."""
 
 import json
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trimaran.app.plan.interrupting_signals import signals_interrupt
 from trimaran.app.recipe.options import (
     RUNS,
     YAML,
@@ -22,6 +22,7 @@ from trimaran.app.recipe.options import (
     program_name,
 )
 from trimaran.core import UserError
+from trimaran.runs.process_control import handled_signals
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,7 +128,7 @@ def drill(
     console = open_console(stderr=True)
     try:
         with ExitStack() as stack:
-            stack.enter_context(signals_interrupt())
+            stack.enter_context(handled_signals(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP))
             own: OwnRun | None = None
             if target is None or target == "-" or YAML.search(target):
                 request = _request(target, settings or [], faults)

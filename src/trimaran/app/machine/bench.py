@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,25 +26,28 @@ bench = typer.Typer(help="Measure how fast this machine is.", rich_markup_mode=N
 
 DEFAULT_SECONDS = 20.0
 MAX_SECONDS = 600.0
+COLLECTIVES_HELP = "Some of all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send_recv."
+SIZES_HELP = "Message sizes: 1KiB,1MiB or 1KiB..64MiB*2. [default: 1KiB..16MiB, and 1KiB..256MiB between GPUs]"
+GROUPS_HELP = (
+    "world, node, a number of neighbours, or axes of --recipe: tp, dp, pp, cp, dp_shard, dp_replicate. "
+    "[default: world, node, and the axes]"
+)
 
 
 def complete_collectives(incomplete: str) -> list[str]:
     """Return the collectives that complete the last word of a list with commas."""
     from trimaran.machine.comm_result import BUS_FACTORS
 
-    return _starting_in_list([*BUS_FACTORS, "all"], incomplete)
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{word}" for word in starting([*BUS_FACTORS, "all"], last)]
 
 
 def complete_comm_groups(incomplete: str) -> list[str]:
     """Return the groups of ranks that complete the last word of a list with commas."""
     from trimaran.app.machine.comm_request import JOINED_AXES, MESH_AXES
 
-    return _starting_in_list(["world", "node", *MESH_AXES, *JOINED_AXES], incomplete)
-
-
-def _starting_in_list(words: Iterable[str], incomplete: str) -> list[str]:
     before, comma, last = incomplete.rpartition(",")
-    return [f"{before}{comma}{word}" for word in starting(words, last)]
+    return [f"{before}{comma}{word}" for word in starting(["world", "node", *MESH_AXES, *JOINED_AXES], last)]
 
 
 @bench.callback()
@@ -72,7 +75,7 @@ def calibrate(
     trimaran bench calibrate --output our-node.json   # for `calibration:` in a cluster file
     trimaran bench calibrate --disk /nvme/scratch     # and the disk that plan.disk.path offloads to
     """
-    from trimaran.app.show.clean_console import open_console
+    from trimaran.app.show.clean_console import open_console, plain_table
 
     cluster = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     path = output or (calibration_folder(os.environ) or needed_user_cache(os.environ)) / f"{machine_name(cluster)}.json"
@@ -82,14 +85,11 @@ def calibrate(
         check_disk_folder(str(disk), any_filesystem=True)
     # Two gloo ranks are useful even on one core; GPU collectives need several GPUs.
     ranks = max(2, cluster.world_size) if cluster.device.traits.shares_cores else cluster.world_size
-    options: dict[str, object] = {"kind": cluster.device.kind, "cores": num_cores(), "ranks": ranks, "seconds": seconds}
-    options |= {"disk": disk.resolve()} if disk else {}
-    command = [sys.executable, "-m", "trimaran.machine.probe.calibrate"]
-    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
-    measured = run_measurement(
-        command, environment=environment, console=open_console(stderr=True), where="trimaran bench calibrate"
-    )
+    command = [sys.executable, "-m", "trimaran.machine.probe.calibrate", f"--kind={cluster.device.kind}",
+               f"--cores={num_cores()}", f"--ranks={ranks}", f"--seconds={seconds}",
+               *([f"--disk={disk.resolve()}"] if disk else [])]  # fmt: skip
+    console, environment = open_console(stderr=True), {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    measured = run_measurement(command, environment=environment, console=console, where="trimaran bench calibrate")
     name = f"cpu, {num_cores()} cores" if cluster.device.traits.shares_cores else cluster.device.name
     calibration = Calibration.model_validate({"device": name, "date": f"{date.today():%Y-%m-%d}", **measured})
     write_calibration(path, calibration)
@@ -98,8 +98,6 @@ def calibrate(
     if as_json:
         typer.echo(json.dumps({"path": str(path), "calibration": calibration.model_dump(exclude_none=True)}))
         return
-    from trimaran.app.show.clean_console import plain_table
-
     table = plain_table()
     table.add_column(calibration.device, style="bold", no_wrap=True)
     table.add_column("measured", justify="right", no_wrap=True)
@@ -117,29 +115,10 @@ def calibrate(
 @bench.command("comm")
 def comm(
     collectives: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help="Some of all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send_recv.",
-            autocompletion=complete_collectives,
-        ),
+        str, typer.Option(metavar="LIST", help=COLLECTIVES_HELP, autocompletion=complete_collectives)
     ] = "all",
-    sizes: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help="Message sizes: 1KiB,1MiB or 1KiB..64MiB*2. [default: 1KiB..16MiB, and 1KiB..256MiB between GPUs]",
-        ),
-    ] = "",
-    groups: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST",
-            help="world, node, a number of neighbours, or axes of --recipe: tp, dp, pp, "
-            "cp, dp_shard, dp_replicate. [default: world, node, and the axes]",
-            autocompletion=complete_comm_groups,
-        ),
-    ] = "",
+    sizes: Annotated[str, typer.Option(metavar="LIST", help=SIZES_HELP)] = "",
+    groups: Annotated[str, typer.Option(metavar="LIST", help=GROUPS_HELP, autocompletion=complete_comm_groups)] = "",
     backend: Annotated[
         str,
         typer.Option(
@@ -161,10 +140,7 @@ def comm(
     recipe: Annotated[
         str | None,
         typer.Option(
-            "--recipe",
-            metavar="FILE",
-            autocompletion=complete_recipe,
-            help="Take the axes of --groups from this recipe's plan.",
+            metavar="FILE", autocompletion=complete_recipe, help="Take the axes of --groups from this recipe's plan."
         ),
     ] = None,
     settings: Settings = None,
@@ -192,7 +168,7 @@ def comm(
     srun trimaran bench comm --nodes $SLURM_NNODES --node $SLURM_NODEID --address $HEAD:29400 --calibrate
     torchrun --nproc-per-node 8 -m trimaran bench comm
     """
-    from trimaran.app.machine.comm_answer import CommFiles, run_comm
+    from trimaran.app.machine.comm_answer import run_comm
     from trimaran.app.machine.comm_request import CommOptions
 
     mesh = None
@@ -202,8 +178,7 @@ def comm(
         mesh = resolve(recipe, settings or ()).plan.mesh
     options = CommOptions(collectives=collectives, sizes=sizes, groups=groups, backend=backend, dtype=dtype,
                           seconds=seconds, ranks=ranks, nodes=nodes, node=node, address=address, mesh=mesh)  # fmt: skip
-    files = CommFiles(against=against, show=show, out=out, html=html, calibrate=write_links)
-    return run_comm(options, files, as_json=as_json)
+    return run_comm(options, against=against, show=show, out=out, html=html, calibrate=write_links, as_json=as_json)
 
 
 def _rows(calibration: Calibration) -> list[tuple[str, float, str, str]]:

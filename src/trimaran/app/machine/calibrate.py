@@ -6,26 +6,14 @@ from typing import Annotated
 
 import typer
 
-from trimaran.app.recipe.options import Json, complete_cluster, complete_run
+from trimaran.app.recipe.options import Json, argument, cluster_option, complete_run
 
+FROM_HELP = "Run directories, their names under runs/, or folders that contain runs."
 From = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--from",
-        metavar="RUN...",
-        help="Run directories, their names under runs/, or folders that contain runs.",
-        autocompletion=complete_run,
-    ),
+    list[str] | None, typer.Option("--from", metavar="RUN...", help=FROM_HELP, autocompletion=complete_run)
 ]
-More = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[RUN...]", show_default=False, help="More of them.", autocompletion=complete_run),
-]
-ClusterName = Annotated[
-    str | None,
-    typer.Option(metavar="C", help="What all of the runs ran on. [default: as each run says]",
-                 autocompletion=complete_cluster),
-]  # fmt: skip
+More = Annotated[list[str] | None, argument("[RUN...]", "More of them.", complete_run)]
+ClusterName = Annotated[str | None, cluster_option("What all of the runs ran on. [default: as each run says]")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of the user's cache.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be fitted, and write nothing.")]
 
@@ -49,7 +37,7 @@ def calibrate(
     trimaran calibrate --from old-runs --cluster 4x8xH100 --output fleet.json   # for `calibration:` in a cluster file
     """
     from trimaran.app.machine.bench import refuse_unwritable, write_calibration
-    from trimaran.app.machine.calibrate_runs import calibrate_runs, refuse_no_gain
+    from trimaran.app.machine.calibrate_runs import calibrate_runs, refuse_no_gain, show_calibration
     from trimaran.app.show.clean_console import open_console
 
     if output is not None and not dry_run:
@@ -57,8 +45,6 @@ def calibrate(
     with open_console(stderr=True).status("fitting rates to the runs"):
         answer = calibrate_runs([*(runs or []), *(more or [])], cluster=cluster, output=output)
     if not as_json:
-        from trimaran.app.machine.calibrate_runs import show_calibration
-
         show_calibration(answer, open_console())
     refuse_no_gain(answer)
     for each in answer.better:

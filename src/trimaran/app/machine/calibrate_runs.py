@@ -188,7 +188,22 @@ def _observe(runs: Iterable[Path], cluster: str | None) -> tuple[list[ObservedRu
     def cluster_of(run: MeasuredRun, plan: PlanSteps) -> Cluster:
         if cluster is not None:
             return cluster_named(cluster)
-        return _cluster_of(run, plan, cluster_named)
+        # The cluster of a run with the rates that the planner would take for it.
+        # The recipe's own text is better than the recorded name, if it means the same: a file has links, and `auto`
+        # has the topology of this machine.
+        if not plan.cluster:
+            raise UnusableRunError("it does not say what it ran on: name it with --cluster")
+        is_here = plan.start.host in ("", platform.node())
+        if plan.cluster.endswith("xcpu") and not is_here:
+            raise UnusableRunError(f"the rates of a CPU are those of one machine, and it ran on {plan.start.host}")
+        text = run.recipe.cluster
+        if text != "auto" or is_here:
+            try:
+                if str(own := cluster_named(text)) == plan.cluster:
+                    return own
+            except UserError:
+                pass  # a cluster file that is not here
+        return cluster_named(plan.cluster)
 
     for path in runs:
         try:
@@ -196,27 +211,6 @@ def _observe(runs: Iterable[Path], cluster: str | None) -> tuple[list[ObservedRu
         except UnusableRunError as error:
             skipped.append((str(path), str(error)))
     return found, skipped
-
-
-def _cluster_of(run: MeasuredRun, found: PlanSteps, cluster_named: Any) -> Cluster:
-    """Return the cluster of a run with the rates that the planner would take for it.
-
-    The recipe's own text is better than the recorded name, if it means the same: a file has links, and `auto` has the
-    topology of this machine.
-    """
-    if not found.cluster:
-        raise UnusableRunError("it does not say what it ran on: name it with --cluster")
-    is_here = found.start.host in ("", platform.node())
-    if found.cluster.endswith("xcpu") and not is_here:
-        raise UnusableRunError(f"the rates of a CPU are those of one machine, and it ran on {found.start.host}")
-    text = run.recipe.cluster
-    if text != "auto" or is_here:
-        try:
-            if str(own := cluster_named(text)) == found.cluster:
-                return own
-        except UserError:
-            pass  # a cluster file that is not here
-    return cluster_named(found.cluster)
 
 
 def _change(parameter: Parameter, result: FitResult, observed: Sequence[ObservedRun]) -> RateChange:

@@ -28,6 +28,7 @@ from trimaran.machine.calibration import Collectives, find_calibration
 from trimaran.machine.checks.between_nodes import culprits, suspects
 from trimaran.machine.checks.software import misspelt, wrong_algorithms
 from trimaran.machine.comm_result import CommCurve, CommPair, CommResult, LinkFit, read_comm_result
+from trimaran.runs.record_types import finite_values
 
 Tree = dict[str, Any]
 RATES = {"all_reduce": "all_reduce", "all_gather": "all_gather", "all_to_all": "all_to_all", "send_recv": "send"}
@@ -39,50 +40,45 @@ MIN_GIGABYTES = 0.1  # a second: slower links are shown in MB/s
 NOTABLE_CHANGE = 0.1  # of a bandwidth against an earlier result
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommFiles:
-    """What is read and written."""
-
-    against: Path | None = None
-    show: Path | None = None
-    out: Path | None = None
-    html: Path | None = None
-    calibrate: bool = False
-
-    def refuse_unwritable(self) -> None:
-        for option, file in (("--out", self.out), ("--html", self.html)):
-            if file is not None:
-                refuse_unwritable(file, what="result", option=option)
-
-
-def run_comm(options: CommOptions, files: CommFiles, *, as_json: bool) -> int:
-    """Measure, show and write; return 2 if a collective returned wrong values."""
-    against = read_comm_result(files.against) if files.against else None
-    files.refuse_unwritable()
-    if files.show:
-        result: CommResult | None = read_comm_result(files.show)
+def run_comm(
+    options: CommOptions,
+    *,
+    against: Path | None,
+    show: Path | None,
+    out: Path | None,
+    html: Path | None,
+    calibrate: bool,
+    as_json: bool,
+) -> int:
+    """Measure, or read the file `show`, and print and write; return 2 if a collective returned wrong values."""
+    other = read_comm_result(against) if against else None
+    for option, file in (("--out", out), ("--html", html)):
+        if file is not None:
+            refuse_unwritable(file, what="result", option=option)
+    if show:
+        result: CommResult | None = read_comm_result(show)
     else:
         for problem in (*misspelt(os.environ), *wrong_algorithms(os.environ)):
             typer.echo(f"H007: {problem.what}; {problem.fix}", err=True)
         result = measure_comm(options, os.environ, open_console(stderr=True))
     if result is None:
         return EXIT_DONE  # another node or rank shows it
-    if files.out:
-        files.out.write_text(json.dumps(tree_of(result), indent=1) + "\n")
-    path = _calibrate(result) if files.calibrate else None
     tree = tree_of(result)
+    if out:
+        out.write_text(json.dumps(tree, indent=1) + "\n")
+    path = _calibrate(result) if calibrate else None
     if path is not None:
         tree["calibration"] = str(path)
-    if against is not None:
-        tree["against"] = tree_of(against)
-    if files.html:
-        files.html.write_text(open_leaf("bench comm --html")(result, against), encoding="utf-8")
+    if other is not None:
+        tree["against"] = tree_of(other)
+    if html:
+        html.write_text(open_leaf("bench comm --html")(result, other), encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(tree))
     else:
-        show_comm(result, open_console(), against=against)
+        show_comm(result, open_console(), against=other)
         typer.echo("")
-        for each in filter(None, (files.out, files.html)):
+        for each in filter(None, (out, html)):
             typer.echo(f"written to {each}")
         if path is not None:
             typer.echo(f"the planner uses these links from now on: {path}")
@@ -113,18 +109,14 @@ def _derived(curve: CommCurve) -> Tree:
     ]
     fitted = fit and {
         "alpha_us": fit.alpha_seconds * 1e6,
-        "alpha_error_us": _finite(fit.alpha_error_seconds * 1e6),
+        "alpha_error_us": finite_values(fit.alpha_error_seconds * 1e6),
         "bus_gb_per_second": fit.bytes_per_second / 1e9,
-        "bandwidth_error": _finite(fit.bandwidth_error),
+        "bandwidth_error": finite_values(fit.bandwidth_error),
         "residual": fit.residual,
         "hop_us": fit.alpha_seconds * 1e6 / curve.num_hops,
         "outlier_bytes": [round(size / curve.bus_factor) for size in fit.outliers],
     }
     return {"points": points, "fit": fitted}
-
-
-def _finite(value: float) -> float | None:
-    return value if value < float("inf") else None
 
 
 def _calibrate(result: CommResult) -> Path:

@@ -16,15 +16,14 @@ from trimaran.core import EXIT_DONE, UserError, did_you_mean
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from trimaran.machine.checks.fabric_presets import (
-        VariableChange,
-    )
+    from trimaran.machine.checks.fabric_presets import VariableChange
 
 Recipe = Annotated[
     str | None,
     typer.Option("--recipe", metavar="FILE", autocompletion=complete_recipe,
                  help="Also check whether this recipe's run fits here: memory, disk, checkpoints."),
 ]  # fmt: skip
+FABRIC_HELP = "Compare the environment with the preset of auto, infiniband, roce, efa, tcp or pcie. Nothing is set."
 MARKS = {"set": ("+", GREEN), "unset": ("-", RED), "try": ("?", ORANGE)}
 
 
@@ -41,11 +40,7 @@ def doctor(
     forget_node: Annotated[str, typer.Option(metavar="NODE", help="Do not avoid this node any more.")] = "",
     fabric: Annotated[
         str,
-        typer.Option(
-            metavar="NAME",
-            help="Compare the environment with the preset of auto, infiniband, roce, efa, tcp or pcie. Nothing is set.",
-            autocompletion=complete_fabric,
-        ),
+        typer.Option(metavar="NAME", help=FABRIC_HELP, autocompletion=complete_fabric),
     ] = "",
     as_json: Json = False,
 ) -> int:
@@ -73,13 +68,12 @@ def doctor(
     if against:
         raise UserError("A019", "--against compares two runs, but only one is named", where="--against",
                         fix=f"name the other one first: trimaran doctor RUN --against {against}")  # fmt: skip
-    from trimaran.app.machine.machine_check import MachineCheckOptions, check_machine
+    from trimaran.app.machine.machine_check import check_machine
     from trimaran.machine.checks.measure_machine import RendezvousOptions
 
     several = nodes != 1 or node or address
     rendezvous = RendezvousOptions(nodes=nodes, node=node, address=address) if several else None
-    options = MachineCheckOptions(recipe=recipe, settings=settings or (), quick=quick, rendezvous=rendezvous)
-    return check_machine(options, as_json=as_json)
+    return check_machine(recipe, settings or (), rendezvous, quick=quick, as_json=as_json)
 
 
 def show_bad_nodes(*, as_json: bool) -> int:

@@ -5,7 +5,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -34,32 +34,29 @@ STATUSES = ("pass", "warn", "fail", "skip")
 MARKS = {"pass": ("pass", "green"), "warn": ("WARN", "yellow"), "fail": ("FAIL", "red"), "skip": ("skip", "dim")}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineCheckOptions:
-    """What to check: with a recipe, also whether its run fits here; with a rendezvous, the other nodes too."""
+def check_machine(
+    recipe: str | None, settings: Sequence[str], rendezvous: RendezvousOptions | None, *, quick: bool, as_json: bool
+) -> int:
+    """Check this machine and print the results; return 2 if a check fails.
 
-    recipe: str | None = None
-    settings: Sequence[str] = ()
-    quick: bool = False
-    rendezvous: RendezvousOptions | None = None
-
-
-def check_machine(options: MachineCheckOptions, *, as_json: bool) -> int:
-    """Check this machine and print the results; return 2 if a check fails."""
-    facts = read_facts(os.environ, quick=options.quick)
-    facts = replace(facts, disk=read_disk(RUNS, measure=not options.quick), requirements=_requirements(options))
-    if options.quick:
+    With a recipe, also check whether its run fits here; with a rendezvous, the other nodes too.
+    """
+    facts = read_facts(os.environ, quick=quick)
+    facts = replace(facts, disk=read_disk(RUNS, measure=not quick), requirements=_requirements(recipe, settings))
+    if quick:
         return _print_results(run_checks(facts), {}, as_json=as_json)
-    cluster = detect(
-        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), calibrations=calibration_folder(os.environ)
-    )
-    with ProbeProcess(_probe_environment(options.rendezvous)) as probe:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cluster = detect(visible_devices=visible, calibrations=calibration_folder(os.environ))
+    # gloo and NCCL use the interface to the other nodes.
+    interface = "lo" if rendezvous is None else interface_to(rendezvous.address)
+    own = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
+    with ProbeProcess({**own, **os.environ}) as probe:
         facts = replace(facts, cluster=cluster, measured=measure_devices(probe, cluster))
         others: dict[int, list[CheckResult]] = {}
-        if options.rendezvous:
-            facts = replace(facts, node_measurements=measure_nodes(probe, options.rendezvous, cluster))
+        if rendezvous:
+            facts = replace(facts, node_measurements=measure_nodes(probe, rendezvous, cluster))
         results = run_checks(facts)
-        if options.rendezvous and facts.node_measurements and not facts.node_measurements.missing:
+        if rendezvous and facts.node_measurements and not facts.node_measurements.missing:
             others = gather_results(probe, results)
     return _print_results(results, others, as_json=as_json)
 
@@ -92,25 +89,19 @@ def requirements_of(recipe: Recipe, plan: Plan, cluster: Cluster, *, num_paramet
     )
 
 
-def _requirements(options: MachineCheckOptions) -> RunRequirements | None:
-    if options.recipe is None and not options.settings:
+def _requirements(recipe: str | None, settings: Sequence[str]) -> RunRequirements | None:
+    if recipe is None and not settings:
         return None
     from trimaran.app.recipe.request import resolve
 
     try:
-        request = resolve(options.recipe, options.settings)
+        request = resolve(recipe, settings)
     except UserError as error:
         if not error.code.startswith(("P", "C")):
             raise  # a recipe that cannot be read is not the machine's fault
         return RunRequirements(refusal=f"{error.code}: {error.what}", remedy=error.fix)
     parameters = request.outline.saved_parameters if request.outline else 0
     return requirements_of(request.recipe, request.plan, request.cluster, num_parameters=parameters)
-
-
-def _probe_environment(rendezvous: RendezvousOptions | None) -> Mapping[str, str]:
-    """Return the environment of the measuring process: gloo and NCCL use the interface to the other nodes."""
-    interface = "lo" if rendezvous is None else interface_to(rendezvous.address)
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **os.environ} if interface else os.environ
 
 
 def interface_to(address: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trimaran.app.recipe.options import RUNS, Json, complete_cluster
+from trimaran.app.recipe.options import RUNS, Json, argument, cluster_option
 from trimaran.core import UserError, show_bytes, show_count, show_seconds
 
 if TYPE_CHECKING:
@@ -20,21 +20,10 @@ if TYPE_CHECKING:
     from trimaran.planner import Question
     from trimaran.planner.measure.run_index import MeasuredPlan, RunIndex
 
-Folders = Annotated[
-    list[Path] | None,
-    typer.Argument(
-        metavar="[FOLDER...]",
-        show_default=False,
-        file_okay=False,
-        help="Folders with runs. [default: runs/, and the runs of `trimaran jobs`]",
-    ),
-]
+FOLDERS_HELP = "Folders with runs. [default: runs/, and the runs of `trimaran jobs`]"
+Folders = Annotated[list[Path] | None, argument("[FOLDER...]", FOLDERS_HELP, file_okay=False)]
 ModelName = Annotated[str | None, typer.Option(metavar="X", help="Only models whose name contains X.")]
-ClusterName = Annotated[
-    str | None,
-    typer.Option(metavar="C", help="Only clusters whose name contains C, such as H100 or 2x8xH100.",
-                 autocompletion=complete_cluster),
-]  # fmt: skip
+ClusterName = Annotated[str | None, cluster_option("Only clusters whose name contains C, such as H100 or 2x8xH100.")]
 COLUMNS = ("tokens/s", "step", "mfu", "memory", "predicted", "goodput", "batch", "date", "run", "plan")
 NUM_FIGURES = 7  # columns that are aligned to the right
 
@@ -100,18 +89,14 @@ def show_history(groups: Groups, console: "Console") -> None:
     """Print a table for each model and cluster. Rows are never cut: paths are there to be copied."""
     from rich.text import Text
 
+    from trimaran.app.show.terminal import aligned
+
     for number, ((model, parameters, cluster), plans) in enumerate(groups.items()):
         size = f", {show_count(parameters)} parameters" if parameters else ""
         console.print(Text(f"{chr(10) if number else ''}{model}{size}, on {cluster or 'an unknown cluster'}",
                            style="bold"))  # fmt: skip
-        from rich.text import Text
-
-        rows = [COLUMNS, *map(_row, plans)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row_number, row in enumerate(rows):
-            cells = [text.rjust(width) if at < NUM_FIGURES else text.ljust(width)
-                     for at, (text, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
-            console.print(Text("  ".join(cells).rstrip(), style="" if row_number else "dim"), soft_wrap=True)
+        for at, line in enumerate(aligned([COLUMNS, *map(_row, plans)], NUM_FIGURES)):
+            console.print(Text(line, style="" if at else "dim"), soft_wrap=True)
 
 
 def _row(plan: "MeasuredPlan") -> tuple[str, ...]:

@@ -3,35 +3,29 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trimaran.app.recipe.options import Json, complete_cluster
+from trimaran.app.recipe.options import Json, cluster_option, path_argument, program_name
+from trimaran.core import DataSection, Recipe, UserError, did_you_mean, show_bytes, show_seconds
 
 if TYPE_CHECKING:  # `--help` imports neither the planner nor the readers of data
     from trimaran.app.plan.new_recipe import Choices
     from trimaran.app.recipe.facts import DataFacts, ModelFacts
-    from trimaran.app.recipe.request import Request
 
-ModelName = Annotated[
-    str | None, typer.Option("--model", metavar="DIR|NAME", help="A model folder, or a name on the Hub.")
-]
-DataName = Annotated[
-    str | None, typer.Option("--data", metavar="PATH|NAME", help="A file, a folder, or a dataset on the Hub.")
-]
+ModelName = Annotated[str | None, typer.Option(metavar="DIR|NAME", help="A model folder, or a name on the Hub.")]
+DataName = Annotated[str | None, typer.Option(metavar="PATH|NAME", help="A file, a folder, or a dataset on the Hub.")]
 Split = Annotated[str, typer.Option(metavar="NAME", help="The split of a dataset on the Hub.")]
-Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="A new file for the recipe. [default: MODEL-METHOD.yaml]")
-]
+OUT_HELP = "A new file for the recipe. [default: MODEL-METHOD.yaml]"
+Out = Annotated[Path | None, typer.Option(metavar="FILE", help=OUT_HELP)]
 MethodName = Annotated[
     Literal["full", "lora", "qlora"] | None,
     typer.Option("--method", help="What is trained. [default: the first of these that fits the cluster]"),
 ]
-ClusterText = Annotated[
-    str, typer.Option("--cluster", metavar="C", help="8xH100, 2xcpu, ...", autocompletion=complete_cluster)
-]
+ClusterText = Annotated[str, cluster_option("8xH100, 2xcpu, ...")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take what is proposed.")]
 
 
@@ -58,8 +52,6 @@ def init(
     from trimaran.app.plan.new_recipe import choose_values, recipe_text, run_name
     from trimaran.app.plan.plan import plan_as_dict
     from trimaran.app.recipe.facts import look_at_data, look_at_model
-    from trimaran.app.recipe.options import path_argument, program_name
-    from trimaran.core import UserError, show_bytes, show_seconds
     from trimaran.machine import parse_cluster
 
     asks = not yes
@@ -84,7 +76,24 @@ def init(
         file = Path(typer.prompt("write the recipe to", default=str(file), err=True))
     _refuse_existing(file)
     text = recipe_text(found_model, found_data, choices)
-    request = _write_checked(file, text, has_local_weights=found_model.weight_bytes > 0)
+    from trimaran.app.recipe.prepare_data import check_all_data, check_ranks
+    from trimaran.app.recipe.recipe_files import with_local_files, with_model_tokenizer
+    from trimaran.app.recipe.request import resolve
+
+    # The checks of `train --dry-run` come first; the file is complete or absent.
+    draft = file.with_name(f".{file.name}.{os.getpid()}.yaml")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        request = resolve(str(draft), [])
+        if found_model.weight_bytes > 0:
+            check_ranks(request)
+        check_all_data(with_model_tokenizer(with_local_files(request.recipe, weights=False)), _say)
+        os.link(draft, file)  # fails if the file exists by now
+    except FileExistsError:
+        _refuse_existing(file)
+        raise
+    finally:
+        draft.unlink(missing_ok=True)
     command = [program_name(), "train", path_argument(file)]
     if as_json:
         facts = {"file": str(file), "method": choices.method, "steps": choices.num_steps, "next": command}
@@ -111,15 +120,11 @@ def _given(option: str, value: str | None, *, asks: bool) -> str:
 
 
 def _no_terminal(option: str, fix: str) -> Exception:
-    from trimaran.core import UserError
-
     what = "there is no terminal to ask on" if option == "--yes" else f"{option} is missing, and nothing is asked"
     return UserError("A025", what, where="`trimaran init`", fix=fix)
 
 
 def _refuse_existing(file: Path) -> None:
-    from trimaran.core import UserError
-
     if file.exists() or file.is_symlink():
         raise UserError("A026", "this file exists, and it is not overwritten", where=str(file),
                         fix="name another with --out, or move the file away")  # fmt: skip
@@ -131,7 +136,6 @@ def _refuse_existing(file: Path) -> None:
 def _local_data(named: str, split: str) -> Path:
     """Return where the data is; a dataset on the Hub is fetched."""
     from trimaran.app.recipe.recipe_files import with_local_files
-    from trimaran.core import DataSection, Recipe
     from trimaran.core.regular_files import expand_user
     from trimaran.models import is_hub_name
 
@@ -148,38 +152,12 @@ def _ask(choices: "Choices", model: "ModelFacts", data: "DataFacts", *, asks_met
     if asks_method and model.has_weights:
         picked = typer.prompt(f"train ({', '.join(METHODS)})", default=choices.method, err=True).strip()
         if picked not in METHODS:
-            from trimaran.core import UserError, did_you_mean
-
             raise UserError("A001", f"there is no method '{picked}'{did_you_mean(picked, METHODS)}",
                             where="`trimaran init`", fix=f"answer with one of {', '.join(METHODS)}")  # fmt: skip
-        from dataclasses import replace
-
         rate = learning_rate(picked, model.num_parameters or 10**9, has_weights=True)
         choices = replace(choices, method=picked, lr=rate)
     epochs = typer.prompt(f"passes over the {data.num_samples:,} samples", default=choices.epochs, type=int, err=True)
     return with_epochs(choices, max(1, epochs))
-
-
-def _write_checked(file: Path, text: str, *, has_local_weights: bool) -> "Request":
-    """Write the recipe after the checks of `train --dry-run`. The file is complete or absent."""
-    from trimaran.app.recipe.prepare_data import check_all_data, check_ranks
-    from trimaran.app.recipe.recipe_files import with_local_files, with_model_tokenizer
-    from trimaran.app.recipe.request import resolve
-
-    draft = file.with_name(f".{file.name}.{os.getpid()}.yaml")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        request = resolve(str(draft), [])
-        if has_local_weights:
-            check_ranks(request)
-        check_all_data(with_model_tokenizer(with_local_files(request.recipe, weights=False)), _say)
-        os.link(draft, file)  # fails if the file exists by now
-    except FileExistsError:
-        _refuse_existing(file)
-        raise
-    finally:
-        draft.unlink(missing_ok=True)
-    return request
 
 
 def _say(text: str) -> None:

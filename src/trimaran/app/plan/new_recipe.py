@@ -57,7 +57,27 @@ def choose_values(
     """
     tried = [method] if method else _methods(model, cluster)
     for each in tried:
-        choices = _values(model, data, cluster, each, cluster_name)
+        device = cluster.device.kind
+        targets = STEP_TOKENS if data.is_samples else CORPUS_STEP_TOKENS
+        one_a_row = data.is_samples and model.mixes_documents
+        seq_len = _seq_len(model, data, MIN_SEQ_LEN["cpu" if one_a_row else device])
+        world = cluster.world_size
+        rows = data.num_samples if one_a_row else max(1, data.total_tokens // seq_len)
+        batch = max(1, min(targets[device] // seq_len, rows // 10))  # of little data, ten steps an epoch
+        batch = world * max(1, round(batch / world))
+        epochs = 3 if data.is_samples and model.has_weights and data.num_samples < FEW_SAMPLES else 1
+        steps = max(1, epochs * rows // batch)
+        choices = Choices(
+            method=each,
+            seq_len=seq_len,
+            global_batch=batch,
+            epochs=epochs,
+            lr=learning_rate(each, model.num_parameters or 10**9, has_weights=model.has_weights),
+            weight_decay=0.0 if model.has_weights and data.is_samples else 0.1,
+            warmup_steps=max(1, round(0.03 * steps)),
+            num_steps=steps,
+            cluster=cluster_name,
+        )
         try:
             recipe = Recipe.model_validate(recipe_fields(model, data, choices, path=str(model.folder)))
             plan = choose(recipe, spec_of(recipe.model), cluster, outline_if_known(recipe.model, recipe.data))
@@ -109,30 +129,6 @@ def _methods(model: ModelFacts, cluster: Cluster) -> list[Method]:
     return ["full", "lora", "qlora"] if cluster.device.traits.has_kernels else ["full", "lora"]
 
 
-def _values(model: ModelFacts, data: DataFacts, cluster: Cluster, method: Method, cluster_name: str) -> Choices:
-    device = cluster.device.kind
-    targets = STEP_TOKENS if data.is_samples else CORPUS_STEP_TOKENS
-    one_a_row = data.is_samples and model.mixes_documents
-    seq_len = _seq_len(model, data, MIN_SEQ_LEN["cpu" if one_a_row else device])
-    world = cluster.world_size
-    rows = data.num_samples if one_a_row else max(1, data.total_tokens // seq_len)
-    batch = max(1, min(targets[device] // seq_len, rows // 10))  # of little data, ten steps an epoch
-    batch = world * max(1, round(batch / world))
-    epochs = 3 if data.is_samples and model.has_weights and data.num_samples < FEW_SAMPLES else 1
-    steps = max(1, epochs * rows // batch)
-    return Choices(
-        method=method,
-        seq_len=seq_len,
-        global_batch=batch,
-        epochs=epochs,
-        lr=learning_rate(method, model.num_parameters or 10**9, has_weights=model.has_weights),
-        weight_decay=0.0 if model.has_weights and data.is_samples else 0.1,
-        warmup_steps=max(1, round(0.03 * steps)),
-        num_steps=steps,
-        cluster=cluster_name,
-    )
-
-
 def with_epochs(choices: Choices, epochs: int) -> Choices:
     """Return the choices with another number of passes over the data."""
     steps = max(1, choices.num_steps * epochs // choices.epochs)
@@ -164,14 +160,6 @@ def _seq_len(model: ModelFacts, data: DataFacts, least: int) -> int:
 def recipe_text(model: ModelFacts, data: DataFacts, choices: Choices) -> str:
     """Return the recipe as YAML with comments."""
     fields = recipe_fields(model, data, choices)
-    comments = _comments(model, data, choices)
-    lines = [HEADER, f"# model: {model.describe()}", f"# data:  {data.describe()}"]
-    lines += _lines(fields, comments, "")
-    return "\n".join(lines) + "\n"
-
-
-def _comments(model: ModelFacts, data: DataFacts, choices: Choices) -> dict[str, str]:
-    """Return the comment on each field, by dotted name."""
     families = {"decoder": "Trimaran's own network, which supports every kind of parallelism",
                 "vlm": "Trimaran's own vision-language network", "hf": "the network of transformers"}  # fmt: skip
     sources = {
@@ -194,7 +182,7 @@ def _comments(model: ModelFacts, data: DataFacts, choices: Choices) -> dict[str,
         length = "documents are joined and cut into sequences of this length"
     elif data.longest_tokens > choices.seq_len:
         length = f"longer samples (up to {data.longest_tokens:,} tokens) are cut at their end"
-    return {
+    comments = {
         "name": "runs/NAME holds the run",
         "model.family": families[model.family],
         "model.path": "shape, weights and tokenizer" if model.has_weights else "shape only: it has no weights",
@@ -213,11 +201,12 @@ def _comments(model: ModelFacts, data: DataFacts, choices: Choices) -> dict[str,
         "train.lr": rates[choices.method] if model.has_weights else "usual for training from scratch",
         "train.schedule.warmup_steps": "3 % of the steps",
         "train.optimizer.weight_decay": "none in fine-tuning" if choices.weight_decay == 0 else "usual for a corpus",
-        "train.evaluate.every": "steps; 0: only at the end"
-        if not choices.evaluate_every
-        else "steps, on held-out data",
+        "train.evaluate.every": f"steps{', on held-out data' if choices.evaluate_every else '; 0: only at the end'}",
         "cluster": "auto: this machine" if choices.cluster == "auto" else "where it runs",
     }
+    lines = [HEADER, f"# model: {model.describe()}", f"# data:  {data.describe()}"]
+    lines += _lines(fields, comments, "")
+    return "\n".join(lines) + "\n"
 
 
 def _lines(fields: dict[str, Any], comments: dict[str, str], prefix: str) -> Iterable[str]:
@@ -233,9 +222,8 @@ def _lines(fields: dict[str, Any], comments: dict[str, str], prefix: str) -> Ite
 
 
 def _joined(text: str, comment: str) -> str:
-    return (
-        f"{text:<{COMMENT_COLUMN}}{comment}".rstrip() if len(text) < COMMENT_COLUMN else f"{text}  {comment}".rstrip()
-    )
+    aligned = f"{text:<{COMMENT_COLUMN}}" if len(text) < COMMENT_COLUMN else f"{text}  "
+    return f"{aligned}{comment}".rstrip()
 
 
 def _scalar(value: Any) -> str:

@@ -12,62 +12,38 @@ import typer
 from trimaran.app.recipe.options import (
     Json,
     Settings,
+    argument,
+    cluster_option,
     complete_adapter,
-    complete_cluster,
     complete_goal,
     complete_model_or_recipe,
     complete_tool,
 )
+from trimaran.runs.run_directory import plan_tree
 
 if TYPE_CHECKING:  # `--help` does not import the planner
     from trimaran.app.recipe.request import Request
 
-ModelOrRecipe = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL|RECIPE",
-        show_default=False,
-        help="A recipe (YAML, or - for standard input), a preset, a config.json or a model folder.",
-        autocompletion=complete_model_or_recipe,
-    ),
-]
-ClusterName = Annotated[
-    str | None,
-    typer.Option(metavar="C", help="8xH100, 4x8xA100-80GB, auto or a YAML file.", autocompletion=complete_cluster),
-]
+MODEL_HELP = "A recipe (YAML, or - for standard input), a preset, a config.json or a model folder."
+ModelOrRecipe = Annotated[str | None, argument("MODEL|RECIPE", MODEL_HELP, complete_model_or_recipe)]
+ClusterName = Annotated[str | None, cluster_option("8xH100, 4x8xA100-80GB, auto or a YAML file.")]
 Length = Annotated[int | None, typer.Option(metavar="N", help="Tokens per sequence.")]
 Batch = Annotated[int | None, typer.Option(metavar="N", help="Sequences per optimizer step.")]
-GoalName = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help="throughput, memory, cost, fewest-gpus or goodput.", autocompletion=complete_goal
-    ),
-]
+GOAL_HELP = "throughput, memory, cost, fewest-gpus or goodput."
+GoalName = Annotated[str, typer.Option(metavar="NAME", help=GOAL_HELP, autocompletion=complete_goal)]
 Top = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many plans to show.")]
-Tool = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TOOL",
-        help="Write config files of the best plan: accelerate, deepspeed, hf-trainer, torchtitan or megatron.",
-        autocompletion=complete_tool,
-    ),
-]
+TOOL_HELP = "Write config files of the best plan: accelerate, deepspeed, hf-trainer, torchtitan or megatron."
+Tool = Annotated[str | None, typer.Option(metavar="TOOL", help=TOOL_HELP, autocompletion=complete_tool)]
 Output = Annotated[Path | None, typer.Option(metavar="DIR", help="Where --emit writes. [default: a folder named TOOL]")]
-From = Annotated[
-    Path | None,
-    typer.Option("--from", metavar="FILE", help="Pin what accelerate's YAML or a ds_config.json says; see --set."),
-]
+FROM_HELP = "Pin what accelerate's YAML or a ds_config.json says; see --set."
+From = Annotated[Path | None, typer.Option("--from", metavar="FILE", help=FROM_HELP)]
 Force = Annotated[bool, typer.Option("--force", help="Let --emit overwrite files.")]
 Tokens = Annotated[str | None, typer.Option(metavar="N", help="Show how long N tokens take: 300B, 1T.")]
 Price = Annotated[float | None, typer.Option(metavar="AMOUNT", help="Price of a GPU hour: show what --tokens cost.")]
 Mtbf = Annotated[float | None, typer.Option(metavar="HOURS", help="Mean time between failures of one GPU.")]
+ADAPTER_HELP = "Train an adapter, not the whole model: lora, dora, or qlora (lora on a 4-bit base)."
 AdapterName = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KIND[:RANK]",
-        help="Train an adapter, not the whole model: lora, dora, or qlora (lora on a 4-bit base).",
-        autocompletion=complete_adapter,
-    ),
+    str | None, typer.Option(metavar="KIND[:RANK]", help=ADAPTER_HELP, autocompletion=complete_adapter)
 ]
 
 Serve = Annotated[bool, typer.Option("--serve", help="Plan how to serve the model, not how to train it.")]
@@ -142,10 +118,10 @@ def plan(
     if serve:
         unused = {"--seq-len": seq_len, "--global-batch": global_batch, "--adapter": adapter, "--from": from_file,
                   "--emit": emit, "--output": output, "--tokens": tokens, "--mtbf": mtbf}  # fmt: skip
-        asked = {"cluster": cluster, "goal": goal, "price": price}
-        asked |= {name[2:].replace("-", "_"): each for name, each in serving.items()}
         from trimaran.app.main import open_leaf
 
+        asked = {"cluster": cluster, "goal": goal, "price": price}
+        asked |= {name[2:].replace("-", "_"): each for name, each in serving.items()}
         return open_leaf("plan --serve")(what, asked, unused, settings or [], as_json=as_json)
     if named := [name for name, value in serving.items() if value is not None]:
         raise UserError("A013", f"{named[0]} says how a model is served", where=named[0],
@@ -156,8 +132,8 @@ def plan(
     terms = read_cost_terms(tokens=tokens, price=price, mtbf=mtbf)
     shortcuts = {"cluster": cluster, "data.seq_len": seq_len, "train.global_batch": global_batch}
     settings = [*([adapter_setting(adapter)] if adapter else []), *(settings or [])]
+    tool_file = None
     if from_file is None:
-        tool_file = None
         pinned = read_plan_request(what, shortcuts, settings)
     else:
         from trimaran.app.plan.other_tools import read_tool_file, with_pins
@@ -170,7 +146,13 @@ def plan(
         from trimaran.app.plan.other_tools import show_tool_file
 
         show_tool_file(tool_file, request.question.cluster, request.question.recipe)
-    with _spinner(quiet=as_json):
+    searching: AbstractContextManager[object] = nullcontext()
+    if not as_json:
+        from trimaran.app.show.clean_console import open_console
+
+        if sys.stderr.isatty():  # thousands of GPUs take a moment
+            searching = open_console(stderr=True).status("searching plans")
+    with searching:
         report = build_plan_report(request, terms, tool=emit)
     report = with_measured(with_files(report, output, force=force), os.environ)
     if as_json:
@@ -193,21 +175,6 @@ def plan(
     return EXIT_DONE
 
 
-def _spinner(*, quiet: bool) -> AbstractContextManager[object]:
-    """Return a spinner for the terminal while plans are searched: thousands of GPUs take a moment."""
-    if quiet or not sys.stderr.isatty():
-        return nullcontext()
-    from trimaran.app.show.clean_console import open_console
-
-    return open_console(stderr=True).status("searching plans")
-
-
 def plan_as_dict(request: "Request") -> dict[str, object]:
     """Return what `train --dry-run --json` prints: the plan, and the prediction term by term."""
-    prediction = request.plan.prediction
-    return {
-        "name": request.recipe.name,
-        "cluster": request.recipe.cluster,
-        "plan": request.plan.model_dump(mode="json"),
-        "prediction": prediction.model_dump(mode="json") if prediction else None,
-    }
+    return {"name": request.recipe.name, "cluster": request.recipe.cluster} | plan_tree(request.plan)

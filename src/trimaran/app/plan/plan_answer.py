@@ -21,6 +21,7 @@ from trimaran.machine import Cluster
 from trimaran.planner import GOALS, PlanAnswer, Question, check_plan
 from trimaran.planner.rules.axis_rules import check_hf_facts
 from trimaran.planner.search.goals import choose, no_fit_error, search
+from trimaran.runs.run_directory import plan_tree
 
 if TYPE_CHECKING:
     from trimaran.app.plan.other_tools import EmittedPlan, WrittenPlan
@@ -56,9 +57,8 @@ def read_cost_terms(*, tokens: str | None, price: float | None, mtbf: float | No
     match = NUMBER.fullmatch(tokens.strip().replace("_", "").replace(",", ""))
     count = float(match[1]) * SUFFIXES[match[2].lower()] if match else 0.0
     if not 0 < count < 1e24:
-        raise UserError(
-            "A013", f"'{tokens}' is not a number of tokens", where="--tokens", fix="write 300B, 1T or 15e12"
-        )
+        what, fix = f"'{tokens}' is not a number of tokens", "write 300B, 1T or 15e12"
+        raise UserError("A013", what, where="--tokens", fix=fix)
     return CostTerms(tokens=count, price=price, mtbf_hours=mtbf)
 
 
@@ -143,9 +143,7 @@ class TrainerPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `--json` prints."""
-        prediction = self.plan.prediction.model_dump(mode="json") if self.plan.prediction else None
-        plan = {"plan": self.plan.model_dump(mode="json"), "prediction": prediction}
-        return {**plan, "next": self.command, "refusal": self.refusal.as_dict(), "slower": self.slower}
+        return {**plan_tree(self.plan), "next": self.command, "refusal": self.refusal.as_dict(), "slower": self.slower}
 
     def __str__(self) -> str:
         why = f"`trimaran train` does not run the plan above ({self.refusal.code}: {self.refusal.what})"
@@ -292,10 +290,18 @@ def with_top(request: PlanRequest, top: int) -> PlanRequest:
 def as_dict(report: PlanReport, *, top: int) -> dict[str, Any]:
     """Return what `--json` prints: everything that is shown, and every term of every plan."""
     answer, question, cost = report.answer, report.request.question, report.cost
-    best = _with_prediction(report.best) if report.best else {"plan": None, "prediction": None}
-    found = {
+    best = plan_tree(report.best) if report.best else {"plan": None, "prediction": None}
+    model, measured = None, None
+    if outline := question.outline:
+        adapter, trained = question.recipe.model.adapter, outline.trained_parameters
+        model = {"name": outline.name, "parameters": outline.num_parameters, "trained_parameters": trained,
+                 "adapter": adapter.model_dump(mode="json") if adapter else None}  # fmt: skip
+    if found := report.measured:
+        measured = found.as_dict() | {"plan": found.plan.model_dump(mode="json"), "error": found.error}
+        measured |= {"is_best": report.is_measured, "next": report.measured_command or None}
+    tree = {
         "name": question.recipe.name,
-        "model": _model(report),
+        "model": model,
         "cluster": str(answer.cluster),
         "goal": question.goal,
         "seq_len": question.recipe.data.seq_len,
@@ -303,10 +309,10 @@ def as_dict(report: PlanReport, *, top: int) -> dict[str, Any]:
         "rows": asdict(question.rows) if question.rows else None,
         "fits": bool(answer.ranked),
         **best,
-        "ranked": [_with_prediction(plan) for plan in answer.ranked[:top]],
-        "ties": [_with_prediction(tie.plan) | {"why": tie.why} for tie in answer.ties],
-        "misses": [_with_prediction(miss.plan) | {"why": miss.why} for miss in answer.misses],
-        "pareto": [_with_prediction(plan) for plan in pareto_set([plan for plan, _ in all_plans(report)])],
+        "ranked": [plan_tree(plan) for plan in answer.ranked[:top]],
+        "ties": [plan_tree(tie.plan) | {"why": tie.why} for tie in answer.ties],
+        "misses": [plan_tree(miss.plan) | {"why": miss.why} for miss in answer.misses],
+        "pareto": [plan_tree(plan) for plan in pareto_set([plan for plan, _ in all_plans(report)])],
         "choices": list(answer.choices),
         "hints": list(answer.hints),
         "warnings": list(answer.warnings),
@@ -315,38 +321,13 @@ def as_dict(report: PlanReport, *, top: int) -> dict[str, Any]:
         "smallest_cluster": str(answer.smallest) if answer.smallest else None,
         **(cost.as_dict() if cost else {"goodput": None, "bill": None}),
         "reliability": asdict(report.reliability) if report.reliability else None,
-        "measured": _measured(report),
+        "measured": measured,
         "emission": report.written.as_dict() if report.written else None,
         "next": report.next_command or None,
         "caution": report.caution or None,
         "trainer": report.trainer.as_dict() if report.trainer else None,
     }
-    return found if answer.ranked else found | {"error": no_fit_error(answer).as_dict()}
-
-
-def _measured(report: PlanReport) -> dict[str, Any] | None:
-    if (found := report.measured) is None:
-        return None
-    figures = {"is_best": report.is_measured, "next": report.measured_command or None}
-    return {**found.as_dict(), "plan": found.plan.model_dump(mode="json"), "error": found.error, **figures}
-
-
-def _model(report: PlanReport) -> dict[str, Any] | None:
-    question = report.request.question
-    if (outline := question.outline) is None:
-        return None
-    adapter = question.recipe.model.adapter
-    return {
-        "name": outline.name,
-        "parameters": outline.num_parameters,
-        "trained_parameters": outline.trained_parameters,
-        "adapter": adapter.model_dump(mode="json") if adapter else None,
-    }
-
-
-def _with_prediction(plan: Plan) -> dict[str, Any]:
-    prediction = plan.prediction.model_dump(mode="json") if plan.prediction else None
-    return {"plan": plan.model_dump(mode="json"), "prediction": prediction}
+    return tree if answer.ranked else tree | {"error": no_fit_error(answer).as_dict()}
 
 
 def _next_command(request: PlanRequest, answer: PlanAnswer, best: Plan) -> str:
@@ -413,21 +394,19 @@ def _tool_for(best: Plan, answer: PlanAnswer) -> tuple[str, str]:
     from trimaran.app.plan.other_tools import refusal_by
     from trimaran.planner.emit import EMITTERS
 
-    refusals = {tool: refusal_by(tool, best, answer.question) for tool in EMITTERS}
-    if able := [tool for tool, error in refusals.items() if error is None]:
-        return able[0], ""
-    tools = [tool for tool, error in refusals.items() if error and error.code != "P062"] or list(EMITTERS)
+    refusals: dict[str, UserError] = {}
+    for tool in EMITTERS:
+        if (error := refusal_by(tool, best, answer.question)) is None:
+            return tool, ""
+        refusals[tool] = error
+    tools = [tool for tool, error in refusals.items() if error.code != "P062"] or list(EMITTERS)
     why = "no tool supports this plan"
     for plan in answer.ranked:
         for tool in tools:
             if refusal_by(tool, plan, answer.question) is None:
                 speed = show_slower(slower(plan, best))
-                return tool, f"{why}: {_what(refusals[tool])}; the best of these that it supports is {speed}"
-    return tools[0], f"{why}: {_what(refusals[tools[0]])}; it gets another plan, and the output says how much slower"
-
-
-def _what(error: UserError | None) -> str:
-    return error.what if error else ""
+                return tool, f"{why}: {refusals[tool].what}; the best of these that it supports is {speed}"
+    return tools[0], f"{why}: {refusals[tools[0]].what}; it gets another plan, and the output says how much slower"
 
 
 def pinned_recipe_text(recipe: Recipe, plan: Plan, *, header: str, data: Mapping[str, Any] | None = None) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from trimaran.app.recipe.options import complete_lines
+from trimaran.app.recipe.options import argument, complete_lines
 from trimaran.app.show.text_chart import GREEN, RED
 from trimaran.core import UserError, did_you_mean, show_bytes, show_seconds
 from trimaran.core.regular_files import open_regular_file
@@ -22,17 +22,9 @@ from trimaran.planner.predict_bulk import MAX_LINE_BYTES, answer_line, example_t
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
-Questions = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="FILE",
-        show_default=False,
-        help="One JSON object per line: {id, model, cluster, plan, stack}. - is standard input.",
-        autocompletion=complete_lines,
-    ),
-]
+FILE_HELP = "One JSON object per line: {id, model, cluster, plan, stack}. - is standard input."
+Questions = Annotated[str | None, argument("FILE", FILE_HELP, complete_lines)]
 Example = Annotated[bool, typer.Option("--example", help="Print a file to start from, and predict nothing.")]
 AsLines = Annotated[bool, typer.Option("--json", help="Answer each line with one JSON object, in the same order.")]
 MAX_ALL_ROWS = 40
@@ -84,19 +76,14 @@ def _show(stream: BinaryIO) -> None:
 
 
 def _answers(stream: BinaryIO) -> Iterator[dict[str, Any]]:
-    for number, line in _lines(stream):
-        yield answer_line(line, number)
-
-
-def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield every line with its number, blank ones too; the rest of a line that is too long is skipped."""
+    """Yield the answer to every line, blank ones too; the rest of a line that is too long is skipped."""
     number = 0
     while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
         rest = line
         while not rest.endswith(b"\n") and (rest := stream.readline(MAX_LINE_BYTES + 1)):
             pass
-        yield number, line
+        yield answer_line(line, number)
 
 
 def _size(stream: BinaryIO) -> int:
@@ -160,10 +147,23 @@ def show_answers(tally: AnswerCount, console: "Console") -> None:
     """Print the answers as a table, their number, and the first errors."""
     from rich.text import Text
 
+    from trimaran.app.show.clean_console import plain_table
+
     few = len(tally.first) <= MAX_ALL_ROWS
     rows = tally.first if few else [answer for *_, answer in sorted(tally.best, reverse=True)]
+    table = plain_table()
+    table.add_column("id", overflow="ellipsis", no_wrap=True, max_width=32)
+    table.add_column("")
+    for column in ("memory", "step", "tokens/s/GPU", "mfu"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", style="dim")
+    for answer in rows:
+        verdict = Text("fits", style=GREEN) if answer["fits"] else Text("no", style=RED)
+        numbers = show_bytes(answer["device_bytes"]), show_seconds(answer["step_seconds"])
+        speed = f"{answer['tokens_per_second_per_gpu']:,.0f}", f"{answer['mfu']:.0%}"
+        table.add_row(Text(str(answer["id"])), verdict, *numbers, *speed, Text(answer.get("why", "")))
     if rows:
-        console.print(_table(rows))
+        console.print(table)
     summary = f"{tally.num_answers:,} lines in {show_seconds(tally.seconds)}, {tally.num_fitting:,} fit"
     if not few:
         summary += f"; these are the {len(rows)} fastest per GPU, --json has all"
@@ -172,28 +172,6 @@ def show_answers(tally: AnswerCount, console: "Console") -> None:
         console.print(Text(f"{tally.num_errors:,} lines have errors:", style=RED))
     for answer in tally.errors:
         error = answer["error"]
-        text = f"  {error['code']}: {error['what']} ({error['where']}{_named(answer['id'])}); {error['fix']}"
+        name = "" if answer["id"] is None else f", id {str(answer['id'])[:40]}"
+        text = f"  {error['code']}: {error['what']} ({error['where']}{name}); {error['fix']}"
         console.print(Text(text), soft_wrap=True)
-
-
-def _named(name: Any) -> str:
-    return "" if name is None else f", id {str(name)[:40]}"
-
-
-def _table(answers: Iterable[dict[str, Any]]) -> "Table":
-    from rich.text import Text
-
-    from trimaran.app.show.clean_console import plain_table
-
-    table = plain_table()
-    table.add_column("id", overflow="ellipsis", no_wrap=True, max_width=32)
-    table.add_column("")
-    for column in ("memory", "step", "tokens/s/GPU", "mfu"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("", style="dim")
-    for answer in answers:
-        verdict = Text("fits", style=GREEN) if answer["fits"] else Text("no", style=RED)
-        numbers = show_bytes(answer["device_bytes"]), show_seconds(answer["step_seconds"])
-        speed = f"{answer['tokens_per_second_per_gpu']:,.0f}", f"{answer['mfu']:.0%}"
-        table.add_row(Text(str(answer["id"])), verdict, *numbers, *speed, Text(answer.get("why", "")))
-    return table

@@ -6,28 +6,26 @@ from typing import Annotated
 
 import typer
 
-from trimaran.app.recipe.options import GlobalBatch, Json, SeqLen, Settings, complete_cluster, complete_model_or_recipe
+from trimaran.app.recipe.options import (
+    GlobalBatch,
+    Json,
+    SeqLen,
+    Settings,
+    argument,
+    cluster_option,
+    complete_model_or_recipe,
+    words_of,
+)
 
-RecipeOrModel = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL|RECIPE",
-        show_default=False,
-        help="A recipe, or a model, which is planned with defaults. [default: a small built-in recipe]",
-        autocompletion=complete_model_or_recipe,
-    ),
-]
-ClusterName = Annotated[
-    str | None,
-    typer.Option(metavar="C", help="The cluster of the plan: 8x8xH100, or a YAML file. [default: the recipe's]",
-                 autocompletion=complete_cluster),
-]  # fmt: skip
+MODEL_HELP = "A recipe, or a model, which is planned with defaults. [default: a small built-in recipe]"
+CLUSTER_HELP = "The cluster of the plan: 8x8xH100, or a YAML file. [default: the recipe's]"
+RecipeOrModel = Annotated[str | None, argument("MODEL|RECIPE", MODEL_HELP, complete_model_or_recipe)]
+ClusterName = Annotated[str | None, cluster_option(CLUSTER_HELP)]
 Ranks = Annotated[
     str | None,
     typer.Option(metavar="LIST", help="first, last, stages (one rank of each pipeline stage), or numbers, with commas. "
                  "[default: first, and last in a pipeline]",
-                 autocompletion=lambda incomplete: [each for each in ("first", "first,last", "last", "stages")
-                                                    if each.startswith(incomplete)]),
+                 autocompletion=words_of("first", "first,last", "last", "stages")),
 ]  # fmt: skip
 Steps = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Measured steps, after a warm-up.")]
 Layers = Annotated[

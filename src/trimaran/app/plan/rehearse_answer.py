@@ -16,7 +16,7 @@ from trimaran.core import Plan, UserError, show_bytes, show_seconds
 from trimaran.machine import Cluster, calibration_folder, detect, refuse_mixed
 from trimaran.models import refuse_freezing
 from trimaran.planner import choose
-from trimaran.planner.measure.rehearsal import RankCost, Rehearsal, RehearsalRequest, RehearsedRank, refuse_fewer_layers
+from trimaran.planner.measure.rehearsal import RankCost, Rehearsal, RehearsalRequest, refuse_fewer_layers
 
 NAMED_RANKS = ("first", "last", "stages")
 RANKS_FIX = "use first, last, stages (one rank of each pipeline stage) or numbers of ranks, with commas"
@@ -68,9 +68,8 @@ def chosen_ranks(text: str | None, plan: Plan) -> tuple[int, ...]:
         elif word.isascii() and word.isdigit() and len(word) <= 9 and int(word) < world:
             found[int(word)] = None
         else:
-            raise UserError(
-                "P090", f"'{word[:40]}' is no rank of a plan with {world:,}", where="--ranks", fix=RANKS_FIX
-            )
+            what = f"'{word[:40]}' is no rank of a plan with {world:,}"
+            raise UserError("P090", what, where="--ranks", fix=RANKS_FIX)
     return tuple(found)
 
 
@@ -148,7 +147,28 @@ def rehearsal_as_dict(rehearsal: Rehearsal) -> dict[str, Any]:
         "measure": MEASURES[request.is_on_cpu],
         "steps": request.steps,
         "layers": [request.layers, 2 * request.layers] if request.layers else None,
-        "ranks": [_rank_as_dict(each) for each in rehearsal.ranks],
+        "ranks": [
+            {
+                "rank": each.rank,
+                "pipeline_rank": each.pp_rank,
+                "stages": list(each.stages),
+                "status": each.answer.status,
+                "message": each.answer.message,
+                "measured": each.measured.as_dict() if each.measured else None,
+                "predicted": _cost(each.predicted),
+                "error": {"peak": each.peak_error, "compute": each.compute_error},
+                "smaller": [
+                    {
+                        "layers": part.layers,
+                        "status": part.answer.status,
+                        "measured": part.answer.measured.as_dict() if part.answer.measured else None,
+                        "predicted": _cost(part.predicted),
+                    }
+                    for part in each.smaller
+                ],
+            }
+            for each in rehearsal.ranks
+        ],
         "step": None if step is None else {
             "seconds": step.measured_seconds, "predicted_seconds": step.predicted_seconds,
         },
@@ -156,33 +176,6 @@ def rehearsal_as_dict(rehearsal: Rehearsal) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rank_as_dict(report: RehearsedRank) -> dict[str, Any]:
-    return {
-        "rank": report.rank,
-        "pipeline_rank": report.pp_rank,
-        "stages": list(report.stages),
-        "status": report.answer.status,
-        "message": report.answer.message,
-        "measured": report.measured.as_dict() if report.measured else None,
-        "predicted": _cost(report.predicted),
-        "error": {"peak": report.peak_error, "compute": report.compute_error},
-        "smaller": [
-            {
-                "layers": each.layers,
-                "status": each.answer.status,
-                "measured": each.answer.measured.as_dict() if each.answer.measured else None,
-                "predicted": _cost(each.predicted),
-            }
-            for each in report.smaller
-        ],
-    }
-
-
 def _cost(cost: RankCost) -> dict[str, Any]:
-    return {
-        "peak_bytes": cost.peak_bytes,
-        "reserved_bytes": cost.reserved_bytes,
-        "memory": cost.memory,
-        "compute_seconds": cost.seconds,
-        "time": cost.time,
-    }
+    return {"peak_bytes": cost.peak_bytes, "reserved_bytes": cost.reserved_bytes, "memory": cost.memory,
+            "compute_seconds": cost.seconds, "time": cost.time}  # fmt: skip

@@ -77,7 +77,20 @@ def run_trial(
     the seconds of the steps so far.
     """
     began = time.monotonic()
-    record = _record_of(candidate, path)
+    prediction = candidate.plan.prediction
+    figures = None
+    if prediction is not None:
+        figures = {"step_seconds": float(prediction.step_seconds), "peak_bytes": float(prediction.peak_bytes)}
+        figures["error"] = prediction.error
+    record = MeasuredTrial(
+        key=candidate.key,
+        plan=candidate.plan.model_dump(mode="json"),
+        workers=candidate.workers,
+        origin=candidate.origin,
+        run=path.name,
+        outcome="unfinished",
+        predicted=figures,
+    )
     try:
         run = create_run(path, trial_recipe(recipe, candidate), candidate.plan)
         ranks = start_local(run, warm=warm)
@@ -123,7 +136,19 @@ class TrialWatch:
         code, now = ranks.poll(), time.monotonic()
         self.refresh(now)
         if code is not None:
-            return _ended(self._run, ranks, code)
+            # Why the run ended by itself: a mistake in its settings, no memory, or a fault.
+            if (error := ranks.read_error()) is not None:
+                return TrialEnd("refused", f"{error.code}: {error.what}")
+            incidents = read_incidents(self._run)
+            if incidents and incidents[-1].cause == "preempted":
+                return TrialEnd("unfinished", "the run was asked to stop")
+            if incidents:
+                last = incidents[-1]
+                outcomes: dict[str, TrialOutcome] = {"oom": "out of memory", "user": "refused"}
+                return TrialEnd(outcomes.get(last.cause, "failed"), last.what)
+            if code in (EXIT_DONE, EXIT_AGAIN):
+                return TrialEnd("failed", "the run ended before enough steps were measured")
+            return TrialEnd("failed", f"the supervisor ended with exit code {code}; see logs/agent.log")
         return self.judge(now)
 
     def refresh(self, now: float) -> None:
@@ -156,39 +181,6 @@ class TrialWatch:
         if not self.steps and now >= self._began + limits.start_seconds:
             return TrialEnd("failed", f"no step within {limits.start_seconds:.0f} s")
         return None
-
-
-def _record_of(candidate: TuneCandidate, path: Path) -> MeasuredTrial:
-    prediction = candidate.plan.prediction
-    figures = None
-    if prediction is not None:
-        figures = {"step_seconds": float(prediction.step_seconds), "peak_bytes": float(prediction.peak_bytes)}
-        figures["error"] = prediction.error
-    return MeasuredTrial(
-        key=candidate.key,
-        plan=candidate.plan.model_dump(mode="json"),
-        workers=candidate.workers,
-        origin=candidate.origin,
-        run=path.name,
-        outcome="unfinished",
-        predicted=figures,
-    )
-
-
-def _ended(run: RunDirectory, ranks: LocalRun, code: int) -> TrialEnd:
-    """Return why the run ended by itself: a mistake in its settings, no memory, or a fault."""
-    if (error := ranks.read_error()) is not None:
-        return TrialEnd("refused", f"{error.code}: {error.what}")
-    incidents = read_incidents(run)
-    if incidents and incidents[-1].cause == "preempted":
-        return TrialEnd("unfinished", "the run was asked to stop")
-    if incidents:
-        last = incidents[-1]
-        outcomes: dict[str, TrialOutcome] = {"oom": "out of memory", "user": "refused"}
-        return TrialEnd(outcomes.get(last.cause, "failed"), last.what)
-    if code in (EXIT_DONE, EXIT_AGAIN):
-        return TrialEnd("failed", "the run ended before enough steps were measured")
-    return TrialEnd("failed", f"the supervisor ended with exit code {code}; see logs/agent.log")
 
 
 def _figures(steady: Sequence[StepLine]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,14 +11,11 @@ from trimaran.app.recipe.options import (
     Json,
     SeqLen,
     Settings,
-    complete_cluster,
+    argument,
+    cluster_option,
     complete_model_or_recipe,
     complete_run,
 )
-
-if TYPE_CHECKING:  # `--help` does not import the simulator
-    from trimaran.app.plan.simulate_answer import SimulateRequest
-    from trimaran.cost import Scenario, Simulation
 
 
 def complete_plan(incomplete: str) -> list[str]:
@@ -26,31 +23,16 @@ def complete_plan(incomplete: str) -> list[str]:
     return [*complete_run(incomplete), *complete_model_or_recipe(incomplete)]
 
 
-PlanName = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="PLAN",
-        show_default=False,
-        help="A run, its plan.json, a file of `plan --json`, a recipe, or a model, which is planned first.",
-        autocompletion=complete_plan,
-    ),
-]
-ClusterName = Annotated[
-    str | None,
-    typer.Option(metavar="C", help="12500x8xH100, or a YAML file. [default: the plan's]",
-                 autocompletion=complete_cluster),
-]  # fmt: skip
+PLAN_HELP = "A run, its plan.json, a file of `plan --json`, a recipe, or a model, which is planned first."
+PlanName = Annotated[str | None, argument("PLAN", PLAN_HELP, complete_plan)]
+ClusterName = Annotated[str | None, cluster_option("12500x8xH100, or a YAML file. [default: the plan's]")]
 Days = Annotated[float, typer.Option(metavar="N", min=0.01, max=3650, help="How long the job runs.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, max=2**31, help="The same seed gives the same answer.")]
 Runs = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Simulate the job so often, and average.")]
-Spares = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=0, max=10**6, help="Spare nodes. [default: enough for 99.9% of the time]"),
-]
-Interval = Annotated[
-    float | None,
-    typer.Option(metavar="SECONDS", min=0.1, max=10**7, help="Between checkpoints. [default: the best]"),
-]
+SPARES_HELP = "Spare nodes. [default: enough for 99.9% of the time]"
+Spares = Annotated[int | None, typer.Option(metavar="N", min=0, max=10**6, help=SPARES_HELP)]
+INTERVAL_HELP = "Between checkpoints. [default: the best]"
+Interval = Annotated[float | None, typer.Option(metavar="SECONDS", min=0.1, max=10**7, help=INTERVAL_HELP)]
 Restart = Annotated[float, typer.Option(metavar="SECONDS", min=0, max=10**6, help="From a failure to the first step.")]
 Repair = Annotated[float, typer.Option(metavar="HOURS", min=0.01, max=10**5, help="Until a broken node is back.")]
 Mtbf = Annotated[
@@ -58,23 +40,14 @@ Mtbf = Annotated[
     typer.Option(metavar="HOURS", min=1e-3, max=1e12,
                  help="Mean time between failures of one GPU. [default: as in the Llama 3 run, 50,700]"),
 ]  # fmt: skip
-Rails = Annotated[
-    int,
-    typer.Option(metavar="N", min=0, max=64, show_default=False, help="Network cards of a node. [default: one a GPU]"),
-]
-Pod = Annotated[
-    int,
-    typer.Option(
-        metavar="NODES", min=0, max=10**6, show_default=False, help="Nodes with full bandwidth. [default: all]"
-    ),
-]
+RAILS_HELP, POD_HELP = "Network cards of a node. [default: one a GPU]", "Nodes with full bandwidth. [default: all]"
+Rails = Annotated[int, typer.Option(metavar="N", min=0, max=64, show_default=False, help=RAILS_HELP)]
+Pod = Annotated[int, typer.Option(metavar="NODES", min=0, max=10**6, show_default=False, help=POD_HELP)]
 Oversubscription = Annotated[
     float, typer.Option(metavar="N", min=1, max=1000, help="How much less bandwidth leads out of a pod.")
 ]
-Out = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Write the answer there, and timelines of a step and the job for Perfetto."),
-]
+OUT_HELP = "Write the answer there, and timelines of a step and the job for Perfetto."
+Out = Annotated[Path | None, typer.Option(metavar="DIR", help=OUT_HELP)]
 
 
 def simulate(
@@ -107,9 +80,15 @@ def simulate(
     trimaran simulate runs/stdlib-tiny --cluster 64x8xH100 --days 7 --json
     trimaran simulate plan.json --cluster 12500x8xH100 --pod 384 --oversubscription 7 --out timeline
     """
-    from trimaran.app.plan.simulate_answer import read_simulate_request, refuse_endless_failures
-    from trimaran.app.show.clean_console import open_console
-    from trimaran.cost import Fabric, Scenario
+    from trimaran.app.plan.simulate_answer import (
+        read_simulate_request,
+        refuse_endless_failures,
+        show_simulation,
+        simulation_as_dict,
+    )
+    from trimaran.app.show.clean_console import open_console, progress_bar
+    from trimaran.cost import Fabric, Scenario, with_worth
+    from trimaran.cost import simulate as simulate_plan
 
     shortcuts = {"cluster": cluster, "data.seq_len": seq_len, "train.global_batch": global_batch}
     request = read_simulate_request(what, shortcuts, settings or [])
@@ -119,9 +98,9 @@ def simulate(
         restart=restart, repair=repair * 3600, mtbf_hours=mtbf,
         fabric=Fabric(rails=rails, pod_nodes=pod, oversubscription=oversubscription),
     )  # fmt: skip
-    simulation = _simulate(request, scenario)
-    from trimaran.app.plan.simulate_answer import show_simulation, simulation_as_dict
-
+    with progress_bar(open_console(stderr=True)) as report:
+        found = simulate_plan(request.question.job, request.cluster, request.plan, scenario, report)
+        simulation = with_worth(found, report)
     answer = simulation_as_dict(request, simulation)
     if out is not None:
         from trimaran.core import UserError
@@ -144,14 +123,3 @@ def simulate(
         show_simulation(request, simulation, open_console())
         for file in answer.get("files", ()):
             typer.echo(f"wrote  {file}")
-
-
-def _simulate(request: "SimulateRequest", scenario: "Scenario") -> "Simulation":
-    """Return the simulation, with a progress bar on a terminal meanwhile."""
-    from trimaran.app.show.clean_console import open_console, progress_bar
-    from trimaran.cost import simulate as simulate_plan
-    from trimaran.cost import with_worth
-
-    with progress_bar(open_console(stderr=True)) as report:
-        found = simulate_plan(request.question.job, request.cluster, request.plan, scenario, report)
-        return with_worth(found, report)

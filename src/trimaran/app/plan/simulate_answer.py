@@ -160,15 +160,21 @@ def show_simulation(request: SimulateRequest, simulation: Simulation, console: C
     facts.add_row("goodput", Text(f"{simulation.goodput:.1%} of {simulation.scenario.days:g} days", style="bold")
                   .append(f" (± {simulation.goodput_error:.1%}): {simulation.steps:,.0f} steps, "
                           f"{show_count(_tokens(request, simulation))} tokens", style="not bold"))  # fmt: skip
-    failures = fmean(sum(each.by_cause.values()) for each in simulation.histories)
-    facts.add_row("failures", f"{failures:,.0f}, one every {show_seconds(terms.mtbf)}: {_causes(simulation)}")
+    counts, runs = _counts(simulation), len(simulation.histories)
+    shown = counts.most_common(MAX_SHOWN_CAUSES)
+    causes = [f"{name} {count / runs:,.0f}" for name, count in shown]
+    if rest := counts.total() - sum(count for _, count in shown):
+        causes.append(f"others {rest / runs:,.0f}")
+    often = f"{counts.total() / runs:,.0f}, one every {show_seconds(terms.mtbf)}"
+    facts.add_row("failures", f"{often}: {', '.join(causes) or 'none'}")
     if simulation.mttr:
         facts.add_row("MTTR", f"{show_seconds(simulation.mttr)} from a failure to the first new step")
     facts.add_row("checkpoint", f"every {terms.save.every:,} steps ({show_seconds(terms.save.every * sample.mean)}): "
                   f"stops training for {show_seconds(terms.save.stall)}, complete after "
                   f"{show_seconds(terms.save.write)} more")  # fmt: skip
+    scaled = "" if terms.failure_scale == 1 else f" x {terms.failure_scale:.3g}"
     facts.add_row("assumed", f"a restart takes {show_seconds(terms.restart)}, a repair {show_seconds(terms.repair)}; "
-                  f"failures as in the Llama 3 run{_scaled(simulation)}; a node writes "
+                  f"failures as in the Llama 3 run{scaled}; a node writes "
                   f"{NODE_DISK_BANDWIDTH / 1e9:g} GB/s; one node in {1 / terms.slow.per_node_second / 86400:,.0f} "
                   f"becomes {terms.slow.factor - 1:.0%} slower a day, until {show_seconds(terms.slow.seconds)} "
                   "later")  # fmt: skip
@@ -205,19 +211,12 @@ def _tokens(request: SimulateRequest, simulation: Simulation) -> float:
     return simulation.steps * simulation.plan.global_batch * positions
 
 
-def _causes(simulation: Simulation) -> str:
+def _counts(simulation: Simulation) -> Counter[str]:
+    """Return the failures in all runs by cause."""
     counts = Counter[str]()
     for history in simulation.histories:
         counts.update(history.by_cause)
-    runs, shown = len(simulation.histories), counts.most_common(MAX_SHOWN_CAUSES)
-    rest = counts.total() - sum(count for _, count in shown)
-    texts = [f"{name} {count / runs:,.0f}" for name, count in shown]
-    return ", ".join([*texts, f"others {rest / runs:,.0f}"] if rest else texts) or "none"
-
-
-def _scaled(simulation: Simulation) -> str:
-    scale = simulation.terms.failure_scale
-    return "" if scale == 1 else f" x {scale:.3g}"
+    return counts
 
 
 def gains_of(worths: tuple[Worth, ...]) -> list[tuple[Worth, float | None]]:
@@ -230,9 +229,6 @@ def gains_of(worths: tuple[Worth, ...]) -> list[tuple[Worth, float | None]]:
 def simulation_as_dict(request: SimulateRequest, simulation: Simulation) -> dict[str, Any]:
     """Return what `--json` prints. Times are seconds, fractions are of the job's time."""
     sample, terms, histories = simulation.sample, simulation.terms, simulation.histories
-    counts = Counter[str]()
-    for history in histories:
-        counts.update(history.by_cause)
     return {
         "name": request.question.recipe.name,
         "cluster": str(simulation.cluster),
@@ -252,7 +248,7 @@ def simulation_as_dict(request: SimulateRequest, simulation: Simulation) -> dict
         "tokens": _tokens(request, simulation),
         "mttr": simulation.mttr,
         "mtbf": terms.mtbf,
-        "failures": {name: count / len(histories) for name, count in counts.most_common()},
+        "failures": {name: count / len(histories) for name, count in _counts(simulation).most_common()},
         "time": {name: fmean(each.by_activity[name] / each.seconds for each in histories) for name in ACTIVITIES},
         "checkpoint": {"steps": terms.save.every, "stall": terms.save.stall, "write": terms.save.write},
         "spares": terms.spares,

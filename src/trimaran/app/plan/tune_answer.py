@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -20,7 +20,6 @@ from rich.text import Text
 
 from trimaran.app.machine.bench import refuse_unwritable, write_calibration
 from trimaran.app.machine.calibrate_runs import CalibrateAnswer, calibrate_runs
-from trimaran.app.plan.interrupting_signals import signals_interrupt
 from trimaran.app.plan.plan_answer import pinned_recipe_text
 from trimaran.app.plan.run_trial import run_trial
 from trimaran.app.recipe.ask_torch import ask_hf_facts
@@ -30,6 +29,7 @@ from trimaran.app.recipe.recipe_files import with_local_files, with_model_tokeni
 from trimaran.app.recipe.request import Request, read_question, refuse_other_machine, with_absolute_paths
 from trimaran.app.runs.live import print_plain
 from trimaran.app.show.clean_console import progress_bar
+from trimaran.app.show.terminal import aligned
 from trimaran.app.show.text_chart import GREEN, RED
 from trimaran.core import Plan, Recipe, UserError, show_bytes, show_seconds
 from trimaran.core.regular_files import read_regular_bytes, write_atomically
@@ -44,6 +44,7 @@ from trimaran.planner.measure.trial_record import MeasuredTrial, TrialLimits, Tr
 from trimaran.planner.measure.tuner import StopReason, Tuner, TuneResult, TuneTask
 from trimaran.planner.search.goals import no_fit_error, search
 from trimaran.runs.compile_cache import refuse_unusable
+from trimaran.runs.process_control import handled_signals
 
 MAX_PLANS = 24  # of the planner, each with another mesh
 TUNED_FOLDER = "tune"  # below runs/
@@ -130,17 +131,10 @@ def about_of(question: Question) -> dict[str, Any]:
         "precision": recipe.train.precision,
         "deterministic": recipe.train.deterministic,
         "trimaran": VERSION,
-        "torch": _version("torch"),
+        "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),
         "threads": os.environ.get("OMP_NUM_THREADS", ""),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 class TuneProgress:
@@ -156,9 +150,7 @@ class TuneProgress:
             self._status.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._status.stop()
 
     def starting(self, candidate: TuneCandidate, *, why: str, best: TriedCandidate | None, left: float) -> None:
@@ -173,12 +165,12 @@ class TuneProgress:
             self._status.update(f"{self._head}; step {len(seconds)}: {_step(seconds[-1])}")
 
     def finished(self, record: MeasuredTrial, candidate: TuneCandidate) -> None:
-        result = record.outcome if not record.has_time else _measured(record)
-        reason = f": {record.reason}" if record.reason else ""
-        name = describe(candidate, self._first)
-        print_plain(
-            self._console, f"{self._number:3}  {show_seconds(record.trial_seconds):>7}  {result}{reason}  {name}"
-        )
+        result = record.outcome
+        if record.has_time:
+            result = f"{_step(record.step_seconds)} ± {(record.measured or {}).get('sigma', 0.0):.1%}"
+        result += f": {record.reason}" if record.reason else ""
+        took, name = show_seconds(record.trial_seconds), describe(candidate, self._first)
+        print_plain(self._console, f"{self._number:3}  {took:>7}  {result}  {name}")
 
 
 def describe(candidate: TuneCandidate, first: Plan) -> str:
@@ -211,16 +203,32 @@ def show_tuning(result: TuneResult, first: Plan, console: Console) -> None:
     rows: list[tuple[tuple[str, ...], str]] = [(COLUMNS, "dim")]
     for each in sorted(result.tried, key=lambda each: each.seconds or float("inf")):
         style = f"bold {GREEN}" if each is result.best else RED if each.seconds is None else ""
-        rows.append((_row(each, result, first), style))
+        notes = [describe(each.candidate, first)]
+        notes += ["the best"] if each is result.best else []
+        notes += [f"{each.num_trials} trials"] if each.num_trials > 1 else []
+        notes += [each.outcome] if each.outcome != "measured" else []
+        rows.append(
+            (
+                (
+                    (
+                        _step(each.candidate.predicted_seconds),
+                        _step(each.seconds) or "-",
+                        f"{each.sigma:.1%}" if each.seconds else "",
+                        f"{each.num_steps}" if each.seconds else "",
+                        show_bytes(each.peak_bytes) if each.peak_bytes else "",
+                        "; ".join(notes) + (f": {each.reason}" if each.reason else ""),
+                    )
+                ),
+                style,
+            )
+        )
     left = [(each.candidate, _expected(each.seconds, each.gain, result)) for each in result.proposals]
     left += [(each.candidate, each.why) for each in result.left_out]
     for candidate, why in left[:MAX_NOT_TRIED]:
         cells = (_step(candidate.predicted_seconds), "-", "", "", "", f"{describe(candidate, first)}; not tried: {why}")
         rows.append((cells, "dim"))
-    widths = [max(map(len, column)) for column in zip(*(row for row, _ in rows), strict=True)]
-    for cells, style in rows:
-        figures = [text.rjust(width) for text, width in zip(cells[:-1], widths, strict=False)]
-        console.print(Text("  ".join([*figures, cells[-1]]), style=style), soft_wrap=True)
+    for line, (_, style) in zip(aligned([cells for cells, _ in rows], len(COLUMNS) - 1), rows, strict=True):
+        console.print(Text(line, style=style), soft_wrap=True)
     if (more := len(left) - MAX_NOT_TRIED) > 0:
         console.print(Text(f"and {more:,} more that were not tried; --json lists them", style="dim"))
     console.print()
@@ -230,21 +238,6 @@ def show_tuning(result: TuneResult, first: Plan, console: Console) -> None:
 def _expected(seconds: float, gain: float, result: TuneResult) -> str:
     reason = {"time": "time was over", "interrupted": "interrupted"}.get(result.stopped, "too little to expect")
     return f"{reason}; expected {_step(seconds)}" + (f", gain {gain:.1%}" if gain < 1 else "")
-
-
-def _row(each: TriedCandidate, result: TuneResult, first: Plan) -> tuple[str, ...]:
-    notes = [describe(each.candidate, first)]
-    notes += ["the best"] if each is result.best else []
-    notes += [f"{each.num_trials} trials"] if each.num_trials > 1 else []
-    notes += [each.outcome] if each.outcome != "measured" else []
-    return (
-        _step(each.candidate.predicted_seconds),
-        _step(each.seconds) or "-",
-        f"{each.sigma:.1%}" if each.seconds else "",
-        f"{each.num_steps}" if each.seconds else "",
-        show_bytes(each.peak_bytes) if each.peak_bytes else "",
-        "; ".join(notes) + (f": {each.reason}" if each.reason else ""),
-    )
 
 
 def show_gain(result: TuneResult, console: Console) -> None:
@@ -318,11 +311,6 @@ def _tried_dict(each: TriedCandidate) -> dict[str, Any]:
     }
 
 
-def _measured(record: MeasuredTrial) -> str:
-    figures = record.measured or {}
-    return f"{_step(record.step_seconds)} ± {figures.get('sigma', 0.0):.1%}"
-
-
 def _step(seconds: float | None) -> str:
     if not seconds:
         return ""
@@ -353,7 +341,8 @@ def tune_here(
         refuse_unfit_machine(request.as_run)
     with progress_bar(console) as progress:
         recipe = prepare_data(request.recipe, progress, partial(print_plain, console))
-    with TuneProgress(console, request.ranked[0]) as view, _warm_fork_server() as warm, signals_interrupt():
+    interrupting = handled_signals(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP)
+    with TuneProgress(console, request.ranked[0]) as view, _warm_fork_server() as warm, interrupting:
 
         def measure(candidate: TuneCandidate, limits: TrialLimits, /) -> MeasuredTrial:
             return run_trial(recipe, candidate, store.new_run(), limits, warm=warm, show=view.steps)

@@ -5,8 +5,9 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -43,8 +44,7 @@ def ask_hf_facts(section: ModelSection, environ: Mapping[str, str]) -> tuple[HfF
         facts, reason = _find(section, environ)
         path = facts_file(section, environ) if facts else None
     except (OSError, ValueError, KeyError, TypeError, UserError, subprocess.SubprocessError) as error:
-        last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
-        return None, "".join(last)[:200]
+        return None, _why(error)
     if facts is not None and path is not None:
         try:
             write_facts(path, facts)
@@ -56,12 +56,9 @@ def ask_hf_facts(section: ModelSection, environ: Mapping[str, str]) -> tuple[HfF
 def _find(section: ModelSection, environ: Mapping[str, str]) -> tuple[HfFacts | None, str]:
     if sys.stderr.isatty():
         typer.echo("building the model without weights to see which axes it supports: seconds, once", err=True)
-    command = [sys.executable, "-m", "trimaran.train.find_hf_facts", str(section.path)]
-    command += ["--trust-remote-code"] if section.trust_remote_code else []
+    arguments = [str(section.path), *(["--trust-remote-code"] if section.trust_remote_code else [])]
     alone = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True,
-                          env={**environ, **alone})  # fmt: skip
-    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    answer = _ask("trimaran.train.find_hf_facts", arguments, {**environ, **alone}, seconds=LIMIT_SECONDS)
     if "unknown" in answer:
         return None, f"transformers cannot build it without weights: {answer['unknown']}"
     return facts_from_dict(answer["facts"]), ""
@@ -90,9 +87,13 @@ def cluster_of_text(
     if rates is None or (rates.scatter > MAX_SCATTER and _is_old(path, retry_seconds)):
         new = (measure or _measure)(ranks, threads or threads_per_rank(ranks), environ)
         if new is not None and (rates is None or new.scatter < rates.scatter):
-            if _keep(path, new):  # what was fitted to runs applies to them
-                return parse_cluster(text, visible_devices=visible, calibrations=folder, threads=threads)
-            cluster = with_cpu_rates(cluster, new, keeps_links=bool(cluster.links))
+            try:
+                write_cpu_rates(path, new)
+            except OSError as error:
+                logger.warning("the rates of this CPU are not kept in %s: %s", path, error.strerror)
+                return with_cpu_rates(cluster, new, keeps_links=bool(cluster.links))
+            # What was fitted to runs applies to them.
+            return parse_cluster(text, visible_devices=visible, calibrations=folder, threads=threads)
     return cluster
 
 
@@ -100,18 +101,28 @@ def _measure(ranks: int, threads: int, environ: Mapping[str, str]) -> CpuRates |
     """Return the rates of `ranks` ranks of this machine that run at once; None if they cannot be measured."""
     if sys.stderr.isatty():
         typer.echo("measuring how fast this CPU trains: about 3 seconds, once", err=True)
-    command = [sys.executable, "-m", "trimaran.machine.probe.measure_cpu", f"--ranks={ranks}", f"--threads={threads}",
-               f"--seconds={MEASURE_SECONDS}"]  # fmt: skip
-    command += [f"--pause={pid}" for pid in early_processes()]  # which are importing torch
+    arguments = [f"--ranks={ranks}", f"--threads={threads}", f"--seconds={MEASURE_SECONDS}"]
+    arguments += [f"--pause={pid}" for pid in early_processes()]  # which are importing torch
+    alone = {"GLOO_SOCKET_IFNAME": "lo", **environ}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=MEASURE_LIMIT_SECONDS, check=True,
-                              env={"GLOO_SOCKET_IFNAME": "lo", **environ})  # fmt: skip
-        return parse_cpu_rates(json.loads(done.stdout))
+        found = _ask("trimaran.machine.probe.measure_cpu", arguments, alone, seconds=MEASURE_LIMIT_SECONDS)
+        return parse_cpu_rates(found)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
         resume_early()  # the measuring process may have been killed while they were stopped
-        logger.warning("this CPU could not be measured, so predictions are not calibrated: %s", "".join(last)[:200])
+        logger.warning("this CPU could not be measured, so predictions are not calibrated: %s", _why(error))
         return None
+
+
+def _ask(module: str, arguments: Sequence[str], environment: Mapping[str, str], *, seconds: float) -> Any:
+    """Return the JSON in the last line that a module of ours prints."""
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True, env=environment)
+    return json.loads("".join(done.stdout.strip().splitlines()[-1:]))
+
+
+def _why(error: Exception) -> str:
+    """Return the last line that the process wrote on its standard error, or else the error."""
+    return "".join((getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:])[:200]
 
 
 def _is_old(path: Path, retry_seconds: float) -> bool:
@@ -119,12 +130,3 @@ def _is_old(path: Path, retry_seconds: float) -> bool:
         return time.time() - path.stat().st_mtime > retry_seconds
     except OSError:
         return True
-
-
-def _keep(path: Path, rates: CpuRates) -> bool:
-    try:
-        write_cpu_rates(path, rates)
-    except OSError as error:
-        logger.warning("the rates of this CPU are not kept in %s: %s", path, error.strerror)
-        return False
-    return True

@@ -4,45 +4,65 @@ import glob
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from trimaran.core import UserError
+from trimaran.runs import RunDirectory, open_run
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from trimaran.machine import Cluster
-    from trimaran.runs import RunDirectory
 
 RUNS = Path("runs")
 YAML = re.compile(r"\.ya?ml$")
-LINES = re.compile(r"\.jsonl$")
-ANY = re.compile(r"")
-MODEL = re.compile(r"\.ya?ml$|(^|/)config\.json$")
+Completion = Callable[[str], list[str]]
 
 
-def complete_recipe(incomplete: str) -> list[str]:
-    """Return the YAML files and folders that complete `incomplete`."""
-    return _files(incomplete, YAML)
+def words_of(*words: str, table: str = "") -> Completion:
+    """Return the completion by `words` and the names in a table, `module:NAME`, which is imported when it is used."""
+    module, _, name = table.partition(":")
+
+    def complete(incomplete: str) -> list[str]:
+        return starting([*words, *(getattr(import_module(f"trimaran.{module}"), name) if table else ())], incomplete)
+
+    return complete
 
 
-def complete_lines(incomplete: str) -> list[str]:
-    """Return the JSONL files and folders that complete `incomplete`."""
-    return _files(incomplete, LINES)
+def files_named(pattern: str) -> Completion:
+    """Return the completion by folders, and by files whose names have the pattern."""
+    kind = re.compile(pattern)
+
+    def complete(incomplete: str) -> list[str]:
+        names = ((name, Path(name).is_dir()) for name in sorted(glob.glob(glob.escape(incomplete) + "*")))
+        return [f"{name}/" if is_folder else name for name, is_folder in names if is_folder or kind.search(name)]
+
+    return complete
 
 
-def complete_data(incomplete: str) -> list[str]:
-    """Return the files and folders that complete `incomplete`."""
-    return _files(incomplete, ANY)
+def starting(words: Iterable[str], incomplete: str) -> list[str]:
+    """Return the words that complete `incomplete`."""
+    return [word for word in words if word.startswith(incomplete)]
+
+
+complete_recipe, complete_lines, complete_data = files_named(YAML.pattern), files_named(r"\.jsonl$"), files_named("")
+complete_autopilot = words_of("act", "advise", "off")
+complete_goal = words_of(table="planner:GOALS")
+complete_adapter = words_of(table="app.recipe.plan_request:ADAPTERS")
+complete_tool = words_of(table="planner.emit:EMITTERS")
+complete_fabric = words_of("auto", table="machine.checks.fabric_presets:FABRICS")
 
 
 def complete_model_or_recipe(incomplete: str) -> list[str]:
     """Return what `plan` accepts: presets, recipes, and the config.json and folders of models."""
     from trimaran.models import PRESETS, VLM_PRESETS
 
-    return [*starting(PRESETS | VLM_PRESETS, incomplete), *_files(incomplete, MODEL)]
+    return [*starting(PRESETS | VLM_PRESETS, incomplete), *files_named(r"\.ya?ml$|(^|/)config\.json$")(incomplete)]
 
 
 def complete_cluster(incomplete: str) -> list[str]:
@@ -51,50 +71,7 @@ def complete_cluster(incomplete: str) -> list[str]:
 
     counts, separator, name = incomplete.rpartition("x")
     devices = [f"{counts}{separator}{device}" for device in DEVICES if device.casefold().startswith(name.casefold())]
-    return [*starting(["auto"], incomplete), *devices, *_files(incomplete, YAML)]
-
-
-def complete_autopilot(incomplete: str) -> list[str]:
-    """Return the modes of the autopilot that complete `incomplete`."""
-    return starting(["act", "advise", "off"], incomplete)
-
-
-def complete_goal(incomplete: str) -> list[str]:
-    """Return the goals that complete `incomplete`."""
-    from trimaran.planner import GOALS
-
-    return starting(GOALS, incomplete)
-
-
-def complete_adapter(incomplete: str) -> list[str]:
-    """Return the adapters that complete `incomplete`."""
-    from trimaran.app.recipe.plan_request import ADAPTERS
-
-    return starting(ADAPTERS, incomplete)
-
-
-def complete_tool(incomplete: str) -> list[str]:
-    """Return the tools that a plan can be written for."""
-    from trimaran.planner.emit import EMITTERS
-
-    return starting(EMITTERS, incomplete)
-
-
-def complete_fabric(incomplete: str) -> list[str]:
-    """Return the fabrics that complete `incomplete`."""
-    from trimaran.machine.checks.fabric_presets import FABRICS
-
-    return starting(["auto", *FABRICS], incomplete)
-
-
-def _files(incomplete: str, kind: re.Pattern[str]) -> list[str]:
-    names = sorted(glob.glob(glob.escape(incomplete) + "*"))
-    return [f"{name}/" if Path(name).is_dir() else name for name in names if Path(name).is_dir() or kind.search(name)]
-
-
-def starting(words: Iterable[str], incomplete: str) -> list[str]:
-    """Return the words that complete `incomplete`."""
-    return [word for word in words if word.startswith(incomplete)]
+    return [*starting(["auto"], incomplete), *devices, *complete_recipe(incomplete)]
 
 
 def complete_setting(incomplete: str) -> list[str]:
@@ -104,16 +81,12 @@ def complete_setting(incomplete: str) -> list[str]:
     path, separator, _ = incomplete.partition("=")
     fields = dict(_fields(Recipe, ""))
     values = [f"{path}={choice}" for choice in fields.get(path, ())]
-    return [
-        setting
-        for setting in (values if separator else [f"{field}=" for field in fields])
-        if setting.startswith(incomplete)
-    ]
+    return starting(values if separator else [f"{field}=" for field in fields], incomplete)
 
 
 def complete_run(incomplete: str) -> list[str]:
     """Return the runs under `runs/` that complete `incomplete`."""
-    return [str(path) for path in sorted(RUNS.glob("*/")) if str(path).startswith(incomplete)]
+    return starting(map(str, sorted(RUNS.glob("*/"))), incomplete)
 
 
 def complete_run_or_recipe(incomplete: str) -> list[str]:
@@ -125,6 +98,7 @@ def _fields(model: "type[BaseModel]", prefix: str) -> Iterator[tuple[str, tuple[
     """Yield every field that `--set` can name, with its values if they are a fixed list."""
     from pydantic import BaseModel
 
+    from trimaran.core.plugins import KINDS, plugin_names
     from trimaran.models import PRESETS, VLM_PRESETS
 
     for name, field in model.model_fields.items():
@@ -135,17 +109,12 @@ def _fields(model: "type[BaseModel]", prefix: str) -> Iterator[tuple[str, tuple[
         if section:
             yield from _fields(section, f"{prefix}{name}.")
         else:
-            listed = tuple(PRESETS | VLM_PRESETS) if f"{prefix}{name}" == "model.preset" else ()
-            listed = listed or _plugin_choices(f"{prefix}{name}")
-            yield f"{prefix}{name}", listed or tuple(str(each) for each in options if isinstance(each, str))
-
-
-def _plugin_choices(path: str) -> tuple[str, ...]:
-    """Return the names that a field takes which may name a plug-in; empty for other fields."""
-    from trimaran.core.plugins import KINDS, plugin_names
-
-    kind = next((name for name, kind in KINDS.items() if kind.field == path and name != "sink"), None)
-    return (*KINDS[kind].reserved, *plugin_names(kind)) if kind else ()
+            path, listed = f"{prefix}{name}", tuple(str(each) for each in options if isinstance(each, str))
+            if path == "model.preset":
+                listed = tuple(PRESETS | VLM_PRESETS)
+            elif kind := next((name for name, kind in KINDS.items() if kind.field == path and name != "sink"), None):
+                listed = (*KINDS[kind].reserved, *plugin_names(kind)) or listed  # it may name a plug-in
+            yield path, listed
 
 
 def _options(annotation: Any) -> list[Any]:
@@ -165,17 +134,14 @@ def program_name() -> str:
     return str(started.relative_to(here) if started.is_relative_to(here) else started)
 
 
-def find_run(name: str) -> "RunDirectory":
+def find_run(name: str) -> RunDirectory:
     """Return the run of that name: a path, or the name of a run under `runs/`."""
-    from trimaran.runs import open_run
-
     is_here = Path(name).exists() or len(Path(name).parts) != 1 or not RUNS.is_dir()
     return open_run(Path(name) if is_here else RUNS / name)
 
 
 def refuse_missing_ranks(ranks: str, world: int) -> None:
     """Raise UserError unless `ranks` is `all`, or a list of ranks of a run that has `world` of them."""
-    from trimaran.core import UserError
     from trimaran.runs.run_requests import RANKS_PATTERN
 
     if not RANKS_PATTERN.match(ranks) or (ranks != "all" and max(map(int, ranks.split(","))) >= world):
@@ -188,36 +154,26 @@ def path_argument(path: Path) -> str:
     return f"./{path}" if str(path).startswith("-") else str(path)
 
 
-RecipeFile = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[RECIPE]",
-        show_default=False,
-        help="A YAML file, or - for standard input. [default: a small built-in recipe]",
-        autocompletion=complete_recipe,
-    ),
-]
+def argument(metavar: str, help: str, complete: Completion | None = None, **more: Any) -> Any:
+    """Return an argument of a command whose help says what its default is."""
+    return typer.Argument(metavar=metavar, show_default=False, help=help, autocompletion=complete, **more)
+
+
+def cluster_option(help: str) -> Any:
+    return typer.Option(metavar="C", help=help, autocompletion=complete_cluster)
+
+
+RECIPE_HELP = "A YAML file, or - for standard input. [default: a small built-in recipe]"
+RecipeFile = Annotated[str | None, argument("[RECIPE]", RECIPE_HELP, complete_recipe)]
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="FIELD=VALUE",
-        help="Override a field of the recipe, such as train.steps=300. Repeatable.",
-        autocompletion=complete_setting,
-    ),
-]
-RunName = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="A run directory, or its name under runs/.", autocompletion=complete_run),
-]
-TrainedModelName = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A run directory or its name under runs/, a checkpoint of it, a Hugging Face or a PEFT folder.",
-        autocompletion=complete_run,
-    ),
-]
+    typer.Option("--set", metavar="FIELD=VALUE", autocompletion=complete_setting,
+                 help="Override a field of the recipe, such as train.steps=300. Repeatable."),
+]  # fmt: skip
+RUN_HELP = "A run directory, or its name under runs/."
+RunName = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)]
+MODEL_HELP = "A run directory or its name under runs/, a checkpoint of it, a Hugging Face or a PEFT folder."
+TrainedModelName = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_run)]
 SeqLen = Annotated[int | None, typer.Option(metavar="N", help="Tokens per sequence, if a model is named.")]
 GlobalBatch = Annotated[int | None, typer.Option(metavar="N", help="Sequences per step, if a model is named.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

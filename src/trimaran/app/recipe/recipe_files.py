@@ -137,7 +137,16 @@ def _own_tokenizer(recipe: Recipe) -> str | None:
     if has_tokenizer(folder):
         return str(folder.absolute())
     if weight_files(folder) and read_record(folder).get("kind") != "bytes":
-        raise _no_tokenizer(folder, model_vocabulary(recipe))
+        vocabulary = model_vocabulary(recipe)
+        has = f"a vocabulary of {vocabulary:,} ids" if vocabulary else "a vocabulary of its own"
+        raise UserError(
+            "T022",
+            f"the model has trained weights and {has}, but no tokenizer; without one the data would "
+            "be read as bytes, 257 ids, which mean something else to the model",
+            where=f"model.path {folder}",
+            fix="copy its tokenizer.json into the folder, name one in data.tokenizer, or, to train it on "
+            "bytes, set data.tokenizer=bytes",
+        )
     return None
 
 
@@ -178,11 +187,3 @@ def _refuse_other_shards(recipe: Recipe) -> None:
                     f"own has {tokenizer.vocab_size:,}", where=str(shards.path),
                     fix=f"pack the data again with --tokenizer {folder}, or, to train the model on another tokenizer, "
                     "name it in data.tokenizer")  # fmt: skip
-
-
-def _no_tokenizer(folder: Path, vocabulary: int | None) -> UserError:
-    has = f"a vocabulary of {vocabulary:,} ids" if vocabulary else "a vocabulary of its own"
-    return UserError("T022", f"the model has trained weights and {has}, but no tokenizer; without one the data would "
-                     "be read as bytes, 257 ids, which mean something else to the model", where=f"model.path {folder}",
-                     fix="copy its tokenizer.json into the folder, name one in data.tokenizer, or, to train it on "
-                     "bytes, set data.tokenizer=bytes")  # fmt: skip

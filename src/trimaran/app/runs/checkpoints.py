@@ -1,6 +1,7 @@
 """`trimaran checkpoints`: list, verify, compare, prune and import the checkpoints of a run."""
 
 import json
+import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,16 +10,17 @@ import typer
 from typer.core import TyperGroup
 
 from trimaran.app.recipe.options import Json, RunName, Settings, complete_recipe, complete_run, find_run
-from trimaran.checkpoint.checkpoint_list import CheckpointRow, count_drafts, find_step, list_checkpoints, verify_present
+from trimaran.checkpoint.checkpoint_list import count_drafts, find_step, list_checkpoints, verify_present
 from trimaran.checkpoint.step_dirs import complete_steps, prune, step_of, step_path, steps_to_prune, without_manifest
 from trimaran.core import UserError, show_bytes
 from trimaran.core.regular_files import read_regular_text
+from trimaran.runs import RunDirectory, create_run, open_run, refuse_occupied, take_lease
+from trimaran.runs.reserve import DISK_FULL_ERRORS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from trimaran.checkpoint.convert.import_dcp import ImportedTensors
-    from trimaran.runs import RunDirectory
 
 EXIT_DAMAGED = 1
 MAX_SHOWN_DIFFERENCES = 20
@@ -53,6 +55,7 @@ def list_all(run: RunName, as_json: Json = False) -> None:
     trimaran checkpoints s3://bucket/my-run
     """
     from trimaran.app.runs.stored_checkpoints import list_stored, show_stored
+    from trimaran.app.show.clean_console import open_console, plain_table
 
     if "://" in run:
         stored = list_stored(run)
@@ -69,7 +72,17 @@ def list_all(run: RunName, as_json: Json = False) -> None:
     if not rows:
         typer.echo(f"no checkpoint in {directory.checkpoints} yet")
     else:
-        _show(rows)
+        table = plain_table("step", "size", "written", texts=("when", "ranks", "plan", "state"))
+        for row in rows:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.time)) if row.time else ""
+            ranks = "" if row.world_size is None else str(row.world_size)
+            sizes = (show_bytes(row.bytes), show_bytes(row.written_bytes))
+            table.add_row(str(row.step), *sizes, when, ranks, row.plan, row.status)
+        open_console().print(table)
+        for row in (each for each in rows if each.why):
+            typer.echo(f"step {row.step} is {row.status}: {row.why}")
+        if nodes := sorted({node for row in rows for node in row.on_nodes}):
+            typer.echo(f"files are also on the disks of {', '.join(nodes)}, which were not looked at")
     if drafts:
         typer.echo(f"{drafts} unfinished: still being written, or left by a killed run")
     if stored:
@@ -92,7 +105,21 @@ def verify_run(
     trimaran checkpoints verify s3://bucket/my-run
     """
     if store or "://" in run:
-        return _verify_stored(run, step, as_json=as_json)
+        from trimaran.app.runs.stored_checkpoints import verify_stored
+        from trimaran.app.show.clean_console import open_console, progress_bar
+
+        url = run if "://" in run else find_run(run).read_recipe().checkpoint.store
+        if not url:
+            raise UserError("A001", "this run has no object store", where=run,
+                            fix="leave out --store, or set checkpoint.store")  # fmt: skip
+        with progress_bar(open_console(stderr=True)) as progress:
+            answers = verify_stored(url, step, progress)
+        if as_json:
+            typer.echo(json.dumps({"store": url, "checkpoints": answers}))
+        else:
+            for answer in answers:
+                typer.echo(f"step {answer['step']} in the store: {'; '.join(answer['damages']) or 'verified'}")
+        return EXIT_DAMAGED if any(answer["damages"] for answer in answers) else 0
     directory = find_run(run)
     folder = directory.checkpoints
     paths = sorted([*(step_path(folder, each) for each in complete_steps(folder)), *without_manifest(folder)])
@@ -106,24 +133,6 @@ def verify_run(
         for answer in answers:
             here = f"verified, but for the files on {', '.join(nodes)}" if (nodes := answer["on_nodes"]) else "verified"
             typer.echo(f"step {answer['step']}: {'; '.join(answer['damages']) or here}")
-    return EXIT_DAMAGED if any(answer["damages"] for answer in answers) else 0
-
-
-def _verify_stored(run: str, step: int | None, *, as_json: bool) -> int:
-    from trimaran.app.runs.stored_checkpoints import verify_stored
-    from trimaran.app.show.clean_console import open_console, progress_bar
-
-    url = run if "://" in run else find_run(run).read_recipe().checkpoint.store
-    if not url:
-        raise UserError("A001", "this run has no object store", where=run,
-                        fix="leave out --store, or set checkpoint.store")  # fmt: skip
-    with progress_bar(open_console(stderr=True)) as progress:
-        answers = verify_stored(url, step, progress)
-    if as_json:
-        typer.echo(json.dumps({"store": url, "checkpoints": answers}))
-    else:
-        for answer in answers:
-            typer.echo(f"step {answer['step']} in the store: {'; '.join(answer['damages']) or 'verified'}")
     return EXIT_DAMAGED if any(answer["damages"] for answer in answers) else 0
 
 
@@ -232,7 +241,6 @@ def _import(
     from trimaran.app.show.clean_console import progress_bar
     from trimaran.checkpoint.convert.dcp_read import DcpSource
     from trimaran.checkpoint.convert.import_dcp import find_imported_tensors
-    from trimaran.runs import create_run, open_run, refuse_occupied
 
     is_new = not run_dir.exists()
     if not is_new and (recipe or settings):
@@ -257,13 +265,10 @@ def _import(
             "passed_over": source.skipped_keys}  # fmt: skip
 
 
-def _write(arrivals: "ImportedTensors", source: Any, run: "RunDirectory", step: int, progress: Any) -> Path:
+def _write(arrivals: "ImportedTensors", source: Any, run: RunDirectory, step: int, progress: Any) -> Path:
     """Write the imported tensors as a checkpoint of `run`, which must not be running."""
-    import time
-
     from trimaran.checkpoint.convert.import_dcp import write_imported_tensors
     from trimaran.checkpoint.manifest import Manifest
-    from trimaran.runs.lease import take_lease
 
     recipe = run.read_recipe()
     with take_lease(run) as lease:
@@ -278,11 +283,8 @@ def _write(arrivals: "ImportedTensors", source: Any, run: "RunDirectory", step: 
         return write_imported_tensors(arrivals, source, run.checkpoints, manifest=about, progress=progress)
 
 
-def _exclusive(run: "RunDirectory") -> AbstractContextManager[Any]:
+def _exclusive(run: RunDirectory) -> AbstractContextManager[Any]:
     """Return a lease on `run`, so that no other process runs it meanwhile. On a full disk none is needed."""
-    from trimaran.runs.lease import take_lease
-    from trimaran.runs.run_directory import DISK_FULL_ERRORS
-
     try:
         return take_lease(run)
     except UserError as error:
@@ -309,30 +311,6 @@ def _damages(path: Path) -> list[str] | None:
     with progress_bar(open_console(stderr=True)) as progress:
         found = verify_present(path, lambda fraction: progress(f"verifying {path.name}", fraction))
     return None if found is None else [str(each) for each in found]
-
-
-def _show(rows: list[CheckpointRow]) -> None:
-    import time
-
-    from rich.table import Table
-
-    from trimaran.app.show.clean_console import open_console
-
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for column in ("step", "size", "written"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("when", "ranks", "plan", "state"):
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.time)) if row.time else ""
-        ranks = "" if row.world_size is None else str(row.world_size)
-        sizes = (show_bytes(row.bytes), show_bytes(row.written_bytes))
-        table.add_row(str(row.step), *sizes, when, ranks, row.plan, row.status)
-    open_console().print(table)
-    for row in (each for each in rows if each.why):
-        typer.echo(f"step {row.step} is {row.status}: {row.why}")
-    if nodes := sorted({node for row in rows for node in row.on_nodes}):
-        typer.echo(f"files are also on the disks of {', '.join(nodes)}, which were not looked at")
 
 
 def _step_list(numbers: list[int]) -> str:

@@ -2,17 +2,13 @@
 
 import json
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from trimaran.app.recipe.options import Json, RunName, find_run
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from trimaran.core import Decision
-    from trimaran.runs import RunDirectory
+from trimaran.core import UserError
+from trimaran.runs import RunDirectory, RunReader, read_decisions, writing
 
 POLL_SECONDS = 0.5
 
@@ -39,34 +35,49 @@ def decisions(
         answer["request"] = request_undo(directory, undo)
     if off:
         switch_off(directory)
-    answer |= _facts(directory)
+    from trimaran.app.runs.decisions_view import command_of_decision, decision_lines, show_decisions
+    from trimaran.app.runs.run_state import ACTIVE_STATUSES, RunState
+    from trimaran.app.show.clean_console import open_console
+
+    found, state = read_decisions(directory), RunState(directory, only_status=True)
+    state.refresh()
     if as_json:
+        section, spent = directory.read_recipe().autopilot, sum(each.trial_seconds for each in found)
+        shown = [each.as_dict() | {"command": command_of_decision(each, directory, state.status)} for each in found]
+        mode = "off" if directory.autopilot_off.exists() else section.mode
+        answer |= {"mode": mode, "budget": section.budget, "spent_seconds": spent, "decisions": shown}
         typer.echo(json.dumps(answer))
         return
-    from trimaran.app.runs.decisions_view import show_decisions
-    from trimaran.app.show.clean_console import open_console
 
     console = open_console()
     if undo:
         console.print(f"asked the ranks to take decision {undo} back: change {answer['request']}", soft_wrap=True)
     if off:
         console.print("the autopilot of this run is off; delete RUN/autopilot-off to switch it on again")
-    if follow:
-        _follow(directory, console)
-    elif not undo and not off:
-        show_decisions(directory, _read(directory), console)
+    if not follow:
+        if not undo and not off:
+            show_decisions(directory, found, state.status, console)
+        return
+    reader, is_active = RunReader(directory), True
+    while is_active:
+        state.refresh()
+        is_active = state.status in ACTIVE_STATUSES
+        for each in reader.new_decisions().values():
+            for line in decision_lines(each, directory, state.status):
+                console.print(line, soft_wrap=True)
+        if is_active:
+            time.sleep(POLL_SECONDS)
 
 
-def request_undo(run: "RunDirectory", number: int) -> int:
+def request_undo(run: RunDirectory, number: int) -> int:
     """Ask the ranks to take a kept decision back, as the user, and return the number of the request."""
-    from trimaran.core import UserError
     from trimaran.runs.lease import is_running
     from trimaran.runs.run_requests import write_change_request
 
-    found = next((each for each in _read(run) if each.id == number), None)
+    found = next((each for each in read_decisions(run) if each.id == number), None)
     if found is None or found.outcome != "kept":
         state = "there is no such decision" if found is None else f"it was {found.outcome.replace('-', ' ')}"
-        kept = ", ".join(str(each.id) for each in _read(run) if each.outcome == "kept")
+        kept = ", ".join(str(each.id) for each in read_decisions(run) if each.outcome == "kept")
         fix = f"name one that was kept: {kept}" if kept else "no decision of this run was kept"
         raise UserError("A033", f"decision {number} cannot be undone: {state}", where=str(run.decisions), fix=fix)
     if not is_running(run):
@@ -77,46 +88,7 @@ def request_undo(run: "RunDirectory", number: int) -> int:
     return request.id
 
 
-def switch_off(run: "RunDirectory") -> None:
+def switch_off(run: RunDirectory) -> None:
     """Stop the autopilot of the run, from now on and when it is resumed."""
-    from trimaran.runs import writing
-
     with writing(run):
         run.autopilot_off.touch()
-
-
-def _facts(run: "RunDirectory") -> dict[str, Any]:
-    """Return what `--json` prints: the mode, the budget, what was spent of it, and the decisions with commands."""
-    from trimaran.app.runs.decisions_view import command_of_decision
-    from trimaran.app.runs.run_state import RunState
-
-    section, found, state = run.read_recipe().autopilot, _read(run), RunState(run, only_status=True)
-    state.refresh()
-    shown = [each.as_dict() | {"command": command_of_decision(each, run, state.status)} for each in found]
-    mode = "off" if run.autopilot_off.exists() else section.mode
-    spent = sum(each.trial_seconds for each in found)
-    return {"mode": mode, "budget": section.budget, "spent_seconds": spent, "decisions": shown}
-
-
-def _read(run: "RunDirectory") -> "list[Decision]":
-    from trimaran.runs.run_records import read_decisions
-
-    return read_decisions(run)
-
-
-def _follow(run: "RunDirectory", console: "Console") -> None:
-    """Print each state of each decision until the run has ended."""
-    from trimaran.app.runs.decisions_view import decision_lines
-    from trimaran.app.runs.run_state import ACTIVE_STATUSES, RunState
-    from trimaran.runs.read.run_reader import RunReader
-
-    state, reader = RunState(run, only_status=True), RunReader(run)
-    while True:
-        state.refresh()
-        has_ended = state.status not in ACTIVE_STATUSES
-        for each in reader.new_decisions().values():
-            for line in decision_lines(each, run, state.status):
-                console.print(line, soft_wrap=True)
-        if has_ended:
-            return
-        time.sleep(POLL_SECONDS)

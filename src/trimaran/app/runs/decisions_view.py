@@ -2,34 +2,29 @@
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from trimaran.app.recipe.options import path_argument, program_name
-from trimaran.app.runs.run_state import ACTIVE_STATUSES, RunState, Status
+from trimaran.app.runs.run_state import ACTIVE_STATUSES, Status
 from trimaran.app.show.text_chart import GREEN, ORANGE, RED, SKY
 from trimaran.autopilot.proposal import describe
 from trimaran.core import Decision, show_seconds
-
-if TYPE_CHECKING:
-    from trimaran.runs import RunDirectory
+from trimaran.runs import RunDirectory
 
 STYLES = {"kept": GREEN, "rolled-back": ORANGE, "refused": RED, "failed": RED, "trying": SKY, "advised": SKY}
 
 
-def show_decisions(run: "RunDirectory", decisions: Sequence[Decision], console: Console) -> None:
+def show_decisions(run: RunDirectory, decisions: Sequence[Decision], status: Status, console: Console) -> None:
     """Print every decision, and what all trials cost."""
     section = run.read_recipe().autopilot
     mode = "off" if run.autopilot_off.exists() else section.mode
     if not decisions:
         console.print(f"the autopilot ({mode}) has decided nothing in this run", soft_wrap=True)
         return
-    state = RunState(run, only_status=True)
-    state.refresh()
     for each in decisions:
-        for line in decision_lines(each, run, state.status):
+        for line in decision_lines(each, run, status):
             console.print(line, soft_wrap=True)
     counts = {name: sum(each.outcome == name for each in decisions) for name in STYLES}
     parts = [f"{count} {name}" for name, count in counts.items() if count]
@@ -37,7 +32,7 @@ def show_decisions(run: "RunDirectory", decisions: Sequence[Decision], console: 
     console.print(f"autopilot {mode}: {', '.join(parts)}; trials cost {spent}", soft_wrap=True)
 
 
-def decision_lines(decision: Decision, run: "RunDirectory", status: Status) -> list[Text]:
+def decision_lines(decision: Decision, run: RunDirectory, status: Status) -> list[Text]:
     """Return a decision in lines that can be copied: outcome, change, reason, expected and measured effect."""
     head = Text.assemble(
         (f"{decision.id:>3} ", "bold"),
@@ -50,7 +45,7 @@ def decision_lines(decision: Decision, run: "RunDirectory", status: Status) -> l
     return [head, *(Text(f"    {name + ':':<10}{text}") for name, text in rows.items() if text)]
 
 
-def command_of_decision(decision: Decision, run: "RunDirectory", status: Status) -> str:
+def command_of_decision(decision: Decision, run: RunDirectory, status: Status) -> str:
     """Return the command that makes the change of a decision by hand; the one that takes it back if it was kept.
 
     Only a run that is active can change its plan. Another is resumed with the change, or trained again if it is done.

@@ -5,7 +5,7 @@ import json
 import typer
 
 from trimaran.app.recipe.options import Json, RunName, find_run
-from trimaran.app.runs.run_state import RunState
+from trimaran.app.runs.run_state import read_state
 from trimaran.launch.supervise.investigate import incident_text
 from trimaran.runs import read_incidents
 
@@ -29,9 +29,7 @@ def incidents(run: RunName, as_json: Json = False) -> None:
     from trimaran.app.show.clean_console import open_console
 
     console = open_console()
-    state = RunState(directory, only_status=True)
-    state.refresh()
-    if vanished := state.status == "vanished":
+    if vanished := read_state(directory).status == "vanished":
         console.print(Text("the run was killed and not resumed", style="bold red"), soft_wrap=True)
     if not found and not vanished:
         console.print("no incidents in this run")

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from trimaran.app.show.clean_console import plain_table
 from trimaran.core import show_bytes
 
 NUMBERS_WIDTH = 32  # columns of the numbers of a row
@@ -30,26 +30,22 @@ def show_profile(answer: dict[str, Any], console: Console) -> None:
         _show_ranges(recorded, console)
     for file, trace in zip(answer["files"], answer.get("traces", ()), strict=False):
         console.print(file, soft_wrap=True)
-        _show_trace(trace, console)
+        (first, last), seconds = trace["steps"], trace["seconds"]
+        idle = "device idle" if trace["on_device"] else "no operator running"
+        text = f"steps {first} to {last} of rank {trace['rank']}: {seconds:.3f} s; {idle} {trace['idle'] / seconds:.1%}"
+        if trace["communication"]:
+            text += f"; communication {trace['communication'] / seconds:.1%}, exposed {trace['exposed'] / seconds:.1%}"
+        console.print(text, soft_wrap=True)
+        table = plain_table("self time", "share", "calls", texts=["kernel" if trace["on_device"] else "operator"])
+        longest = max(20, console.width - NUMBERS_WIDTH)
+        for row in trace["rows"][:MAX_ROWS]:
+            name = row["name"]
+            short = name if len(name) <= longest else f"{name[: longest - 3]}..."
+            table.add_row(f"{row['seconds'] * 1e3:.2f} ms", f"{row['share']:.1%}", f"{row['calls']:,}", short)
+        console.print(table)
     for file, memory in zip(answer["files"], answer.get("memory", ()), strict=False):
         console.print(file, soft_wrap=True)
         _show_memory(memory, console)
-
-
-def _show_trace(trace: dict[str, Any], console: Console) -> None:
-    (first, last), seconds = trace["steps"], trace["seconds"]
-    idle = "device idle" if trace["on_device"] else "no operator running"
-    text = f"steps {first} to {last} of rank {trace['rank']}: {seconds:.3f} s; {idle} {trace['idle'] / seconds:.1%}"
-    if trace["communication"]:
-        text += f"; communication {trace['communication'] / seconds:.1%}, exposed {trace['exposed'] / seconds:.1%}"
-    console.print(text, soft_wrap=True)
-    table = _table("self time", "share", "calls", "kernel" if trace["on_device"] else "operator")
-    longest = max(20, console.width - NUMBERS_WIDTH)
-    for row in trace["rows"][:MAX_ROWS]:
-        name = row["name"]
-        short = name if len(name) <= longest else f"{name[: longest - 3]}..."
-        table.add_row(f"{row['seconds'] * 1e3:.2f} ms", f"{row['share']:.1%}", f"{row['calls']:,}", short)
-    console.print(table)
 
 
 def _show_ranges(recorded: dict[str, Any], console: Console) -> None:
@@ -59,7 +55,7 @@ def _show_ranges(recorded: dict[str, Any], console: Console) -> None:
     if not phases:
         console.print("`nsys stats` has shown no ranges of this file; open it in Nsight Systems", soft_wrap=True)
         return
-    table = _table("time", "share", "calls", f"range of rank {recorded['rank']}")
+    table = plain_table("time", "share", "calls", texts=[f"range of rank {recorded['rank']}"])
     for row in (*phases, *others):
         name = row["text"] if row["is_phase"] else f"  {row['text']}"
         table.add_row(f"{row['seconds'] * 1e3:.2f} ms", f"{row['share']:.1%}", f"{row['calls']:,}", name)
@@ -76,23 +72,15 @@ def _show_memory(memory: dict[str, Any], console: Console) -> None:
     if peak := memory.get("peak"):
         console.print(f"peak: {show_bytes(peak['allocated'])}, of which {show_bytes(peak['from_before'])} was "
                       "allocated before the history began", soft_wrap=True)  # fmt: skip
-    table = _table("bytes", "count", "kind", "module")
+    table = plain_table("bytes", "count", texts=["kind", "module"])
     rows = sorted([*memory["holders"], *within["holders"]], key=lambda row: -row["bytes"])
     for row in rows[:MAX_ROWS]:
         table.add_row(show_bytes(row["bytes"]), str(row["count"]), row["kind"], row["module"])
     console.print(table)
     lines = peak["lines"] if peak else memory["lines"]
     if lines:
-        table = _table("bytes", "count", "line", "function")
+        table = plain_table("bytes", "count", texts=["line", "function"])
         for row in lines[:MAX_ROWS]:
             where = f"{Path(row['file']).name}:{row['line']}" if row["file"] else "unknown"
             table.add_row(show_bytes(row["bytes"]), str(row["count"]), where, row["function"])
         console.print(table)
-
-
-def _table(*columns: str) -> Table:
-    """Return a table without lines; its last two columns are text."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index >= 2 and name not in ("calls",) else "right", no_wrap=True)
-    return table

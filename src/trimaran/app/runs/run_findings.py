@@ -21,8 +21,6 @@ from trimaran.runs import RunDirectory
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trimaran.doctor.diagnose import TargetCheck
-
 
 STYLES = {"fault": "bold red", "warning": "bold yellow", "note": "bold"}
 
@@ -44,17 +42,28 @@ def diagnose_run(run: str, *, as_json: bool, against: str = "") -> int:
     except (OSError, ValueError, KeyError) as error:
         raise UserError("A008", f"the run cannot be examined: {error}", where=str(directory.path),
                         fix="name a complete run directory of `trimaran train`") from None  # fmt: skip
-    findings, targets = diagnose(evidence), check_targets(evidence)
-    answer = {"time": time.time(), "step": evidence.last_step, "findings": [each.as_dict() for each in findings],
+    findings, targets, last = diagnose(evidence), check_targets(evidence), evidence.last_step
+    answer = {"time": time.time(), "step": last, "findings": [each.as_dict() for each in findings],
               "targets": [each.as_dict() for each in targets]}  # fmt: skip
     with contextlib.suppress(OSError):  # a read-only run can be diagnosed, too
-        write_findings(directory, answer)
+        write_atomically(directory.findings, json.dumps(answer, indent=2) + "\n")
     if as_json:
         shown = [each.as_dict() | {"command": command_of(each, directory)} for each in findings]
         typer.echo(json.dumps(answer | {"findings": shown}))
-    else:
-        _print(findings, directory, steps=len(evidence.steps), last=evidence.last_step)
-        _print_targets(targets)
+        return 0
+    from rich.text import Text
+
+    from trimaran.app.show.clean_console import open_console
+
+    console, steps = open_console(), len(evidence.steps)
+    for finding in findings:
+        _print_one(console, finding, directory)
+    span = f"the last {steps} steps, up to step {last}" if steps else "a run without a finished step"
+    console.print(f"{len(findings) or 'no'} finding{'s' * (len(findings) != 1)} in {span}", soft_wrap=True)
+    for each in targets:
+        if each.is_met is not None:
+            word, style = ("met   ", "green") if each.is_met else ("missed", "bold yellow")
+            console.print(Text.assemble("target ", (word, style), f" {each}"), soft_wrap=True)
     return 0
 
 
@@ -66,34 +75,6 @@ def command_of(finding: Finding, run: RunDirectory) -> str:
         return ""
     settings = [part for each in patch_settings(finding.patch) for part in ("--set", shlex.quote(each))]
     return " ".join([program_name(), "train", shlex.quote(path_argument(run.recipe)), *settings])
-
-
-def write_findings(run: RunDirectory, answer: dict[str, Any]) -> None:
-    """Write the findings atomically, for other programs."""
-    write_atomically(run.findings, json.dumps(answer, indent=2) + "\n")
-
-
-def _print(findings: list[Finding], run: RunDirectory, *, steps: int, last: int) -> None:
-    from trimaran.app.show.clean_console import open_console
-
-    console = open_console()
-    for finding in findings:
-        _print_one(console, finding, run)
-    span = f"the last {steps} steps, up to step {last}" if steps else "a run without a finished step"
-    console.print(f"{len(findings) or 'no'} finding{'s' * (len(findings) != 1)} in {span}", soft_wrap=True)
-
-
-def _print_targets(targets: Sequence["TargetCheck"]) -> None:
-    """Print the targets that were measured, each with whether it is met."""
-    from rich.text import Text
-
-    from trimaran.app.show.clean_console import open_console
-
-    console = open_console()
-    for each in targets:
-        if each.is_met is not None:
-            word, style = ("met   ", "green") if each.is_met else ("missed", "bold yellow")
-            console.print(Text.assemble(("target ", ""), (word, style), f" {each}"), soft_wrap=True)
 
 
 def _print_one(console: "Console", finding: Finding, run: RunDirectory) -> None:
@@ -214,8 +195,7 @@ class FindingsPoller:
         if began < self._due:
             return
         self.findings, self.error, self.targets = self._read(self.run)
-        took = self._clock() - began
-        self._due = began + max(POLL_SECONDS, took / MAX_CPU_FRACTION)
+        self._due = began + max(POLL_SECONDS, (self._clock() - began) / MAX_CPU_FRACTION)
 
     def new_findings(self) -> list[RunFinding]:
         """Return each finding once, by code and culprit, and again if it has become a fault."""

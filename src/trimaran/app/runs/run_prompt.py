@@ -1,7 +1,7 @@
 """What a trained model can be asked: a prompt, and a command, that fit the data of its run."""
 
 from trimaran.app.recipe.options import program_name
-from trimaran.app.runs.run_state import RunState
+from trimaran.app.runs.run_state import read_state
 from trimaran.core import Recipe
 from trimaran.core.recipe import AUTO_PROMPT, PYTHON_PROMPT
 from trimaran.data.data_kind import data_kind_of
@@ -12,8 +12,7 @@ SHOWN_PROMPTS = {"python-stdlib": "class "}  # a prompt that differs from the sa
 
 def prompt_of_run(run: RunDirectory) -> str:
     """Return a text for the model to continue: the prompt of the run's last sample, or of its recipe."""
-    state = RunState(run, only_status=True)
-    state.refresh()
+    state = read_state(run)
     prompts = [event.data.get("prompt") for event in state.events_of_kind("sample") if "expected" not in event.data]
     if prompts and isinstance(prompts[-1], str):
         return prompts[-1]

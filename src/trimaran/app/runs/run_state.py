@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from typing import Any, Literal
 
@@ -24,7 +24,6 @@ from trimaran.core import (
     Decision,
     Event,
     Incident,
-    StepMetrics,
     show_count,
 )
 from trimaran.runs import RunDirectory
@@ -35,6 +34,7 @@ from trimaran.runs.read.run_reader import RunReader
 from trimaran.runs.read.step_index import StepBlock, StepIndexer
 from trimaran.runs.read.step_lines import StepLine, read_details
 from trimaran.runs.record_types import is_number
+from trimaran.runs.run_directory import plan_tree
 
 Status = Literal["starting", "training", "restarting", "done", "stopped", "failed", "vanished"]
 ACTIVE_STATUSES: tuple[Status, ...] = ("starting", "training", "restarting")
@@ -45,34 +45,6 @@ MEASURED_STEPS = 1000
 SAMPLE_BACKLOG = 1 << 16  # bytes of a node's samples that the first refresh reads
 REBUILT_BLOCKS = 64  # of a missing index, in one refresh
 FRESH_STEPS = 512  # newest steps in which `latest` details are searched
-
-DETAILS: dict[str, Callable[[Any], str]] = {
-    "bubble": lambda value: f"{value['measured']:.0%} of the pipeline's time, {value['theoretical']:.0%} in theory",
-    "router": lambda value: f"busiest expert {value['imbalance']:.2f} x the mean, {value['dropped']:.1%} dropped",
-    "loss_scale": lambda value: f"{value:g}",
-    "compression_error": lambda value: f"the sum of compressed gradients was {value:.2g} of its size off",
-    "async_sgd": lambda value: f"gradients {value['staleness']:.1f} updates stale, at most {value['max_staleness']}",
-    "recompiles": lambda value: f"{value} after the first steps (see the `recompile` events)" if value else "",
-    "towers": lambda value: "gradient norms " + _listed({name: each["grad_norm"] for name, each in value.items()}),
-    "lrs": lambda value: _listed(value),
-    "groups": lambda value: _groups(value),
-    "losses": lambda value: _listed(value),
-    "loader": lambda value: (
-        f"{value['waited']:.2g} s waited for the batch; {value['workers']} processes, {value['depth']} batches ahead"
-    ),
-    "rows": lambda value: (
-        _rows(value) if "padding" in value else ", ".join(f"{show_count(each)} {name}" for name, each in value.items())
-    ),
-}
-_EVENT_FIELDS = {field.name for field in fields(Event)}
-
-
-def _detail(show: Callable[[Any], str], value: Any) -> str:
-    """Return the text of a detail; '' if it is damaged, as its fields depend on the plan and are not checked."""
-    try:
-        return show(value)
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
-        return ""
 
 
 def _listed(values: dict[str, float]) -> str:
@@ -89,8 +61,37 @@ def _groups(groups: dict[str, dict[str, float | None]]) -> str:
 
 
 def _rows(rows: dict[str, float]) -> str:
+    if "padding" not in rows:
+        return ", ".join(f"{show_count(each)} {name}" for name, each in rows.items())
     waste = rows["padding"] / max(1.0, rows["padding"] + rows["tokens"])
     return f"{waste:.1%} padding, the slowest rank has {rows['slowest'] / rows['cost']:.2f} x the mean"
+
+
+DETAILS: dict[str, Callable[[Any], str]] = {
+    "bubble": lambda value: f"{value['measured']:.0%} of the pipeline's time, {value['theoretical']:.0%} in theory",
+    "router": lambda value: f"busiest expert {value['imbalance']:.2f} x the mean, {value['dropped']:.1%} dropped",
+    "loss_scale": lambda value: f"{value:g}",
+    "compression_error": lambda value: f"the sum of compressed gradients was {value:.2g} of its size off",
+    "async_sgd": lambda value: f"gradients {value['staleness']:.1f} updates stale, at most {value['max_staleness']}",
+    "recompiles": lambda value: f"{value} after the first steps (see the `recompile` events)" if value else "",
+    "towers": lambda value: "gradient norms " + _listed({name: each["grad_norm"] for name, each in value.items()}),
+    "lrs": _listed,
+    "groups": _groups,
+    "losses": _listed,
+    "loader": lambda value: (
+        f"{value['waited']:.2g} s waited for the batch; {value['workers']} processes, {value['depth']} batches ahead"
+    ),
+    "rows": _rows,
+}
+_EVENT_FIELDS = {field.name for field in fields(Event)}
+
+
+def _detail(show: Callable[[Any], str], value: Any) -> str:
+    """Return the text of a detail; '' if it is damaged, as its fields depend on the plan and are not checked."""
+    try:
+        return show(value)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ class StepSummary:
     mfu: float | None  # None: the device's peak is not known
 
     def as_dict(self) -> dict[str, float | None]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
 
 class RunState:
@@ -153,14 +154,13 @@ class RunState:
         for rank in list(self._log_followers):
             for line in self._reader.events(rank):
                 if line.keys() >= {"kind", "rank", "time"}:  # otherwise it is not one of our events
-                    self._add_event(Event(**{key: line[key] for key in _EVENT_FIELDS & line.keys()}))
-        self._read_steps()
-        for path in self.run.samples(0).parent.glob("node-*.jsonl"):
-            for line in self._reader.follow(path, backlog=SAMPLE_BACKLOG).records(path):
-                self.samples[path.name] = line
-        return [line for follower in self._log_followers.values() for line in follower.new()]
-
-    def _read_steps(self) -> None:
+                    event = Event(**{key: line[key] for key in _EVENT_FIELDS & line.keys()})
+                    self.events.append(event)
+                    if event.kind == "change" and event.data.get("status") == "applied":
+                        self._read_plan()
+                    if event.kind == "start":
+                        self._current[event.rank] = []
+                    self._current.setdefault(event.rank, []).append(event)
         fresh: deque[bytes] = deque(maxlen=FRESH_STEPS)
         for step in self._new_steps():
             if isinstance(step, StepBlock):
@@ -173,6 +173,10 @@ class RunState:
             self._last_details = details
             if isinstance(seconds := details.get("comm_seconds"), dict):
                 self._comm.append(seconds)
+        for path in self.run.samples(0).parent.glob("node-*.jsonl"):
+            for line in self._reader.follow(path, backlog=SAMPLE_BACKLOG).records(path):
+                self.samples[path.name] = line
+        return [line for follower in self._log_followers.values() for line in follower.new()]
 
     def _rebuild_index(self) -> bool:
         """Extend a missing index by some blocks; return whether it is complete, and all steps are read again.
@@ -212,17 +216,9 @@ class RunState:
         return [*self._ledger_reader.long_lines, *self._reader.long_lines(*map(self.run.events, self._log_followers))]
 
     @property
-    def steps(self) -> list[StepMetrics]:
+    def steps(self) -> list[StepLine]:
         """The latest steps; of a short run all of them."""
         return self.history.steps
-
-    def _add_event(self, event: Event) -> None:
-        self.events.append(event)
-        if event.kind == "change" and event.data.get("status") == "applied":
-            self._read_plan()
-        if event.kind == "start":
-            self._current[event.rank] = []
-        self._current.setdefault(event.rank, []).append(event)
 
     def events_of_kind(self, kind: str) -> list[Event]:
         return [event for event in self.events if event.kind == kind]
@@ -238,7 +234,17 @@ class RunState:
     @property
     def status(self) -> Status:
         if self.attempts.attempts or self.attempts.over is not None:
-            return self._status_by_supervisor()
+            # The status by the supervisor's last entry; while there is none, by whether its process is alive.
+            if (over := self.attempts.over) is not None:
+                return "done" if over == EXIT_DONE else "stopped" if over in STOPPED else "failed"
+            last = self.attempts.attempts[-1]
+            if not _may_be_alive(last.host, last.pid, last.time):
+                return "vanished"
+            ready = any(event.attempt == last.number for event in self.current_events("ready"))
+            if last.ended is None and ready and self.steps:
+                return "training"
+            before = self.attempts.attempts[-2:][0]
+            return "restarting" if "trouble" in (before.how, last.how) else "starting"
         if self.failure is not None:
             return "failed"
         if self.current_events("stop") and self.step < self.recipe.train.steps:
@@ -249,19 +255,6 @@ class RunState:
         if start is not None and not _may_be_alive(start.data.get("host"), start.data.get("pid"), start.time):
             return "vanished"
         return "training" if self.steps else "starting"
-
-    def _status_by_supervisor(self) -> Status:
-        """Return the status by the supervisor's last entry; while there is none, by whether its process is alive."""
-        if (over := self.attempts.over) is not None:
-            return "done" if over == EXIT_DONE else "stopped" if over in STOPPED else "failed"
-        last = self.attempts.attempts[-1]
-        if not _may_be_alive(last.host, last.pid, last.time):
-            return "vanished"
-        ready = any(event.attempt == last.number for event in self.current_events("ready"))
-        if last.ended is None and ready and self.steps:
-            return "training"
-        before = self.attempts.attempts[-2:][0]
-        return "restarting" if "trouble" in (before.how, last.how) else "starting"
 
     @property
     def activity(self) -> str:
@@ -386,7 +379,7 @@ class RunState:
         return "" if prediction.mfu_is_known else prediction.no_mfu or "the peak of this CPU is not known"
 
     @property
-    def _warm_steps(self) -> list[StepMetrics]:
+    def _warm_steps(self) -> list[StepLine]:
         """The latest steps without the first of the run, and only those after the last change of its plan."""
         changes = [event.step for event in self.events_of_kind("change") if event.data.get("status") == "applied"]
         if changes and self.step > changes[-1] + 1:
@@ -460,8 +453,7 @@ class RunState:
             "accuracy": self.accuracy,
             "accuracy_counts": self.accuracy_counts,
             "tokens_per_second": measured.tokens_per_second if measured else None,
-            "plan": self.plan.model_dump(mode="json"),
-            "prediction": self.plan.prediction.model_dump(mode="json") if self.plan.prediction else None,
+            **plan_tree(self.plan),
             "measured": measured.as_dict() if measured else None,
             "no_mfu": self.no_mfu or None,
             "differences": self.differences,
@@ -496,6 +488,13 @@ def _may_be_alive(host: str | None, pid: int | None, since: float) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since
     except psutil.NoSuchProcess:
         return False
+
+
+def read_state(run: RunDirectory, *, only_status: bool = True) -> RunState:
+    """Return the state of a run as it is now."""
+    state = RunState(run, only_status=only_status)
+    state.refresh()
+    return state
 
 
 def finite(values: Iterable[float]) -> float | None:

@@ -199,11 +199,7 @@ def _phases(state: RunState, width: int) -> list[RenderableType]:
         stacked_bar(phases, PHASE_COLORS, width=width),
         Columns(legend, padding=(0, 3, 0, 0)),
     ]
-    return [*shown, by_axis] if (by_axis := _comm_by_axis(state, total)) else shown
-
-
-def _comm_by_axis(state: RunState, total: float) -> Text | None:
-    """Return the fraction of a step that is exposed communication of each axis, and the prediction; None if unknown."""
+    # The fraction of a step that is exposed communication of each axis, and the prediction; None if unknown.
     measured, predicted = state.comm_seconds, predicted_comm(state.plan)
     expected = state.plan.prediction.step_seconds if state.plan.prediction else 0.0
     texts = []
@@ -213,7 +209,7 @@ def _comm_by_axis(state: RunState, total: float) -> Text | None:
         texts.append(Text.assemble(f"{axis} ", (f"{now}{before}", "dim")))
     line = Text.assemble(("comm by axis  ", "dim"), Text("   ").join(texts))
     line.no_wrap, line.overflow = True, "ellipsis"
-    return line if texts else None
+    return [*shown, by_axis] if (by_axis := (line if texts else None)) else shown
 
 
 def _comparison(state: RunState) -> RenderableType:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-from trimaran.core import StepMetrics
 from trimaran.runs.read.step_index import MAX_NOT_FINITE, SCALARS, Extent, StepBlock, block_of, join_extents, not_finite
 from trimaran.runs.read.step_lines import StepLine
 
@@ -18,10 +17,9 @@ class StepHistory:
 
     def __init__(self, *, max_steps: int = MAX_STEPS, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_steps, self._max_blocks = max_steps, max_blocks
-        self.first: StepMetrics | None = None
-        self.steps: list[StepMetrics] = []
+        self.first: StepLine | None = None
+        self.steps: list[StepLine] = []
         self.blocks: list[StepBlock] = []
-        self._lines: list[StepLine] = []  # of `steps`
         self._num_in_blocks = 0
         self._extents: dict[str, list[Extent]] = {}  # of the present steps, as a frame asks for them several times
         self._whole: dict[str, Extent | None] = {}
@@ -32,25 +30,22 @@ class StepHistory:
             self._clear()
         while self.steps and self.steps[-1].step >= step.step:
             self.steps.pop()
-            self._lines.pop()
         while self.blocks and self.blocks[-1].last >= step.step:
             # The reader notices the replay at its next poll, and everything is read again.
             self._num_in_blocks -= self.blocks.pop().count
-        metrics = step.metrics()
         if not self.steps and not self.blocks:
-            self.first = metrics
-        self.steps.append(metrics)
-        self._lines.append(step)
+            self.first = step
+        self.steps.append(step)
         for name, found in self._extents.items():
-            found += _single_extents(name, [metrics])
+            found += _single_extents(name, [step])
         self._whole.clear()
-        if len(self._lines) > 2 * self._max_steps:
+        if len(self.steps) > 2 * self._max_steps:
             self._fold(keep=self._max_steps)
 
     def add_block(self, block: StepBlock) -> None:
         """Add a block of the index. Steps come before it and after it."""
         self._clear()
-        if self._lines:
+        if self.steps:
             self._fold(keep=0)
         self._append_block(block)
         self._limit_blocks()
@@ -85,10 +80,10 @@ class StepHistory:
     def _fold(self, *, keep: int) -> None:
         """Put all steps but the last `keep` into blocks."""
         self._clear()
-        size, end = self._block_steps, len(self._lines) - keep
+        size, end = self._block_steps, len(self.steps) - keep
         for begin in range(0, end, size):
-            self._append_block(block_of(self._lines[begin : min(begin + size, end)]))
-        del self._lines[:end], self.steps[:end]
+            self._append_block(block_of(self.steps[begin : min(begin + size, end)]))
+        del self.steps[:end]
         self._limit_blocks()
 
     def _append_block(self, block: StepBlock) -> None:
@@ -116,7 +111,7 @@ class StepHistory:
         return size
 
 
-def _single_extents(name: str, steps: Sequence[StepMetrics]) -> Iterator[Extent]:
+def _single_extents(name: str, steps: Sequence[StepLine]) -> Iterator[Extent]:
     """Yield the extents of single steps with finite values."""
     value_of = SCALARS[name]
     for step in steps:

@@ -61,7 +61,13 @@ def summarise(state: RunState, console: Console) -> None:
     print_plain(console, f"run   {state.run.path}")
     for text in unread_texts(state):
         print_plain(console, f"      {text}")
-    _show_checkpoints(state, console)
+    # Print that there are none, or that they are also in the object store.
+    if stored := store_summary(state):
+        print_plain(console, f"      {stored}")
+    if state.recipe.checkpoint.is_off:
+        print_plain(
+            console, "      no checkpoint was written (checkpoint.every: off): a resume starts from the first step"
+        )
     if (adapter := state.recipe.model.adapter) is not None and state.events_of_kind("saved"):
         form = f"({adapter.kind} of rank {adapter.rank}) in PEFT's format, without the base"
         print_plain(console, f"      {state.run.model} holds the adapter {form}")
@@ -120,16 +126,6 @@ def _show_faults(state: RunState, console: Console) -> None:
     for incident in incidents:
         if incident.cause == "storage":
             print_plain(console, f"      {incident.what}")
-
-
-def _show_checkpoints(state: RunState, console: Console) -> None:
-    """Print that there are none, or that they are also in the object store."""
-    if stored := store_summary(state):
-        print_plain(console, f"      {stored}")
-    if state.recipe.checkpoint.is_off:
-        print_plain(
-            console, "      no checkpoint was written (checkpoint.every: off): a resume starts from the first step"
-        )
 
 
 def next_commands(state: RunState) -> list[str]:

@@ -1,7 +1,7 @@
 """The rich console of every command: colours are ours, all other control codes are removed."""
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -35,11 +35,13 @@ def print_plain(console: Console, text: str) -> None:
     console.print(Text(text), soft_wrap=True)
 
 
-def plain_table(*figures: str, gap: int = 2) -> Table:
-    """Return a table without lines; `figures` are the titles of columns of figures, which are never wrapped."""
+def plain_table(*figures: str, texts: Sequence[str] = (), gap: int = 2) -> Table:
+    """Return a table without lines: columns of figures, then of texts, with these titles. Neither is ever wrapped."""
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim")
     for title in figures:
         table.add_column(title, justify="right", no_wrap=True)
+    for title in texts:
+        table.add_column(title, no_wrap=True)
     return table
 
 

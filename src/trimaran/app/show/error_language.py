@@ -7,7 +7,7 @@ a template of its code; any other stays as it is.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -50,7 +50,13 @@ def chosen_language(environment: Mapping[str, str]) -> Language | None:
 
 def shown_errors(error: UserError, language: Language | None) -> list[ShownError]:
     """Return the mistake and those that were found with it, in this language where it has a text for them."""
-    return [_shown(each, language) for each in error.all]
+    found = []
+    for each in error.all:
+        parts = (each.what, each.where, each.fix)
+        if language == "zh":
+            parts = tuple(_chinese(part, each.code, MAX_DEPTH) or part for part in parts)
+        found.append(ShownError(each.code, *parts))
+    return found
 
 
 def error_lines(shown: ShownError, language: Language | None) -> str:
@@ -60,27 +66,15 @@ def error_lines(shown: ShownError, language: Language | None) -> str:
     return f": {shown.what}\n  where: {shown.where}\n  fix:   {shown.fix}\n"
 
 
-def _shown(error: UserError, language: Language | None) -> ShownError:
-    parts = (error.what, error.where, error.fix)
-    if language == "zh":
-        parts = tuple(_chinese(part, error.code, MAX_DEPTH) or part for part in parts)
-    return ShownError(error.code, *parts)
-
-
 def _chinese(text: str, code: str, depth: int) -> str | None:
     """Return the Chinese for `text`; None if neither it nor, for a list, each of its items has one."""
     if NUMBERS.fullmatch(text):
         return text.replace(" or ", " 或 ")
-    return _chinese_list(text, code, depth) or _chinese_sentence(text, code, depth)
-
-
-def _chinese_list(text: str, code: str, depth: int) -> str | None:
     for found in SEPARATOR.finditer(text):
         first = _chinese_sentence(text[: found.start()], code, depth)
-        rest = _chinese(text[found.end() :], code, depth) if first else None
-        if first and rest:
+        if first and (rest := _chinese(text[found.end() :], code, depth)):
             return f"{first}{CHINESE_SEPARATORS[found[0]]}{rest}"
-    return None
+    return _chinese_sentence(text, code, depth)
 
 
 def _chinese_sentence(text: str, code: str, depth: int) -> str | None:
@@ -124,10 +118,4 @@ def catalogue() -> Mapping[str, Mapping[str, str]]:
 
     `libraries` are the messages of pydantic and of the parser of the command line.
     """
-    text = files("trimaran.app.show").joinpath("zh_errors.json").read_text(encoding="utf-8")
-    return json.loads(text)
-
-
-def first_codes() -> Iterator[str]:
-    """Yield the codes that have Chinese texts."""
-    yield from (name for name in catalogue() if name not in SHARED)
+    return json.loads(files("trimaran.app.show").joinpath("zh_errors.json").read_text(encoding="utf-8"))

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -57,6 +57,14 @@ def clean_standard_streams() -> None:
 def raw_stream(stream: TextIO) -> TextIO:
     """Return the stream that `stream` cleans, or `stream` itself."""
     return stream.raw if isinstance(stream, PrintableStream) else stream
+
+
+def aligned(rows: Sequence[Sequence[str]], num_figures: int) -> list[str]:
+    """Return rows as lines with aligned columns, the first ones to the right. No line is cut: paths can be copied."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.rjust if at < num_figures else str.ljust for at in range(len(widths))]
+    return ["  ".join(side(text, width) for side, text, width in zip(sides, row, widths, strict=True)).rstrip()
+            for row in rows]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

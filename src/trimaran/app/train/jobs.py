@@ -4,14 +4,24 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import Annotated
 
 import typer
 
-from trimaran.app.recipe.options import Json
-
-if TYPE_CHECKING:
-    from trimaran.launch.targets.target import JobRecord, JobState
+from trimaran.app.recipe.options import Json, argument
+from trimaran.app.show.terminal import aligned
+from trimaran.core import UserError
+from trimaran.launch.targets.target import (
+    JobRecord,
+    JobState,
+    find_record,
+    job_id,
+    open_target,
+    read_records,
+    state_folder,
+    write_record,
+)
 
 MAX_QUESTIONS = 8  # to targets, at the same time
 # Here, submitting again creates a job, whose nodes would join those of a job that runs. Elsewhere it starts what ended.
@@ -20,20 +30,11 @@ JOB_TARGETS = ("slurm", "k8s", "ray", "sky")
 
 def complete_job(incomplete: str) -> list[str]:
     """Return the ids of the jobs that complete `incomplete`."""
-    from trimaran.launch.targets.target import read_records, state_folder
-
     return [job.id for job in read_records(state_folder(os.environ)) if job.id.startswith(incomplete)]
 
 
-Job = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[JOB]",
-        show_default=False,
-        help="The id, name or run directory of a job. [default: all]",
-        autocompletion=complete_job,
-    ),
-]
+JOB_HELP = "The id, name or run directory of a job. [default: all]"
+Job = Annotated[str | None, argument("[JOB]", JOB_HELP, complete_job)]
 
 
 def jobs(
@@ -51,9 +52,6 @@ def jobs(
     trimaran jobs slurm-4711 --stop
     trimaran jobs slurm-4711 --resume --wait
     """
-    from trimaran.core import UserError
-    from trimaran.launch.targets.target import find_record, read_records, state_folder
-
     folder = state_folder(os.environ)
     if job is None:
         if stop or resume or wait:
@@ -61,11 +59,8 @@ def jobs(
                             fix="name it: trimaran jobs JOB --stop")  # fmt: skip
         return _print_all(read_records(folder), as_json=as_json)
     found = find_record(folder, job)
-    from dataclasses import replace
-
     from trimaran.app.show.clean_console import open_console
     from trimaran.app.train.launch_answer import print_job, wait_for_job
-    from trimaran.launch.targets.target import job_id, open_target, state_folder, write_record
 
     target = open_target(found.target)
     if stop:
@@ -76,18 +71,15 @@ def jobs(
         found = replace(
             found, id=job_id(found.target, native_id), native_id=native_id, details=details, submitted=time.time()
         )
-        write_record(found, state_folder(os.environ))
+        write_record(found, folder)
     if wait:
         return wait_for_job(target, found, open_console(stderr=as_json), as_json=as_json)
     print_job(target, found, as_json=as_json)
     return 0
 
 
-def _refuse_unfinished(job: "JobRecord") -> None:
+def _refuse_unfinished(job: JobRecord) -> None:
     """Raise UserError if a job of the same files waits or runs, also one that was submitted later."""
-    from trimaran.core import UserError
-    from trimaran.launch.targets.target import read_records, state_folder
-
     if job.target not in JOB_TARGETS:
         return
     for other in read_records(state_folder(os.environ)):
@@ -98,9 +90,8 @@ def _refuse_unfinished(job: "JobRecord") -> None:
                                 fix=f"stop it first: trimaran jobs {other.id} --stop --wait")  # fmt: skip
 
 
-def _print_all(found: "list[JobRecord]", *, as_json: bool) -> int:
+def _print_all(found: list[JobRecord], *, as_json: bool) -> int:
     from trimaran.app.train.launch_answer import job_as_dict
-    from trimaran.launch.targets.target import open_target
 
     with ThreadPoolExecutor(max_workers=MAX_QUESTIONS) as pool:  # a host that does not answer holds up nobody else
         states = list(zip(found, pool.map(_state, found), strict=True))
@@ -115,17 +106,13 @@ def _print_all(found: "list[JobRecord]", *, as_json: bool) -> int:
         word = state.state if state.native in ("", state.state) else f"{state.state} ({state.native})"
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.submitted))
         rows.append((job.id, job.name, word, str(job.num_nodes), since, job.run_dir))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:  # never cut: ids and paths are there to be copied
-        typer.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    for line in aligned(rows, 0):
+        typer.echo(line)
     return 0
 
 
-def _state(job: "JobRecord") -> "JobState":
+def _state(job: JobRecord) -> JobState:
     """Return a job's state; unknown, with the reason, if its target cannot be asked."""
-    from trimaran.core import UserError
-    from trimaran.launch.targets.target import JobState, open_target
-
     try:
         return open_target(job.target).state(job)
     except UserError as error:

@@ -9,7 +9,7 @@ import typer
 from trimaran.app.recipe.options import Json, NoCheck, RecipeFile, Settings
 
 if TYPE_CHECKING:
-    from trimaran.launch.targets.target import SiteCheck
+    pass
 
 
 def complete_target(incomplete: str) -> list[str]:
@@ -19,24 +19,14 @@ def complete_target(incomplete: str) -> list[str]:
     return [name for name in target_names() if name.startswith(incomplete)]
 
 
-On = Annotated[
-    str,
-    typer.Option(
-        "--on", metavar="TARGET", help="local, ssh, slurm, k8s, ray, sky or a plug-in.", autocompletion=complete_target
-    ),
-]
-RunDir = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="A new folder for the run, as the nodes see it. [default: runs/NAME]")
-]
-Site = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--site", metavar="FIELD=VALUE", help="Override a field of targets.yaml, such as partition=gpu. Repeatable."
-    ),
-]
-Hosts = Annotated[
-    str, typer.Option(metavar="LIST", help="For ssh: a,b,c or the name of a hostfile.", show_default=False)
-]
+ON_HELP = "local, ssh, slurm, k8s, ray, sky or a plug-in."
+On = Annotated[str, typer.Option(metavar="TARGET", help=ON_HELP, autocompletion=complete_target)]
+RUN_DIR_HELP = "A new folder for the run, as the nodes see it. [default: runs/NAME]"
+RunDir = Annotated[Path | None, typer.Option(metavar="DIR", help=RUN_DIR_HELP)]
+SITE_HELP = "Override a field of targets.yaml, such as partition=gpu. Repeatable."
+Site = Annotated[list[str] | None, typer.Option(metavar="FIELD=VALUE", help=SITE_HELP)]
+HOSTS_HELP = "For ssh: a,b,c or the name of a hostfile."
+Hosts = Annotated[str, typer.Option(metavar="LIST", help=HOSTS_HELP, show_default=False)]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Write the files there. [default: RUN/launch]")]
 
 
@@ -69,7 +59,7 @@ def launch(
     trimaran launch recipes/stdlib-tiny.yaml --on ssh --hosts a,b --set cluster=2x2xcpu --wait
     trimaran launch --check
     """
-    from trimaran.app.train.launch_answer import LaunchOptions, LaunchSteps, check_launch, launch_on
+    from trimaran.app.train.launch_answer import LaunchOptions, check_launch, launch_on
     from trimaran.launch.targets.target import open_target
 
     target = open_target(on)
@@ -79,24 +69,20 @@ def launch(
         hosts = ",".join(read_hostfile(Path(hosts)))
     options = LaunchOptions(run_dir=run_dir, hosts=hosts, site=site or [], check=not no_check)
     if check:
-        return _print_checks(check_launch(target, recipe, settings or [], options), as_json=as_json)
-    steps = LaunchSteps(dry_run=dry_run, out=out, wait=wait, as_json=as_json)
-    return launch_on(target, recipe, settings or [], options, steps)
+        checks = check_launch(target, recipe, settings or [], options)
+        from trimaran.core import EXIT_DONE, EXIT_USER
 
-
-def _print_checks(checks: "list[SiteCheck]", *, as_json: bool) -> int:
-    from trimaran.core import EXIT_DONE, EXIT_USER
-
-    failed = [each for each in checks if each.error is not None]
-    if as_json:
-        found = [
-            {"check": each.name, "found": each.found, "error": each.error.as_dict() if each.error else None}
-            for each in checks
-        ]
-        typer.echo(json.dumps({"checks": found, "failed": len(failed)}))
-    else:
-        for each in checks:
-            typer.echo(f"{'FAIL' if each.error else 'pass'} {each.name}: {each.found}")
-            if each.error:
-                typer.echo(f"     {each.error.code} {each.error.where}\n     fix: {each.error.fix}")
-    return EXIT_USER if failed else EXIT_DONE
+        failed = [each for each in checks if each.error is not None]
+        if as_json:
+            found = [
+                {"check": each.name, "found": each.found, "error": each.error.as_dict() if each.error else None}
+                for each in checks
+            ]
+            typer.echo(json.dumps({"checks": found, "failed": len(failed)}))
+        else:
+            for each in checks:
+                typer.echo(f"{'FAIL' if each.error else 'pass'} {each.name}: {each.found}")
+                if each.error:
+                    typer.echo(f"     {each.error.code} {each.error.where}\n     fix: {each.error.fix}")
+        return EXIT_USER if failed else EXIT_DONE
+    return launch_on(target, recipe, settings or [], options, dry_run=dry_run, out=out, wait=wait, as_json=as_json)

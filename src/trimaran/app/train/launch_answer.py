@@ -22,7 +22,7 @@ from trimaran.app.recipe.recipe_files import with_local_files, with_model_tokeni
 from trimaran.app.recipe.request import Request, resolve
 from trimaran.app.runs.live import follow, print_plain
 from trimaran.app.runs.run_findings import FindingsPoller
-from trimaran.app.runs.run_state import RunState
+from trimaran.app.runs.run_state import RunState, read_state
 from trimaran.app.show.clean_console import open_console
 from trimaran.app.train.resume import refuse_occupied_store
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, Seconds, UserError, dump_recipe
@@ -130,26 +130,14 @@ def _save_seconds(request: Request) -> Seconds:
     return write_seconds(states, disk_bandwidth=NODE_DISK_BANDWIDTH * request.cluster.num_nodes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchSteps:
-    """What to do with the launch files: `out` is their folder, by default `launch` in the run directory."""
-
-    dry_run: bool = False
-    out: Path | None = None
-    wait: bool = False
-    as_json: bool = False
-
-
 def check_launch(
     target: Target, recipe: str | None, settings: Sequence[str], options: LaunchOptions
 ) -> list[SiteCheck]:
     """Return the checks of the site file and of the target; with a recipe, also of what its run needs."""
     path = site_path(os.environ)
     sections = read_site_file(path)
-    found = (
-        f"{path}: {', '.join(sections) or 'no sections'}" if path.exists() else f"{path} does not exist: no defaults"
-    )
-    checks = [SiteCheck(name="site file", found=found)]
+    found = f": {', '.join(sections) or 'no sections'}" if path.exists() else " does not exist: no defaults"
+    checks = [SiteCheck(name="site file", found=f"{path}{found}")]
     for name in target_names():
         if name in sections and name != target.name:
             read_site(open_target(name), ())  # raises if a section has a mistake
@@ -160,30 +148,53 @@ def check_launch(
 
 
 def launch_on(
-    target: Target, recipe: str | None, settings: Sequence[str], options: LaunchOptions, steps: LaunchSteps
+    target: Target,
+    recipe: str | None,
+    settings: Sequence[str],
+    options: LaunchOptions,
+    *,
+    dry_run: bool,
+    out: Path | None,
+    wait: bool,
+    as_json: bool,
 ) -> int:
-    """Launch a run on `target` and return the exit code."""
-    console = open_console(stderr=steps.as_json)
+    """Launch a run on `target` and return the exit code. `out` is the folder of its files, by default in the run."""
+    console = open_console(stderr=as_json)
     planned = _resolved(target, recipe, settings, options)
     request = launch_request(target, planned, options)
     if options.check:
-        if steps.dry_run:
+        if dry_run:
             offline = getattr(target, "check_request", None)
             checks = offline(request) if offline else []
         else:
             with console.status(f"checking {target.name}"):
                 checks = target.check(request, request.site)
         raise_together([each.error for each in checks if each.error is not None])
-    if steps.dry_run and steps.out:
+    if dry_run and out:
         request = replace(request, run_exists=False)  # the files are submitted later, and create the run then
     files = target.render(request)
-    folder = (steps.out or request.run_dir / LAUNCH_FOLDER).absolute()
-    if not request.run_exists and steps.out is None:
+    folder = (out or request.run_dir / LAUNCH_FOLDER).absolute()
+    if not request.run_exists and out is None:
         folder = Path(LAUNCH_FOLDER, request.name).absolute()
-    if steps.out:  # first, so that a folder that cannot be used leaves no run behind
+    if out:  # first, so that a folder that cannot be used leaves no run behind
         write_files(files, request, folder)
-    if steps.dry_run:
-        return _show_files(planned, request, files, folder, steps, rehearsal=_rehearsal(planned, recipe, settings))
+    if dry_run:
+        rehearsal = _rehearsal(planned, recipe, settings)
+        submit = [[*each] for each in files.submit]
+        if as_json:
+            answer = {"run_dir": str(request.run_dir), "files": dict(files.files), "main": files.main, "submit": submit}
+            answer |= {"rehearse": [*rehearsal]} if rehearsal else {}
+            typer.echo(json.dumps(plan_as_dict(planned) | answer | {"folder": folder and str(folder)}))
+            return EXIT_DONE
+        for name, text in sorted(files.files.items(), key=lambda item: item[0] != files.main):
+            typer.echo(f"# ---- {name}\n{text.rstrip()}\n")
+        where = f"written to {folder}" if folder else "nothing was written; --out DIR writes the files"
+        typer.echo(f"# {where}. To submit them from their folder:")
+        for command in submit:
+            typer.echo(f"# {shlex.join(command)}")
+        if rehearsal:
+            typer.echo(f"# To measure ranks of this plan on one device first:\n# {shlex.join(rehearsal)}")
+        return EXIT_DONE
     records = state_folder(os.environ)
     try:  # before anything is submitted
         records.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -194,7 +205,7 @@ def launch_on(
     refuse_occupied_store(request.recipe, must_reach=False)
     if request.run_exists:
         create_run(request.run_dir, prepare_data(request.recipe), request.plan)
-    if not steps.out:
+    if not out:
         write_files(files, request, folder)
     try:
         native_id, details = target.submit(request, folder)
@@ -208,9 +219,9 @@ def launch_on(
         raise
     job = new_record(request, target.name, folder, native_id, details)
     write_record(job, records)
-    if not steps.as_json or not steps.wait:
-        print_job(target, job, as_json=steps.as_json)
-    return wait_for_job(target, job, console, as_json=steps.as_json) if steps.wait else EXIT_DONE
+    if not as_json or not wait:
+        print_job(target, job, as_json=as_json)
+    return wait_for_job(target, job, console, as_json=as_json) if wait else EXIT_DONE
 
 
 def preview_launch(target: Target, recipe: str | None, settings: Sequence[str], options: LaunchOptions) -> LaunchFiles:
@@ -262,32 +273,6 @@ def _rehearsal(planned: Request, recipe: str | None, settings: Sequence[str]) ->
     return ["trimaran", "rehearse", *([recipe] if recipe else []), *words]
 
 
-def _show_files(
-    planned: Request,
-    request: LaunchRequest,
-    files: LaunchFiles,
-    folder: Path,
-    steps: LaunchSteps,
-    *,
-    rehearsal: Sequence[str],
-) -> int:
-    submit = [[*each] for each in files.submit]
-    if steps.as_json:
-        answer = {"run_dir": str(request.run_dir), "files": dict(files.files), "main": files.main, "submit": submit}
-        answer |= {"rehearse": [*rehearsal]} if rehearsal else {}
-        typer.echo(json.dumps(plan_as_dict(planned) | answer | {"folder": str(folder) if steps.out else None}))
-        return EXIT_DONE
-    for name, text in sorted(files.files.items(), key=lambda item: item[0] != files.main):
-        typer.echo(f"# ---- {name}\n{text.rstrip()}\n")
-    where = f"written to {folder}" if steps.out else "nothing was written; --out DIR writes the files"
-    typer.echo(f"# {where}. To submit them from their folder:")
-    for command in submit:
-        typer.echo(f"# {shlex.join(command)}")
-    if rehearsal:
-        typer.echo(f"# To measure ranks of this plan on one device first:\n# {shlex.join(rehearsal)}")
-    return EXIT_DONE
-
-
 def print_job(target: Target, job: JobRecord, *, as_json: bool) -> None:
     """Print a job's state and the commands behind it."""
     state = target.state(job)
@@ -314,11 +299,7 @@ def run_of(job: JobRecord) -> RunDirectory | None:
 def job_as_dict(target: Target, job: JobRecord, state: JobState) -> dict[str, Any]:
     """Return a job for `--json`: its record, its state, and the commands behind it."""
     commands = target.commands(job)
-    run, step = run_of(job), None
-    if run is not None:
-        shown = RunState(run, only_status=True)
-        shown.refresh()
-        step = shown.step
+    step = read_state(run).step if (run := run_of(job)) is not None else None
     return asdict(job) | {"state": asdict(state), "step": step, "commands": asdict(commands)}
 
 

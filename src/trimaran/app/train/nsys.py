@@ -152,7 +152,16 @@ def record(request: NsysRequest) -> RunDirectory:
                                 where=str(run.log(failed[0])), fix="see the end of this log")  # fmt: skip
             time.sleep(POLL_SECONDS)
     finally:
-        _end(ranks)
+        # End the ranks that still run, with what they have started.
+        left = [each for each in ranks if each.poll() is None]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for each in left:
+                if each.poll() is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(each.pid, number)
+            until = time.monotonic() + END_SECONDS
+            while time.monotonic() < until and any(each.poll() is None for each in left):
+                time.sleep(POLL_SECONDS)
     for rank in request.ranks:
         if not request.report(rank).is_file():
             raise UserError("D019", f"nsys wrote no file for rank {rank}", where=str(run.agent_log),
@@ -165,7 +174,7 @@ def summaries(request: NsysRequest) -> list[dict[str, Any]]:
     found = []
     for rank in request.ranks:
         rows = read_nsys_stats(_stats(request.nsys, request.report(rank)))
-        found.append({"rank": rank, "ranges": [each.as_dict() | {"is_phase": each.is_phase} for each in rows]})
+        found.append({"rank": rank, "ranges": [each.as_dict() for each in rows]})
     return found
 
 
@@ -177,16 +186,3 @@ def _stats(nsys: str, report: Path) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
-
-
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the ranks that still run, with what they have started."""
-    left = [each for each in ranks if each.poll() is None]
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for each in left:
-            if each.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(each.pid, number)
-        until = time.monotonic() + END_SECONDS
-        while time.monotonic() < until and any(each.poll() is None for each in left):
-            time.sleep(POLL_SECONDS)

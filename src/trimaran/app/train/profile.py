@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -20,16 +20,11 @@ if TYPE_CHECKING:
     from trimaran.runs import RunDirectory, RunReader
 
 POLL_SECONDS = 0.1
+T = TypeVar("T")
 
 
-RunOrRecipe = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="A run directory, or its name under runs/; with --nsys also a recipe.",
-        autocompletion=complete_run_or_recipe,
-    ),
-]
+RUN_HELP = "A run directory, or its name under runs/; with --nsys also a recipe."
+RunOrRecipe = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run_or_recipe)]
 
 
 def profile(
@@ -72,7 +67,8 @@ def profile(
     if merge:
         answer = merge_newest_traces(directory)
     else:
-        request = _request(directory, steps, ranks, memory=memory)
+        refuse_missing_ranks(ranks, directory.read_plan().mesh.world_size)
+        request = ProfileRequest(steps=steps, ranks=ranks, memory=memory)
         files = _files(directory, request, open_console(stderr=True))
         answer = {"run_dir": str(directory.path), "files": [str(each) for each in files]}
         answer |= _read(files, memory=memory)
@@ -121,11 +117,6 @@ def merge_newest_traces(run: "RunDirectory") -> dict[str, Any]:
     return {"run_dir": str(run.path), "merged": str(path), "step": step, "ranks": [*found[step]], "clocks": clocks}
 
 
-def _request(run: "RunDirectory", steps: int, ranks: str, *, memory: bool) -> ProfileRequest:
-    refuse_missing_ranks(ranks, run.read_plan().mesh.world_size)
-    return ProfileRequest(steps=steps, ranks=ranks, memory=memory)
-
-
 def _files(run: "RunDirectory", request: ProfileRequest, console: "Console") -> list[Path]:
     """Return the files that the ranks wrote for `request`, or the newest traces of a finished run."""
     if is_running(run):
@@ -147,24 +138,50 @@ def _no_profile(run: "RunDirectory", what: str) -> UserError:
 
 def request_profile(run: "RunDirectory", request: ProfileRequest, console: "Console") -> list[Path]:
     """Send `request` to the ranks of a live run and return the files they write. Ctrl-C withdraws the request."""
-    from trimaran.runs import RunReader, last_step, writing
+    from trimaran.runs import RunReader, writing
 
     wanted = request.ranks_of(run.read_plan().mesh.world_size)
     reader = RunReader(run).follow(*map(run.events, wanted), backlog=0)
     with writing(run):
         write_request(run, request)
     paths: dict[int, Path] = {}
+
+    def answer() -> dict[int, Path] | None:
+        is_done = all(_has_answered(reader, request, rank, paths) for rank in wanted)
+        return paths if is_done else None
+
+    def waiting() -> str:
+        return f"rank {', '.join(str(rank) for rank in wanted if rank not in paths)}"
+
+    ended = UserError("D010", "the run ended before the profile was made", where=str(run.path),
+                      fix="name the steps in advance: `trimaran train --profile 10:13`")  # fmt: skip
     try:
-        with console.status("") as status:
-            _wait(
-                run,
-                lambda: all(_has_answered(reader, request, rank, paths) for rank in wanted),
-                lambda: status.update(f"step {last_step(run)}; waiting for rank "
-                                      f"{', '.join(str(rank) for rank in wanted if rank not in paths)}"),
-            )  # fmt: skip
+        wait_for_answer(run, answer, console, waiting, ended)
     finally:
         withdraw_request(run, request.id)
     return [paths[rank] for rank in wanted]
+
+
+def wait_for_answer(
+    run: "RunDirectory",
+    answer: Callable[[], T | None],
+    console: "Console",
+    waiting: Callable[[], str],
+    ended: UserError,
+) -> T:
+    """Return the answer of the ranks of a running run once there is one; raise `ended` if the run ends before."""
+    from trimaran.runs import last_step
+
+    shown = 0.0
+    with console.status("") as status:
+        while (found := answer()) is None:
+            if time.monotonic() > shown + 1.0:
+                status.update(f"step {last_step(run)}; waiting for {waiting()}")
+                if not is_running(run) and answer() is None:
+                    raise ended
+                shown = time.monotonic()
+            time.sleep(POLL_SECONDS)
+    return found
 
 
 def _has_answered(reader: "RunReader", request: ProfileRequest, rank: int, paths: dict[int, Path]) -> bool:
@@ -179,19 +196,6 @@ def _has_answered(reader: "RunReader", request: ProfileRequest, rank: int, paths
                             where=str(run.log(rank)), fix="see the end of this log; the run continues")  # fmt: skip
         paths[rank] = run.path / str(data.get("path", ""))
     return rank in paths
-
-
-def _wait(run: "RunDirectory", is_done: Callable[[], bool], show: Callable[[], None]) -> None:
-    """Return when `is_done`; raise if the run ends before."""
-    shown = 0.0
-    while not is_done():
-        if time.monotonic() > shown + 1.0:
-            show()
-            if not is_running(run) and not is_done():
-                raise UserError("D010", "the run ended before the profile was made", where=str(run.path),
-                                fix="name the steps in advance: `trimaran train --profile 10:13`")  # fmt: skip
-            shown = time.monotonic()
-        time.sleep(POLL_SECONDS)
 
 
 def _read(files: list[Path], *, memory: bool) -> dict[str, Any]:

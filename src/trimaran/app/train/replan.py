@@ -2,8 +2,7 @@
 
 import json
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,15 +10,14 @@ import typer
 
 from trimaran.app.recipe.options import Json, RunName, Settings, find_run
 from trimaran.core import Plan, UserError, show_bytes, show_seconds
+from trimaran.core.parse_text import TextError, load_yaml
 from trimaran.core.regular_files import write_atomically
+from trimaran.runs import RunDirectory, writing
+from trimaran.runs.lease import is_running
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trimaran.runs import RunDirectory
-    from trimaran.runs.run_requests import ChangeRequest
-
-POLL_SECONDS = 0.1
 EXIT_FAILED = 1
 
 
@@ -47,15 +45,11 @@ def replan(
     trimaran replan runs/stdlib-tiny --set plan.mesh.tp=2
     trimaran replan runs/stdlib-tiny
     """
-    from trimaran.runs.lease import is_running
-
     directory = find_run(run)
     if not is_running(directory):
         raise UserError("S045", "this run is not running", where=str(directory.path),
                         fix="resume it with the new plan: `trimaran resume RUN --set ...`")  # fmt: skip
     if ranks is not None:
-        from trimaran.runs import writing
-
         if settings:
             raise UserError("A001", "--ranks and --set are two changes", where="--ranks",
                             fix="ask for the ranks first, then for the plan")  # fmt: skip
@@ -77,10 +71,11 @@ def replan(
     return EXIT_FAILED if answer["status"] == "failed" else 0
 
 
-def _send(run: "RunDirectory", change: "PlannedChange", *, wait: bool, quiet: bool) -> dict[str, Any]:
+def _send(run: RunDirectory, change: "PlannedChange", *, wait: bool, quiet: bool) -> dict[str, Any]:
     """Request the change, wait for the answer if asked to, and return what `--json` prints of it."""
     from trimaran.app.show.clean_console import open_console
-    from trimaran.runs.run_requests import write_change_request
+    from trimaran.app.train.profile import wait_for_answer
+    from trimaran.runs.run_requests import change_answers, withdraw_change_request, write_change_request
 
     console = open_console(stderr=quiet)
     if not quiet:
@@ -90,10 +85,18 @@ def _send(run: "RunDirectory", change: "PlannedChange", *, wait: bool, quiet: bo
         if not quiet:
             console.print(f"requested change {request.id}; `trimaran watch` shows the answer")
         return {"id": request.id, "status": "requested"}
-    from trimaran.runs import last_step
 
-    with console.status("") as status:
-        event = _answer(run, request, lambda: status.update(f"step {last_step(run)}; waiting for the ranks"))
+    def answer() -> dict[str, Any] | None:
+        found = [event for event in change_answers(run) if event["data"].get("id") == request.id]
+        return found[-1] if found else None
+
+    ended = UserError("S045", "the run ended before it changed its plan", where=str(run.path),
+                      fix="see why: `trimaran watch RUN`")  # fmt: skip
+    try:
+        event = wait_for_answer(run, answer, console, lambda: "the ranks", ended)
+    except KeyboardInterrupt:
+        withdraw_change_request(run, request)
+        raise
     data = event["data"]
     if data["status"] == "refused":
         error = data["error"]
@@ -102,31 +105,6 @@ def _send(run: "RunDirectory", change: "PlannedChange", *, wait: bool, quiet: bo
         show_answer(event, console)
     names = "id", "status", "how", "pause_seconds", "error"
     return {"step": event["step"]} | {name: data[name] for name in names}
-
-
-def _answer(run: "RunDirectory", request: "ChangeRequest", show: Callable[[], None]) -> dict[str, Any]:
-    """Return the event that answers the request. Raises if the run ends before; Ctrl-C withdraws the request."""
-    from trimaran.runs.lease import is_running
-    from trimaran.runs.run_requests import change_answers, withdraw_change_request
-
-    shown = 0.0
-    try:
-        while True:
-            found = [event for event in change_answers(run) if event["data"].get("id") == request.id]
-            if found:
-                return found[-1]
-            if time.monotonic() > shown + 1.0:
-                show()
-                shown = time.monotonic()
-                if not is_running(run) and not any(
-                    event["data"].get("id") == request.id for event in change_answers(run)
-                ):
-                    raise UserError("S045", "the run ended before it changed its plan", where=str(run.path),
-                                    fix="see why: `trimaran watch RUN`")  # fmt: skip
-            time.sleep(POLL_SECONDS)
-    except KeyboardInterrupt:
-        withdraw_change_request(run, request)
-        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,13 +117,14 @@ class PlannedChange:
     new: Plan
 
     def as_dict(self) -> dict[str, Any]:
-        plans = {"old": self.old, "new": self.new}
-        return {"patch": self.patch, "how": self.how} | {
-            name: {"plan": plan.model_dump(mode="json"), **_numbers(plan)} for name, plan in plans.items()
-        }
+        tree: dict[str, Any] = {"patch": self.patch, "how": self.how}
+        for name, plan in (("old", self.old), ("new", self.new)):
+            figures = {each: getattr(plan.prediction, each, None) for each in ("step_seconds", "peak_bytes", "fits")}
+            tree[name] = {"plan": plan.model_dump(mode="json"), **figures}
+        return tree
 
 
-def plan_change(run: "RunDirectory", settings: Sequence[str], environment: Mapping[str, str]) -> PlannedChange:
+def plan_change(run: RunDirectory, settings: Sequence[str], environment: Mapping[str, str]) -> PlannedChange:
     """Return the change that the `--set` pairs ask for; without any, that to the best plan with the same results.
 
     The patch is empty if the run has that plan already.
@@ -168,8 +147,6 @@ def plan_change(run: "RunDirectory", settings: Sequence[str], environment: Mappi
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     """Return the patch that `--set` pairs describe."""
-    from trimaran.core.parse_text import TextError, load_yaml
-
     patch: dict[str, Any] = {}
     for pair in settings:
         name, separator, raw = pair.partition("=")
@@ -184,7 +161,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     return patch
 
 
-def request_ranks(run: "RunDirectory", ranks: int) -> None:
+def request_ranks(run: RunDirectory, ranks: int) -> None:
     """Ask the supervisor of the run for another number of ranks. Raises UserError if that is not possible."""
     from trimaran.launch.supervise.next_attempt import resized
 
@@ -204,12 +181,6 @@ def request_ranks(run: "RunDirectory", ranks: int) -> None:
     write_atomically(run.resize_request, f"{ranks}\n")
 
 
-def _numbers(plan: Plan) -> dict[str, Any]:
-    prediction = plan.prediction
-    seconds, peak = (prediction.step_seconds, prediction.peak_bytes) if prediction else (None, None)
-    return {"step_seconds": seconds, "peak_bytes": peak, "fits": prediction.fits if prediction else None}
-
-
 def show_planned(old: Plan, new: Plan, patch: dict[str, Any], console: "Console") -> None:
     """Print both plans with what is predicted for them, and the fields that change."""
     from rich.table import Table
@@ -221,12 +192,8 @@ def show_planned(old: Plan, new: Plan, patch: dict[str, Any], console: "Console"
             fit = "" if prediction.fits else ", which does not fit"
             cost = f"{show_seconds(prediction.step_seconds)} a step, {show_bytes(prediction.peak_bytes)} a rank{fit}"
             table.add_row("", f"predicted: {cost}")
-    table.add_row(
-        "change",
-        ", ".join(
-            f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in patch.items()
-        ),
-    )
+    table.add_row("change", ", ".join(f"{name}={json.dumps(value) if isinstance(value, bool) else value}"
+                                      for name, value in patch.items()))  # fmt: skip
     console.print(table)
 
 

@@ -23,24 +23,19 @@ from trimaran.app.recipe.options import (
     program_name,
 )
 from trimaran.core import Plan, Recipe, UserError, fixed_field_changes, parse_recipe
+from trimaran.runs import RunDirectory, create_run, holds_run, open_run
+from trimaran.runs.run_directory import run_paths
 
 if TYPE_CHECKING:
     from trimaran.app.recipe.request import Request
-    from trimaran.app.runs.run_state import RunState
     from trimaran.checkpoint.manifest import Manifest
     from trimaran.machine import Cluster
-    from trimaran.runs import RunDirectory
+
+RUN_HELP = "A run directory, its name under runs/, or its checkpoint.store: s3://bucket/my-run."
 
 
 def resume(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="A run directory, its name under runs/, or its checkpoint.store: s3://bucket/my-run.",
-            autocompletion=complete_run,
-        ),
-    ],
+    run: Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)],
     settings: Settings = None,
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show only the result.")] = False,
@@ -82,12 +77,13 @@ def resume(
     refuse_other_run(old, request.recipe, where=str(found.path))
     refuse_missing_sinks(request.recipe.telemetry)
     request = replace(request, recipe=_with_requested_length(old, request.recipe, settings or []))
-    state = _state(found, only_status=True)
+    from trimaran.app.runs.run_state import read_state
+    from trimaran.checkpoint.step_dirs import complete_steps
+
+    state = read_state(found)
     is_complete = not state.current_events("unfinished")  # else the last evaluation and the sample are repeated
     if state.status == "done" and state.step >= request.recipe.train.steps and is_complete:
         return _print_done(found, request, as_json=as_json)
-    from trimaran.checkpoint.step_dirs import complete_steps
-
     asked, made = request.recipe.train.steps, max(complete_steps(found.checkpoints), default=0)
     if made > asked:
         raise UserError("R013", f"train.steps is {asked}: the run has already made {made} steps", where="train.steps",
@@ -117,7 +113,7 @@ def resume(
     return resume_here(request, found, replan=replan, as_json=as_json, quiet=quiet, warm=warm)
 
 
-def _open(run: str, run_dir: Path | None) -> "RunDirectory":
+def _open(run: str, run_dir: Path | None) -> RunDirectory:
     """Return the run of that name, or a run directory for the run in that store."""
     if "://" in run:
         found = open_stored_run(run.rstrip("/"), run_dir)
@@ -129,7 +125,7 @@ def _open(run: str, run_dir: Path | None) -> "RunDirectory":
     return find_run(run)
 
 
-def _resolve(run: "RunDirectory", old: Recipe, settings: list[str], *, cluster: "Cluster | None") -> "Request":
+def _resolve(run: RunDirectory, old: Recipe, settings: list[str], *, cluster: "Cluster | None") -> "Request":
     """Return the request to resume with. The batch of a run is fixed: if it does not split, the devices must change."""
     from trimaran.app.recipe.request import resolve
     from trimaran.planner.rules.axis_rules import divisors, either
@@ -178,19 +174,13 @@ def _with_requested_length(old: Recipe, new: Recipe, settings: list[str]) -> Rec
     return new.model_copy(update={"data": new.data.model_copy(update={"epochs": 0})})
 
 
-def _state(run: "RunDirectory", *, only_status: bool = False) -> "RunState":
-    from trimaran.app.runs.run_state import RunState
+def _print_done(run: RunDirectory, request: "Request", *, as_json: bool) -> int:
+    from trimaran.app.runs.run_state import read_state
 
-    state = RunState(run, only_status=only_status)
-    state.refresh()
-    return state
-
-
-def _print_done(run: "RunDirectory", request: "Request", *, as_json: bool) -> int:
     if as_json:
-        typer.echo(json.dumps(_state(run).as_dict() | {"exit": 0}))
+        typer.echo(json.dumps(read_state(run, only_status=False).as_dict() | {"exit": 0}))
         return 0
-    steps, done = request.recipe.train.steps, _state(run, only_status=True).step
+    steps, done = request.recipe.train.steps, read_state(run).step
     longer = shlex.join([program_name(), "resume", path_argument(run.path), "--set", f"train.steps={2 * done}"])
     text = f"this run is done: all {steps} steps"
     if done > steps:
@@ -226,19 +216,16 @@ def refuse_occupied_store(recipe: Recipe, *, must_reach: bool = True) -> None:
                         f"--set checkpoint.store={url}-2")  # fmt: skip
 
 
-def open_stored_run(url: str, run_dir: Path | None) -> "RunDirectory":
+def open_stored_run(url: str, run_dir: Path | None) -> RunDirectory:
     """Return a run directory for the run in a store: a new one, with the recipe and plan of its newest checkpoint.
 
     A run directory that was made from this store before is used again.
     """
-    from trimaran.runs import create_run, open_run
-
     manifest = newest_manifest(url)
     recipe = parse_recipe(manifest.recipe, name=f"the recipe in {url}")
     path = run_dir or RUNS / recipe.name
     if run_dir is None:
-        taken = (each for each in (path, *(RUNS / f"{recipe.name}-{number}" for number in range(2, 10_000))))
-        path = next(each for each in taken if not each.exists() or _belongs_to(each, url))
+        path = next(each for each in run_paths(RUNS, recipe.name) if not each.exists() or _belongs_to(each, url))
     if _belongs_to(path, url):
         return open_run(path)
     section = recipe.checkpoint.model_copy(update={"store": url})
@@ -264,6 +251,4 @@ def newest_manifest(url: str) -> "Manifest":
 
 
 def _belongs_to(path: Path, url: str) -> bool:
-    from trimaran.runs import holds_run, open_run
-
     return holds_run(path) and open_run(path).read_recipe().checkpoint.store == url.rstrip("/")

@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Self
 
 import typer
 from rich.console import Console
@@ -38,6 +38,7 @@ from trimaran.launch.supervise.recovery_policy import EXIT_FAULT
 from trimaran.runs import RunDirectory, create_run, holds_run, refuse_full_disk, writing
 from trimaran.runs.compile_cache import refuse_unusable
 from trimaran.runs.held_directory import HeldDirectory
+from trimaran.runs.process_control import handled_signals
 from trimaran.runs.run_requests import replace_plan, replace_recipe
 
 POLL_SECONDS = 0.1
@@ -85,18 +86,15 @@ def run_and_show(run: RunDirectory, console: Console, *, as_json: bool, quiet: b
     state, held = RunState(run), HeldDirectory(run.path)
     held.watch()
     state.refresh()  # earlier events are not shown again
-    ranks = start_local(run, warm=warm)
+    ranks, show = start_local(run, warm=warm), partial(print_plain, console)
     poller = None if quiet else FindingsPoller(run, at_once=False)
-    moved = MovedDirectoryNotice(held, lambda text: print_plain(console, text))
-    paused = PausedSupervisorNotice(ranks, lambda text: print_plain(console, text))
-    show_ranks = ShowRanksSignal(ranks, lambda text: print_plain(console, text))
-    with (
-        ExitStack() as at_the_end,
-        show_ranks,
-        autopilot_thread(run),
-        StopSignals(ranks, lambda text: print_plain(console, text)) as stop,
-    ):
+    paused, show_ranks = PausedSupervisorNotice(ranks, show), ShowRanksSignal(ranks, show)
+    has_moved = False
+    with ExitStack() as at_the_end:
         at_the_end.callback(held.stop_watching)
+        at_the_end.enter_context(handled_signals(show_ranks.receive, SHOW_SIGNAL))
+        at_the_end.enter_context(autopilot_thread(run))
+        stop = at_the_end.enter_context(StopSignals(ranks, show))
 
         def has_ended() -> bool:
             stop.handle()
@@ -104,13 +102,18 @@ def run_and_show(run: RunDirectory, console: Console, *, as_json: bool, quiet: b
             show_ranks.handle()
             return ranks.poll() is not None
 
-        follow(
-            state,
-            Console(quiet=True) if quiet else console,
-            has_ended=lambda: has_ended() or moved.check(),
-            poller=poller,
-        )
-        while not has_ended():  # the files at the run's path are not its own any more
+        def is_elsewhere() -> bool:
+            """Whether files read by path are not those of the run any more: its directory was moved or deleted."""
+            nonlocal has_moved
+            if held.place != "here" and not has_moved:
+                has_moved = True
+                consequence = "stopping" if held.place == "deleted" else "stopping with a checkpoint there"
+                show(f"{held.explain(held.place)}; {consequence}")
+            return has_moved
+
+        shown_on = Console(quiet=True) if quiet else console
+        follow(state, shown_on, has_ended=lambda: has_ended() or is_elsewhere(), poller=poller)
+        while not has_ended():
             time.sleep(POLL_SECONDS)
     return _end(state, held, ranks, console, stopped_by=stop.exit_code, as_json=as_json)
 
@@ -163,20 +166,14 @@ def _check_before_start(request: Request, path: Path) -> None:
     refuse_unusable(os.environ, kernels=request.cluster.device.traits.has_kernels)
     refuse_before_start(request)
     if request.spec and request.outline:
-        refuse_full_disk(path, _disk_bytes(request.recipe, request.outline.saved_parameters, RunDirectory(path)))
-
-
-def _disk_bytes(recipe: Recipe, num_parameters: int, run: RunDirectory) -> Bytes:
-    """Return the bytes that the run will add to the disk.
-
-    An old checkpoint is deleted after the new one is complete, so there is one more than `checkpoint.keep`; and another
-    one that is being uploaded.
-    """
-    moments = STATE_BYTES[recipe.train.optimizer.states]
-    most = recipe.checkpoint.keep + 1 + bool(recipe.checkpoint.store) if recipe.checkpoint.every else 1
-    added = 0 if recipe.checkpoint.is_off else max(1, most - len(complete_steps(run.checkpoints)))
-    weights = 4 * num_parameters if recipe.train.save else 0
-    return Bytes(added * checkpoint_bytes(num_parameters, moment_bytes=moments) + weights)
+        # An old checkpoint is deleted after the new one is complete, so there is one more than `checkpoint.keep`; and
+        # another one that is being uploaded.
+        recipe, num_parameters = request.recipe, request.outline.saved_parameters
+        saves = recipe.checkpoint
+        one = checkpoint_bytes(num_parameters, moment_bytes=STATE_BYTES[recipe.train.optimizer.states])
+        most = saves.keep + 1 + bool(saves.store) if saves.every else 1
+        added = 0 if saves.is_off else max(1, most - len(complete_steps(RunDirectory(path).checkpoints)))
+        refuse_full_disk(path, Bytes(added * one + (4 * num_parameters if recipe.train.save else 0)))
 
 
 def _prepare_data(request: Request, console: Console) -> Recipe:
@@ -204,23 +201,6 @@ def autopilot_thread(run: RunDirectory) -> Iterator[None]:
     finally:
         stop.set()
         thread.join(timeout=END_SECONDS)
-
-
-class MovedDirectoryNotice:
-    """Prints once that the run directory was moved or deleted while the run was running."""
-
-    def __init__(self, held: HeldDirectory, show: Callable[[str], None]) -> None:
-        self._held, self._show, self._shown = held, show, False
-
-    def check(self) -> bool:
-        """Return whether the directory is not at its path any more: files read by path are not those of the run."""
-        if self._held.place == "here":
-            return False
-        if not self._shown:
-            self._shown = True
-            consequence = "stopping" if self._held.place == "deleted" else "stopping with a checkpoint there"
-            self._show(f"{self._held.explain(self._held.place)}; {consequence}")
-        return True
 
 
 def schedule_notice(run: RunDirectory, new: Recipe) -> str:
@@ -257,19 +237,15 @@ class StopSignals:
         self._ranks, self._show = ranks, show
         self._received = self._handled = 0
         self._signal: int | None = None
-        self._before: dict[int, Any] = {}
+        self._handlers = handled_signals(self._count, signal.SIGINT, signal.SIGTERM)
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._count)
+        self._handlers.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if error is not None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._handlers.__exit__(None, None, None)
+        if kind is not None:
             self._ranks.kill()  # leave no rank behind, whatever went wrong here
 
     def _count(self, number: int, frame: FrameType | None) -> None:
@@ -320,18 +296,9 @@ class ShowRanksSignal:
         self._ranks, self._show, self._file = ranks, show, ranks.run.ranks_shown
         self._received = False
         self._awaited: int | None = None  # version of the file when SIGUSR1 was forwarded
-        self._before: Any = None
 
-    def __enter__(self) -> Self:
-        self._before = signal.signal(SHOW_SIGNAL, self._mark)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        signal.signal(SHOW_SIGNAL, self._before)
-
-    def _mark(self, number: int, frame: FrameType | None) -> None:
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Handle the signal: it is forwarded by `handle`."""
         self._received = True
 
     def handle(self) -> None:

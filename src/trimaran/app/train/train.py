@@ -28,30 +28,15 @@ from trimaran.runs.compile_cache import refuse_unusable
 from trimaran.runs.sinks.open_sinks import refuse_missing_sinks
 
 NewFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run. [default: runs/NAME]")]
-
-
-ProfileSteps = Annotated[
-    str, typer.Option(metavar="FIRST:END", help="Trace these steps, without END.", show_default=False)
-]
-ProfileRanks = Annotated[
-    str, typer.Option(metavar="RANKS", help="Trace these ranks: all, or 0,3. [default: 0]", show_default=False)
-]
-
-
+STEPS_HELP, RANKS_HELP = "Trace these steps, without END.", "Trace these ranks: all, or 0,3. [default: 0]"
+ProfileSteps = Annotated[str, typer.Option(metavar="FIRST:END", help=STEPS_HELP, show_default=False)]
+ProfileRanks = Annotated[str, typer.Option(metavar="RANKS", help=RANKS_HELP, show_default=False)]
+AUTOPILOT_HELP = "Change the plan while it runs: act; only advise; off. [default: as in the recipe]"
 Autopilot = Annotated[
-    str,
-    typer.Option(
-        metavar="MODE",
-        help="Change the plan while it runs: act; only advise; off. [default: as in the recipe]",
-        show_default=False,
-        autocompletion=complete_autopilot,
-    ),
+    str, typer.Option(metavar="MODE", help=AUTOPILOT_HELP, show_default=False, autocompletion=complete_autopilot)
 ]
-
-
-Debug = Annotated[
-    bool, typer.Option("--debug", help="Check every collective, wait for every kernel; slow, to find a fault.")
-]
+DEBUG_HELP = "Check every collective, wait for every kernel; slow, to find a fault."
+Debug = Annotated[bool, typer.Option("--debug", help=DEBUG_HELP)]
 
 
 def train(
@@ -90,7 +75,9 @@ def train(
     torchrun --nproc-per-node=2 -m trimaran train recipes/stdlib-tiny.yaml
     """
     is_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    overrides = (settings or []) + profile_settings(profile, profile_ranks) + mode_settings(autopilot, debug=debug)
+    overrides = (settings or []) + profile_settings(profile, profile_ranks)
+    overrides += [f"autopilot.mode={json.dumps(autopilot)}"] if autopilot else []
+    overrides += ["faults.debug=true"] if debug else []
     request = resolve(recipe, overrides, cluster=torchrun_cluster(os.environ) if is_torchrun else None)
     refuse_missing_sinks(request.recipe.telemetry)
     refuse_bad_profile(request)
@@ -126,12 +113,6 @@ def profile_settings(profile: str, ranks: str) -> list[str]:
     """Return the recipe settings for `--profile` and `--profile-ranks`."""
     fields = {"telemetry.profile": profile, "telemetry.profile_ranks": ranks}
     return [f"{field}={json.dumps(value)}" for field, value in fields.items() if value]
-
-
-def mode_settings(autopilot: str, *, debug: bool) -> list[str]:
-    """Return the recipe settings for `--autopilot` and `--debug`."""
-    mode = [f"autopilot.mode={json.dumps(autopilot)}"] if autopilot else []
-    return mode + (["faults.debug=true"] if debug else [])
 
 
 def refuse_bad_profile(request: Request) -> None:

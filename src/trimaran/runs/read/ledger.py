@@ -80,14 +80,8 @@ class Ledger:
         return (self.seconds["compute"] + self.seconds["communication"]) / self.at_work if self.at_work > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "since": self.since,
-            "until": self.until,
-            "total": self.total,
-            "at_work": self.at_work,
-            "goodput": self.goodput,
-            "seconds": self.seconds,
-        }
+        names = ("since", "until", "total", "at_work", "goodput", "seconds")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,24 +99,17 @@ class AttemptTimes:
     seconds: list[float] = field(default_factory=lambda: [0.0] * len(STEP_CATEGORIES))  # without replayed steps
     # (time, category of the time before it, or "") of each event.
     events: list[tuple[float, str]] = field(default_factory=list)
-    steps: "AttemptSteps" = field(default_factory=lambda: AttemptSteps())
-
-
-@dataclass(slots=True)
-class AttemptSteps:
-    """The written steps of an attempt: the highest, the time of the last, and the seconds of the latest ones.
-
-    `replayed` of them, which took `replayed_seconds`, were replayed by a later attempt.
-    """
-
+    # Of the written steps: the highest, the time of the last, and the seconds of the latest ones.
     highest: int = 0
     last: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    # Steps that a later attempt replayed.
     replayed: int = 0
     replayed_seconds: float = 0.0
 
     @property
     def usual(self) -> float:
+        """The seconds of a typical step."""
         if self.recent:
             return median(self.recent)
         return self.replayed_seconds / self.replayed if self.replayed else 0.0
@@ -150,13 +137,8 @@ class LedgerReader:
     def _open(self) -> None:
         self._attempts: list[AttemptTimes] = []
         self._supervised = False
-        self._reader = RunReader(self._run)
-        self._steps = StepReader(
-            self._run,
-            num_lines=self._num_lines,
-            max_unindexed_bytes=self._max_unindexed_bytes,
-            limits=self._limits,
-        )
+        self._reader, unindexed = RunReader(self._run), self._max_unindexed_bytes
+        self._steps = StepReader(self._run, self._num_lines, max_unindexed_bytes=unindexed, limits=self._limits)
 
     @property
     def num_estimated(self) -> int:
@@ -268,9 +250,9 @@ class LedgerReader:
         elif kind == "replay":
             number, seconds = int(_number(data, "steps")), _number(data, "seconds")
             for owner, steps, highest in self._attempts_of_steps(line["step"], number):
-                owner.steps.replayed += steps
-                owner.steps.replayed_seconds += steps / number * seconds
-                owner.steps.highest = max(owner.steps.highest, highest)
+                owner.replayed += steps
+                owner.replayed_seconds += steps / number * seconds
+                owner.highest = max(owner.highest, highest)
             if attempt.start is not None:  # it rewound while training, and replays steps of earlier attempts
                 attempt.start = min(attempt.start, line["step"])
         attempt.events.append((line["time"], CATEGORY_BEFORE_EVENT.get(kind, "")))
@@ -310,21 +292,20 @@ def _add_step(attempt: AttemptTimes, step: StepLine) -> None:
     total = compute + communication + data + straggler + save
     if not math.isfinite(total):
         return
-    seconds, steps = attempt.seconds, attempt.steps
+    seconds = attempt.seconds
     seconds[0] += compute
     seconds[1] += communication
     seconds[2] += data
     seconds[3] += straggler
     seconds[4] += save
-    steps.highest, steps.last = max(steps.highest, step.step), max(steps.last, step.time)
-    steps.recent.append(total)
+    attempt.highest, attempt.last = max(attempt.highest, step.step), max(attempt.last, step.time)
+    attempt.recent.append(total)
 
 
 def _add_block(attempt: AttemptTimes, block: StepBlock) -> None:
     """Add the seconds of a block of steps to its attempt."""
     attempt.seconds = [before + added for before, added in zip(attempt.seconds, block.seconds, strict=True)]
-    steps = attempt.steps
-    steps.highest, steps.last = max(steps.highest, block.highest), max(steps.last, block.time)
+    attempt.highest, attempt.last = max(attempt.highest, block.highest), max(attempt.last, block.time)
 
 
 def _is_event(line: Line) -> bool:
@@ -346,7 +327,7 @@ def _end(attempt: AttemptTimes, following: AttemptTimes | None, now: float | Non
         return max(attempt.begin, attempt.end)
     if following is None and attempt.over is None and now is not None:
         return max(attempt.begin, now)
-    last = max([attempt.begin, attempt.ready, attempt.steps.last, *(time for time, _ in attempt.events[-1:])])
+    last = max([attempt.begin, attempt.ready, attempt.last, *(time for time, _ in attempt.events[-1:])])
     return min(last, following.begin) if following is not None else last
 
 
@@ -361,8 +342,8 @@ def _attempt_seconds(attempt: AttemptTimes, end: float, *, lead: str) -> dict[st
     steps["compile"] = min(attempt.compile, steps["compute"])
     steps["compute"] -= steps["compile"]
     # Steps that were finished, but lost before rank 0 wrote them.
-    lost = attempt.reached - max(attempt.steps.highest, attempt.start) if attempt.how == "trouble" else 0
-    steps["replay"] = attempt.steps.replayed_seconds + attempt.steps.usual * max(0, lost)
+    lost = attempt.reached - max(attempt.highest, attempt.start) if attempt.how == "trouble" else 0
+    steps["replay"] = attempt.replayed_seconds + attempt.usual * max(0, lost)
     available = span - found[lead]
     shrink = min(1.0, available / total) if (total := sum(steps.values())) > 0 else 1.0  # clocks differ slightly
     for name, seconds in steps.items():
@@ -378,13 +359,16 @@ def _rest_seconds(attempt: AttemptTimes, end: float, rest: float, lead: str) -> 
 
     After the last step, events give the category; the rest is evaluation or restart if one happened, else `lead`.
     """
-    last = max(attempt.steps.last, attempt.ready)
+    last = max(attempt.last, attempt.ready)
     tail = [(at, name) for at, name in attempt.events if last < at <= end]
     found: dict[str, float] = {}
     for (before, _), (at, name) in pairwise([(last, ""), *tail]):
         found[name or "init"] = found.get(name or "init", 0.0) + max(0.0, at - before)
     open_end = max(0.0, end - (tail[-1][0] if tail else last))
-    name = _category_of_end(attempt, open_end)
+    if attempt.end is None:
+        name = "compute" if open_end <= HANG_FACTOR * attempt.usual else "restart"
+    else:
+        name = "restart" if attempt.how == "trouble" else "init"
     found[name] = found.get(name, 0.0) + open_end
     after_last = sum(found.values())
     shrink = min(1.0, rest / after_last) if after_last > 0 else 1.0
@@ -393,13 +377,6 @@ def _rest_seconds(attempt: AttemptTimes, end: float, rest: float, lead: str) -> 
     found = {each: shrink * seconds for each, seconds in found.items()}
     found[name] = found.get(name, 0.0) + max(0.0, rest - shrink * after_last)
     return found
-
-
-def _category_of_end(attempt: AttemptTimes, seconds: float) -> str:
-    """Return the category of the time from the last line of an attempt to its end."""
-    if attempt.end is None:
-        return "compute" if seconds <= HANG_FACTOR * attempt.steps.usual else "restart"
-    return "restart" if attempt.how == "trouble" else "init"
 
 
 MIN_POLL_SECONDS = 10.0

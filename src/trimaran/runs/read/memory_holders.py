@@ -6,6 +6,7 @@ the largest holders by module and by line, now and at the peak, and a timeline o
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,10 +57,10 @@ def by_module(owners: Iterable[MemoryOwner]) -> list[dict[str, Any]]:
 
 
 def by_kind(owners: Iterable[MemoryOwner]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found = Counter[str]()
     for each in owners:
-        found[each.kind] = found.get(each.kind, 0) + each.num_bytes
-    return found
+        found[each.kind] += each.num_bytes
+    return dict(found)
 
 
 def read_snapshot(snapshot: Mapping[str, Any], owners: Sequence[MemoryOwner], *, device: int = 0) -> dict[str, Any]:
@@ -69,16 +70,19 @@ def read_snapshot(snapshot: Mapping[str, Any], owners: Sequence[MemoryOwner], *,
     the history has it. Sizes are those of the allocator's blocks.
     """
     segments = [each for each in snapshot.get("segments", ()) if each.get("device", 0) == device]
-    blocks = [block for each in segments for block in _with_addresses(each) if block.get("state") in HELD_STATES]
-    index = _AddressIndex(owners)
+    blocks = [block for each in segments for block in each.get("blocks", ()) if block.get("state") in HELD_STATES]
+    owners = sorted(owners, key=lambda each: each.address)
+    starts = [each.address for each in owners]
     known, lines, unknown = ByteTotals(), ByteTotals(), 0
     for block in blocks:
-        owner = index.owner(block["address"], block["size"])
-        if owner is not None:
+        # A block may begin before the owner's range, but not after it.
+        index = bisect_right(starts, block["address"] + block["size"] - 1) - 1
+        owner = owners[index] if index >= 0 else None
+        if owner is not None and owner.address + owner.num_bytes > block["address"]:
             known.add((owner.kind, owner.module), block["size"])
-            continue
-        unknown += block["size"]
-        lines.add(_code_line(block.get("frames", ())), block["size"])
+        else:
+            unknown += block["size"]
+            lines.add(_code_line(block.get("frames", ())), block["size"])
     reserved = sum(each.get("total_size", 0) for each in segments)
     allocated = sum(block["size"] for block in blocks)
     traces = snapshot.get("device_traces", ())
@@ -107,30 +111,6 @@ def downsample(points: Sequence[tuple[float, int]], most: int = MAX_TIMELINE_POI
         ends = {min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])}
         kept += [points[i] for i in sorted(ends)]
     return kept
-
-
-class _AddressIndex:
-    """Finds the owner of an address."""
-
-    def __init__(self, owners: Sequence[MemoryOwner]) -> None:
-        self._owners = sorted(owners, key=lambda each: each.address)
-        self._starts = [each.address for each in self._owners]
-
-    def owner(self, address: int, size: int) -> MemoryOwner | None:
-        """Return the owner of a block. The block may begin before the owner's range, but not after it."""
-        index = bisect_right(self._starts, address + size - 1) - 1
-        if index < 0:
-            return None
-        found = self._owners[index]
-        return found if found.address + found.num_bytes > address else None
-
-
-def _with_addresses(segment: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
-    """Yield the blocks of a segment with their addresses, which older versions of torch omit."""
-    address = segment.get("address", 0)
-    for block in segment.get("blocks", ()):
-        yield {"address": address} | dict(block)
-        address += block["size"]
 
 
 def _timeline(history: Sequence[Mapping[str, Any]], allocated: int) -> dict[str, Any]:
@@ -168,11 +148,8 @@ def _at_peak(actions: Sequence[Mapping[str, Any]], peak: int) -> dict[str, Any]:
 
 def _code_line(frames: Sequence[Mapping[str, Any]]) -> tuple[str, int, str]:
     """Return (file, line, function) of the allocation, outside torch's internals if possible; none if only C++."""
-    for frame in frames:
-        file = str(frame.get("filename", ""))
-        if file.endswith(".py") and not INTERNAL_FILES.search(file):
-            return file, int(frame.get("line", 0)), str(frame.get("name", ""))
-    for frame in frames:
-        if str(frame.get("filename", "")).endswith(".py"):
-            return str(frame["filename"]), int(frame.get("line", 0)), str(frame.get("name", ""))
+    ours = [each for each in frames if str(each.get("filename", "")).endswith(".py")]
+    if ours:
+        frame = next((each for each in ours if not INTERNAL_FILES.search(str(each["filename"]))), ours[0])
+        return str(frame["filename"]), int(frame.get("line", 0)), str(frame.get("name", ""))
     return "", 0, "unknown" if not frames else str(frames[0].get("name", ""))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core.regular_files import read_regular_bytes, write_atomically
-from trimaran.runs.record_types import is_count, is_number, is_time
+from trimaran.runs.record_types import DAMAGED, is_count, is_number, is_time
 
 MAX_FILE_BYTES = 16 << 20
 SECONDS_DECIMALS = 6
@@ -51,13 +51,11 @@ class RankTableWriter:
 
 def read_rank_table(path: Path) -> RankTable | None:
     """Return the table; None if there is none, or if it is damaged."""
-    try:
+    with contextlib.suppress(*DAMAGED):
         tree: Any = json.loads(read_regular_bytes(path, limit_bytes=MAX_FILE_BYTES))
         step, written, found = tree["step"], tree["time"], tree["measures"]
         measures = {str(name): [float(each) if is_number(each) else 0.0 for each in column]
                     for name, column in found.items()}  # fmt: skip
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
-    same_length = len({len(column) for column in measures.values()}) == 1
-    return RankTable(step=step, time=written, measures=measures) if (
-        is_count(step) and is_time(written) and same_length) else None  # fmt: skip
+        if is_count(step) and is_time(written) and len({len(column) for column in measures.values()}) == 1:
+            return RankTable(step=step, time=written, measures=measures)
+    return None

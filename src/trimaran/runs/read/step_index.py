@@ -31,15 +31,14 @@ Point = tuple[float, float]
 STEP_CATEGORIES = ("compute", "communication", "data", "straggler", "save")
 MAX_NOT_FINITE = 50  # steps with NaN or Inf that a block lists
 
-SCALARS: dict[str, Callable[[Any], float]] = {
+SCALARS: dict[str, Callable[[StepLine], float]] = {
     "loss": lambda step: step.loss,
     "grad_norm": lambda step: step.grad_norm,
     "lr": lambda step: step.lr,
-    "tokens_per_second": lambda step: step.tokens / step.step_seconds if step.step_seconds > 0 else math.nan,
+    "tokens_per_second": lambda step: step.tokens_per_second if step.step_seconds > 0 else math.nan,
     "step_seconds": lambda step: step.step_seconds,
     "peak_bytes": lambda step: float(step.peak_bytes),
 }
-"""Of a `StepLine` or a `StepMetrics`."""
 BLOCK_LINES = 256
 MAX_BLOCKS_AT_ONCE = 4  # written by one call, so that a long file without an index does not stop the training
 CHECKED_BYTES = 4096  # at the end of a block: the last line and its time, also if it has all details
@@ -54,11 +53,6 @@ class Extent(NamedTuple):
     last: Point
     least: Point
     most: Point
-
-    def join(self, later: "Extent") -> "Extent":
-        least = self.least if self.least[1] <= later.least[1] else later.least
-        most = self.most if self.most[1] >= later.most[1] else later.most
-        return Extent(self.count + later.count, self.total + later.total, self.first, later.last, least, most)
 
 
 def join_extents(extents: Sequence[Extent]) -> Extent:
@@ -121,7 +115,7 @@ class StepBlock:
         """Return the block of these steps and the `later` ones."""
         scalars = dict(self.scalars)
         for name, extent in later.scalars.items():
-            scalars[name] = scalars[name].join(extent) if name in scalars else extent
+            scalars[name] = join_extents([scalars[name], extent]) if name in scalars else extent
         return StepBlock(
             first=self.first,
             last=later.last,
@@ -198,7 +192,7 @@ def read_block(tree: Mapping[str, Any]) -> StepBlock:
     )
 
 
-def not_finite(step: Any) -> bool:
+def not_finite(step: StepLine) -> bool:
     """Whether the loss or the gradient norm of a step is NaN or Inf."""
     return not (math.isfinite(step.loss) and math.isfinite(step.grad_norm))
 
@@ -266,7 +260,8 @@ class StepIndexer:
                 end = begin + sum(size for _, size in lines)
                 if steps := [step for line, _ in lines if (step := read_step(line)) is not None]:
                     place = {"begin": begin, "end": end, "check": _check(metrics.fileno(), begin, end)}
-                    added.append(_index_line(place | block_of(steps).as_dict()))
+                    body = json.dumps(place | block_of(steps).as_dict(), separators=(",", ":")).encode()
+                    added.append(b"%08x %s\n" % (zlib.crc32(body), body))
                 begin = end
         if added:
             with append_regular_file(self._index) as index:
@@ -286,10 +281,13 @@ class StepIndexer:
 
 
 class IndexFollower:
-    """Yields the valid blocks that were added to an index since the last call; they do not overlap."""
+    """Yields the valid blocks that were added to an index since the last call; they do not overlap.
 
-    def __init__(self, metrics: Path, index: Path) -> None:
-        self._metrics, self._lines, self._end = metrics, LineFollower(index), 0
+    They are in order, from the byte `after` of the metrics on.
+    """
+
+    def __init__(self, metrics: Path, index: Path, *, after: int = 0) -> None:
+        self._metrics, self._lines, self._end = metrics, LineFollower(index), after
 
     def new(self) -> Iterator[IndexedBlock]:
         try:
@@ -304,16 +302,8 @@ class IndexFollower:
 
 
 def read_index(metrics: Path, index: Path, *, after: int = 0) -> Iterator[IndexedBlock]:
-    """Yield the valid blocks of an index in order, from the byte `after` of the metrics on; they do not overlap."""
-    try:
-        with open_regular_file(index) as lines, open_regular_file(metrics) as file:
-            while line := next_line(lines)[0]:
-                block = _parse(line, file.fileno())
-                if block is not None and block.begin >= after:
-                    yield block
-                    after = block.end
-    except FileNotFoundError:
-        return
+    """Yield the valid blocks of an index, see `IndexFollower`."""
+    return IndexFollower(metrics, index, after=after).new()
 
 
 def _parse(line: bytes, metrics: int) -> IndexedBlock | None:
@@ -335,12 +325,6 @@ def _parse(line: bytes, metrics: int) -> IndexedBlock | None:
 def _check(metrics: int, begin: int, end: int) -> int:
     """Return the checksum of the end of a block."""
     return zlib.crc32(os.pread(metrics, min(CHECKED_BYTES, end - begin), max(begin, end - CHECKED_BYTES)))
-
-
-def _index_line(tree: dict[str, Any]) -> bytes:
-    """Return a line of the index: the checksum of its JSON, and the JSON."""
-    body = json.dumps(tree, separators=(",", ":")).encode()
-    return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
 MAX_UNINDEXED_BYTES = 16 << 20  # up to this much, about 35,000 steps, the index is not used
@@ -371,12 +355,7 @@ class StepReader:
     """
 
     def __init__(
-        self,
-        run: RunDirectory,
-        *,
-        num_lines: int,
-        max_unindexed_bytes: int = MAX_UNINDEXED_BYTES,
-        limits: ReadLimits = READ_LIMITS,
+        self, run: RunDirectory, num_lines: int, *, max_unindexed_bytes: int = MAX_UNINDEXED_BYTES, limits: ReadLimits
     ) -> None:
         self._run, self._num_lines, self._max_unindexed_bytes = run, num_lines, max_unindexed_bytes
         self._limits = limits

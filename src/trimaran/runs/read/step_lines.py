@@ -31,11 +31,9 @@ class StepLine(NamedTuple):
     time: float
     rest: bytes
 
-    def metrics(self) -> StepMetrics:
-        """Return the step without its details."""
-        step, loss, norm, lr, tokens, samples, seconds, mfu, peak, phases, time, _ = self
-        return StepMetrics(step=step, loss=loss, grad_norm=norm, lr=lr, tokens=tokens, samples=samples, mfu=mfu,
-                           step_seconds=seconds, peak_bytes=peak, phases=phases, time=time)  # fmt: skip
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.step_seconds
 
 
 def read_step(line: bytes) -> StepLine | None:

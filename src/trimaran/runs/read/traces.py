@@ -6,6 +6,7 @@ import json
 import re
 import statistics
 from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -50,9 +51,7 @@ class TraceSummary:
     rows: tuple[TraceRow, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("rank", "steps", "on_device", "seconds", "idle", "communication", "exposed")
-        rows = [{key: getattr(row, key) for key in ("name", "seconds", "calls", "share")} for row in self.rows]
-        return {name: getattr(self, name) for name in names} | {"rows": rows}
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,20 +123,23 @@ def summarise(trace: Trace) -> TraceSummary:
     on_device = bool(trace.kernels)
     if on_device:
         kernels = trace.kernels
-        totals = _totals((each["name"], float(each["dur"])) for each in kernels)
+        parts = [(each["name"], float(each["dur"])) for each in kernels]
         comms = [_interval(each) for each in kernels if is_communication(each)]
         compute = union(_interval(each) for each in kernels if not is_communication(each))
     else:
         operators = self_times([each for each in trace.spans if each.get("cat") == "cpu_op"])
-        totals = _totals((each["name"], seconds) for each, seconds in operators)
+        parts = [(each["name"], seconds) for each, seconds in operators]
         comms = [_interval(each) for each in trace.spans if is_communication(each)]
         compute = union(_interval(each) for each, _ in operators if not WRAPPER_OPERATORS.search(each["name"]))
-    compute = clip(compute, trace.window)
-    communication = clip(union(comms), trace.window)
+    compute, communication = overlap(compute, [trace.window]), overlap(union(comms), [trace.window])
     hidden = total(overlap(compute, communication))
     busy = total(compute) + total(communication) - hidden if on_device else total(compute)
-    rows = [TraceRow(name=name, seconds=took / 1e6, calls=calls, share=took / length)
-            for name, (took, calls) in sorted(totals.items(), key=lambda each: -each[1][0])[:MAX_ROWS]]  # fmt: skip
+    totals, calls = defaultdict[str, float](float), Counter[str]()
+    for name, took in parts:
+        totals[name] += took
+        calls[name] += 1
+    rows = [TraceRow(name=name, seconds=took / 1e6, calls=calls[name], share=took / length)
+            for name, took in sorted(totals.items(), key=lambda each: -each[1])[:MAX_ROWS]]  # fmt: skip
     return TraceSummary(
         rank=trace.rank,
         steps=trace.steps,
@@ -196,24 +198,12 @@ def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval
     return found
 
 
-def clip(intervals: Sequence[Interval], window: Interval) -> list[Interval]:
-    return overlap(intervals, [window])
-
-
 def total(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
 
 
 def _interval(event: dict[str, Any]) -> Interval:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
-
-
-def _totals(parts: Iterable[tuple[str, float]]) -> dict[str, tuple[float, int]]:
-    totals: dict[str, tuple[float, int]] = {}
-    for name, took in parts:
-        before = totals.get(name, (0.0, 0))
-        totals[name] = before[0] + took, before[1] + 1
-    return totals
 
 
 PHASES, DEVICE_PHASES, FIRST_THREAD = 1, 2, 10  # track numbers
@@ -299,7 +289,11 @@ def _rank_events(trace: Trace, shift: float, flows: dict[tuple[int, Any], int]) 
         for begin, end, phase, step in device_phases(trace):
             yield _span(rank, DEVICE_PHASES, phase, begin + shift, end - begin, step)
     tracks: dict[tuple[Any, Any], int] = {}
-    names = _thread_names(trace)
+    names = {
+        (each.get("pid"), each.get("tid")): str(each.get("args", {}).get("name", ""))
+        for each in trace.events
+        if each.get("ph") == "M" and each.get("name") == "thread_name"
+    }
     for each in trace.events:
         if each.get("ph") == "M" or "ts" not in each or not isinstance(each.get("pid"), int) or each.get("tid") == "":
             continue  # the profiler's own events
@@ -347,11 +341,6 @@ def _name(rank: int, track: int | None, name: str, order: int) -> Iterator[dict[
     yield {"ph": "M", "name": f"{kind}_sort_index", **ids, "args": {"sort_index": order}}
 
 
-def _thread_names(trace: Trace) -> dict[tuple[Any, Any], str]:
-    return {(each.get("pid"), each.get("tid")): str(each.get("args", {}).get("name", ""))
-            for each in trace.events if each.get("ph") == "M" and each.get("name") == "thread_name"}  # fmt: skip
-
-
 STEP = re.compile(r"step \d+")
 RANGE_NAMES = ("data", "forward", "backward", "comm", "optimizer", "checkpoint", "evaluation")
 NANOSECONDS = 1e9
@@ -371,7 +360,7 @@ class RangeSeconds:
         return self.text in RANGE_NAMES
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"is_phase": self.is_phase}
 
 
 def read_nsys_stats(text: str) -> list[RangeSeconds]:
@@ -379,7 +368,13 @@ def read_nsys_stats(text: str) -> list[RangeSeconds]:
 
     Lines around the table are ignored. A range of NVTX's default domain is named `:text`.
     """
-    rows = _rows(text.splitlines())
+    lines = text.splitlines()
+    first = next((at for at, line in enumerate(lines) if "Total Time (ns)" in line and "Range" in line), len(lines))
+    rows = [
+        (each["Range"].removeprefix(":"), int(each["Instances"]), float(each["Total Time (ns)"]) / NANOSECONDS)
+        for each in csv.DictReader(lines[first:])
+        if each.get("Range") and each.get("Instances")
+    ]
     steps = sum(seconds for name, _, seconds in rows if STEP.fullmatch(name))
     found = [
         RangeSeconds(text=name, calls=calls, seconds=seconds, share=seconds / steps if steps else 0.0)
@@ -387,16 +382,3 @@ def read_nsys_stats(text: str) -> list[RangeSeconds]:
         if not STEP.fullmatch(name)
     ]
     return sorted(found, key=lambda each: -each.seconds)
-
-
-def _rows(lines: Sequence[str]) -> list[tuple[str, int, float]]:
-    """Return the table as text, calls and seconds; empty if there is none."""
-    starts = [number for number, line in enumerate(lines) if "Total Time (ns)" in line and "Range" in line]
-    if not starts:
-        return []
-    table = csv.DictReader(lines[starts[0] :])
-    return [
-        (each["Range"].removeprefix(":"), int(each["Instances"]), float(each["Total Time (ns)"]) / NANOSECONDS)
-        for each in table
-        if each.get("Range") and each.get("Instances")
-    ]

@@ -87,18 +87,13 @@ def has_sinks(telemetry: TelemetrySection) -> bool:
 def open_sinks(telemetry: TelemetrySection, run: RunDirectory) -> list[Sink]:
     """Return the enabled sinks. A sink that cannot be opened is logged and skipped."""
     opened: list[Sink] = []
-    for name, kind in SINKS.items():
-        if not kind.is_enabled(telemetry):
-            continue
+    for name in (*(name for name, kind in SINKS.items() if kind.is_enabled(telemetry)), *telemetry.sinks):
         try:
-            module = importlib.import_module(f"trimaran.runs.sinks.{name}")
-            opened.append(module.open_sink(telemetry, run))
+            if name in telemetry.sinks:
+                opened.append(load_plugin("sink", name).open(run, telemetry.sinks[name]))
+            else:
+                opened.append(importlib.import_module(f"trimaran.runs.sinks.{name}").open_sink(telemetry, run))
         except Exception as error:  # a library may raise anything; the other sinks still open
-            log.warning("cannot open sink %s: %s: %s", name, type(error).__name__, error)
-    for name, options in telemetry.sinks.items():
-        try:
-            opened.append(load_plugin("sink", name).open(run, options))
-        except Exception as error:
             log.warning("cannot open sink %s: %s: %s", name, type(error).__name__, error)
     return opened
 

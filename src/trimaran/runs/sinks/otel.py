@@ -74,7 +74,14 @@ class OtelSink:
             return
         attempt.last = max(attempt.last, line["time"])
         if kind in EVENT_KINDS:
-            attempt.span.add_event(kind, _attributes(line), timestamp=_nanoseconds(line["time"]))
+            named = {
+                f"trimaran.{name}": _plain(value) for name, value in line.get("data", {}).items() if value is not None
+            }
+            attempt.span.add_event(
+                kind,
+                {"trimaran.rank": line.get("rank", 0), "trimaran.step": line.get("step", 0)} | named,
+                timestamp=_nanoseconds(line["time"]),
+            )
         if kind in STATUS_BY_EVENT:
             attempt.span.set_status(Status(STATUS_BY_EVENT[kind], line.get("data", {}).get("message")))
 
@@ -117,11 +124,6 @@ class OtelSink:
         attempt = self._attempts.pop(number)
         attempt.span.set_attribute("trimaran.step", attempt.step)
         attempt.span.end(end_time=_nanoseconds(attempt.last))
-
-
-def _attributes(line: Line) -> dict[str, Any]:
-    named = {f"trimaran.{name}": _plain(value) for name, value in line.get("data", {}).items() if value is not None}
-    return {"trimaran.rank": line.get("rank", 0), "trimaran.step": line.get("step", 0)} | named
 
 
 def _plain(value: Any) -> str | int | float | bool:

@@ -11,24 +11,6 @@ from trimaran.runs.sinks.sink import Line, ReportedIncidents
 MAX_STEPS_PER_SECOND = 20  # logging one takes a chart library up to 0.5 ms, and the sidecar must stay cheap
 
 
-class RateLimit:
-    """Passes lines that are far enough apart in time. `held` is the last line that did not pass."""
-
-    def __init__(self, max_per_second: float = MAX_STEPS_PER_SECOND) -> None:
-        self._seconds = 1.0 / max_per_second
-        self._passed = 0.0
-        self.held: Line | None = None
-
-    def passes(self, line: Line) -> bool:
-        """Whether to log `line`: it is far enough from the previous one, or has the rare group metrics."""
-        when = line.get("time", 0.0)
-        if 0.0 <= when - self._passed < self._seconds and "groups" not in line:
-            self.held = line
-            return False
-        self._passed, self.held = when, None
-        return True
-
-
 EXCLUDED_KEYS = {"step", "time", "node", "host"}
 MAX_SCALARS_PER_LINE = 512  # each becomes a chart
 
@@ -58,9 +40,8 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, float]]:
     elif isinstance(value, list):
         for each in value:
             if isinstance(each, dict) and "index" in each:
-                yield from _walk(
-                    {key: inner for key, inner in each.items() if key != "index"}, f"{path}/{each['index']}"
-                )
+                others = {key: inner for key, inner in each.items() if key != "index"}
+                yield from _walk(others, f"{path}/{each['index']}")
 
 
 class ScalarSink:
@@ -69,8 +50,9 @@ class ScalarSink:
     name = ""
 
     def __init__(self, run: RunDirectory, *, max_steps_per_second: float = MAX_STEPS_PER_SECOND) -> None:
-        self.last_step = 0
-        self.rate_limit, self.ledger = RateLimit(max_steps_per_second), LedgerPoller(run)
+        self.last_step, self.ledger = 0, LedgerPoller(run)
+        self._min_seconds, self._logged = 1.0 / max_steps_per_second, 0.0
+        self._held: Line | None = None  # the last step if it came too soon after another
         self._reported = ReportedIncidents(run, self.name)
 
     def log(self, values: dict[str, float], line: Line) -> None:
@@ -82,9 +64,12 @@ class ScalarSink:
         raise NotImplementedError
 
     def step(self, line: Line) -> None:
-        self.last_step = line["step"]
-        if self.rate_limit.passes(line):
-            self.log(scalars(line) | time_scalars(self.ledger.poll()), line)
+        self.last_step, when = line["step"], line.get("time", 0.0)
+        if 0.0 <= when - self._logged < self._min_seconds and "groups" not in line:  # groups are rare
+            self._held = line
+            return
+        self._logged, self._held = when, None
+        self.log(scalars(line) | time_scalars(self.ledger.poll()), line)
 
     def incident(self, line: Line) -> None:
         if line.get("action") and not self._reported.contains(line):
@@ -97,6 +82,5 @@ class ScalarSink:
         self.log(named | time_scalars(self.ledger.poll()), line)
 
     def log_held(self) -> None:
-        """Log the last step if it came too soon after another."""
-        if last := self.rate_limit.held:
+        if last := self._held:
             self.log(scalars(last), last)

@@ -15,13 +15,7 @@ from trimaran.core.plan import WORLD
 from trimaran.core.version import VERSION
 from trimaran.runs.read.run_reader import RunReader
 from trimaran.runs.run_directory import RunDirectory
-from trimaran.runs.sinks.metric_catalogue import (
-    CATALOGUE,
-    MAX_INDIVIDUAL_SERIES,
-    MAX_SERIES_PER_METRIC,
-    STEP_BUCKETS,
-    Metric,
-)
+from trimaran.runs.sinks.metric_catalogue import CATALOGUE, MAX_INDIVIDUAL_SERIES, MAX_SERIES_PER_METRIC, STEP_BUCKETS
 from trimaran.runs.sinks.sink import Line
 
 PREFIX = "trimaran_"
@@ -44,7 +38,11 @@ class Series:
         self.before_scrape: Callable[[], None] = lambda: None
         self.registry = _Registry(self)
         prometheus_client.disable_created_metrics()
-        self._metrics = {name: self._make(name, metric) for name, metric in CATALOGUE.items()}
+        self._metrics: dict[str, Any] = {}
+        for name, metric in CATALOGUE.items():
+            more = {"buckets": STEP_BUCKETS} if metric.kind == "histogram" else {}
+            kind, labels = _METRIC_CLASSES[metric.kind], ("run", *metric.labels)
+            self._metrics[name] = kind(PREFIX + name, metric.meaning, labels, registry=self.registry, **more)
         self._label_values: dict[str, set[tuple[str, ...]]] = {name: set() for name in CATALOGUE}
 
     def set(self, name: str, value: float | None, **labels: str) -> None:
@@ -78,11 +76,6 @@ class Series:
                 return None
             known.add(values)
         return self._metrics[name].labels(self.run, *values)
-
-    def _make(self, name: str, metric: Metric) -> Any:
-        more = {"buckets": STEP_BUCKETS} if metric.kind == "histogram" else {}
-        labels = ("run", *metric.labels)
-        return _METRIC_CLASSES[metric.kind](PREFIX + name, metric.meaning, labels, registry=self.registry, **more)
 
 
 class _Registry(CollectorRegistry):
@@ -339,9 +332,30 @@ class RunSeries:
         for phase, seconds in line.get("phases", {}).items():
             if phase in PHASES:
                 series.observe("phase_duration_seconds", seconds, phase=phase)
-        self._memory(line)
-        self._waits(line)
-        self._parts(line)
+        memory = line.get("memory", {})
+        for kind in MEMORY_KINDS:
+            series.set("memory_bytes", memory.get(kind), kind=kind)
+        series.set("memory_bytes", line.get("peak_bytes"), kind="peak")
+        series.set("memory_fragmentation_ratio", memory.get("fragmentation"))
+        self._count("allocator_retries", memory.get("retries"))
+        self._count("ooms", memory.get("ooms"))
+        waits = line.get("waits", {})
+        for key, name in WAITS:
+            series.observe(name, waits.get(key))
+        series.observe("collective_wait_seconds", waits.get("comm"), group="world")
+        for axis, seconds in line.get("comm_seconds", {}).items():
+            if axis in (*AXES, WORLD):
+                series.observe("axis_wait_seconds", seconds, axis=axis)
+        if ranks := line.get("ranks"):
+            self._ranks(ranks)
+        # Most lines have no group metrics; the last values stay then.
+        for part, loss in line.get("losses", {}).items():
+            series.set("part_loss", loss, part=part)
+        for group, lr in line.get("lrs", {}).items():
+            series.set("group_learning_rate", lr, group=group)
+        for group, metrics in {**line.get("towers", {}), **line.get("groups", {})}.items():
+            series.set("group_gradient_norm", metrics.get("grad_norm"), group=group)
+            series.set("group_update_ratio", metrics.get("update_ratio"), group=group)
 
     def event(self, line: Line) -> None:
         if line.get("rank") != 0:
@@ -371,15 +385,6 @@ class RunSeries:
             series.add("attempts")
         self._attempt = attempt
 
-    def _memory(self, line: Line) -> None:
-        memory = line.get("memory", {})
-        for kind in MEMORY_KINDS:
-            self._series.set("memory_bytes", memory.get(kind), kind=kind)
-        self._series.set("memory_bytes", line.get("peak_bytes"), kind="peak")
-        self._series.set("memory_fragmentation_ratio", memory.get("fragmentation"))
-        self._count("allocator_retries", memory.get("retries"))
-        self._count("ooms", memory.get("ooms"))
-
     def _count(self, name: str, now: float | None) -> None:
         """Add the increase since the last line; a decrease means that a new process counts from 0."""
         if now is None:
@@ -388,17 +393,8 @@ class RunSeries:
         self._series.add(name, now - before if now >= before else now)
         self._counts[name] = now
 
-    def _waits(self, line: Line) -> None:
-        series, waits = self._series, line.get("waits", {})
-        for key, name in WAITS:
-            series.observe(name, waits.get(key))
-        series.observe("collective_wait_seconds", waits.get("comm"), group="world")
-        for axis, seconds in line.get("comm_seconds", {}).items():
-            if axis in (*AXES, WORLD):
-                series.observe("axis_wait_seconds", seconds, axis=axis)
-        ranks = line.get("ranks")
-        if not ranks:
-            return
+    def _ranks(self, ranks: Line) -> None:
+        series = self._series
         for name in RANK_STATS:
             for stat in STATS:
                 series.set(f"rank_{name}", ranks.get(name, {}).get(stat), stat=stat)
@@ -410,14 +406,3 @@ class RunSeries:
             if each.get("median") and each.get("what") in RANK_STATS:
                 ratio = each["value"] / each["median"]
                 series.set("rank_outlier_ratio", ratio, rank=str(each["rank"]), what=each["what"])
-
-    def _parts(self, line: Line) -> None:
-        """Set the series by group. Most lines have no group metrics; the last values stay then."""
-        series = self._series
-        for part, loss in line.get("losses", {}).items():
-            series.set("part_loss", loss, part=part)
-        for group, lr in line.get("lrs", {}).items():
-            series.set("group_learning_rate", lr, group=group)
-        for group, metrics in {**line.get("towers", {}), **line.get("groups", {})}.items():
-            series.set("group_gradient_norm", metrics.get("grad_norm"), group=group)
-            series.set("group_update_ratio", metrics.get("update_ratio"), group=group)

@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,53 +54,30 @@ class TerminationSignal:
                 os.read(self._pipe, 4096)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledRanks:
-    """The ranks on this node. They are descendants of the process `above`, or else of the supervisor.
-
-    `visible` is their CUDA_VISIBLE_DEVICES, `heartbeats` a descriptor of their heartbeat board.
-    """
-
-    above: int | None = None
-    visible: str | None = None
-    heartbeats: int | None = None
-
-
 class Sidecar:
-    """Samples one node every `sample_seconds` and feeds the sinks, if it `has_sinks`, until SIGTERM arrives."""
+    """Samples a node and feeds the sinks until SIGTERM arrives. `flags` are those of the command line."""
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        node: int,
-        termination: TerminationSignal,
-        *,
-        supervisor: int,
-        ranks: SampledRanks,
-        sample_seconds: float,
-        has_sinks: bool,
-    ) -> None:
-        self.run, self.node, self._termination, self._supervisor = run, node, termination, supervisor
+    def __init__(self, run: RunDirectory, termination: TerminationSignal, flags: argparse.Namespace) -> None:
+        self._termination, self._flags = termination, flags
         self._closing = False
-        self._sample_seconds = sample_seconds
-        self._feeds = open_feeds(run.read_recipe().telemetry, run) if has_sinks else []
+        self._feeds = open_feeds(run.read_recipe().telemetry, run) if flags.sinks else []
         self._tail = RunTail(run) if self._feeds else None
-        ancestor = supervisor if ranks.above is None else ranks.above
-        board = HeartbeatBoard(ranks.heartbeats) if ranks.heartbeats is not None else None
+        ancestor = flags.supervisor if flags.above is None else flags.above
+        board = HeartbeatBoard(flags.heartbeats) if flags.heartbeats is not None else None
         self._sampler: Sampler | None = None
-        if sample_seconds > 0:
-            self._sampler = Sampler(run, node, supervisor=ancestor, visible=ranks.visible, board=board)
+        if flags.sample_seconds > 0:
+            self._sampler = Sampler(run, flags.node, supervisor=ancestor, visible=flags.visible, board=board)
         self._save_due = 0.0
 
     def run_until_terminated(self) -> None:
         """Sample and feed the sinks until SIGTERM arrives or the supervisor dies."""
-        interval = self._sample_seconds
+        interval = self._flags.sample_seconds
         now = time.monotonic()
         sample_due = now + min(FIRST_SAMPLE_SECONDS, interval) if self._sampler else float("inf")
         poll_due = now if self._tail else float("inf")
         while self._sampler or self._tail:
             self._termination.wait(max(0.0, min(sample_due, poll_due) - time.monotonic()))
-            if self._termination.received or os.getppid() != self._supervisor:
+            if self._termination.received or os.getppid() != self._flags.supervisor:
                 break
             now = time.monotonic()
             if self._sampler and now >= sample_due:
@@ -110,7 +86,16 @@ class Sidecar:
             if now >= poll_due:
                 self._feed_new_lines()
                 poll_due = now + POLL_SECONDS
-        self._close()
+        # Write the last sample, feed the last lines and close the sinks. Sinks that hang are abandoned.
+        if self._sampler:
+            self._sampler.take_last()
+            self._sampler.close()
+        self._closing = True
+        self._feed_new_lines()
+        until = time.monotonic() + CLOSE_SECONDS
+        for feed in self._feeds:
+            if not feed.close(seconds=max(0.0, until - time.monotonic())):
+                log.warning("sink %s did not close in time and is abandoned", feed.sink.name)
 
     def _feed_new_lines(self) -> None:
         """Hand new lines to the sinks. After a disk error the next poll tries again."""
@@ -123,18 +108,6 @@ class Sidecar:
             if time.monotonic() >= self._save_due or self._closing:
                 self._save_due = time.monotonic() + SAVE_POSITION_SECONDS
                 self._tail.save_position()
-
-    def _close(self) -> None:
-        """Write the last sample, feed the last lines and close the sinks. Sinks that hang are abandoned."""
-        if self._sampler:
-            self._sampler.take_last()
-            self._sampler.close()
-        self._closing = True
-        self._feed_new_lines()
-        until = time.monotonic() + CLOSE_SECONDS
-        for feed in self._feeds:
-            if not feed.close(seconds=max(0.0, until - time.monotonic())):
-                log.warning("sink %s did not close in time and is abandoned", feed.sink.name)
 
 
 def open_feeds(telemetry: "TelemetrySection", run: RunDirectory) -> list[SinkFeed]:
@@ -168,11 +141,8 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    ranks = SampledRanks(above=flags.above, visible=flags.visible, heartbeats=flags.heartbeats)
     path = flags.run if flags.descriptor is None else Path(f"{DESCRIPTORS}{flags.descriptor}")
-    sidecar = Sidecar(open_run(path), flags.node, termination, supervisor=flags.supervisor, ranks=ranks,
-                      sample_seconds=flags.sample_seconds, has_sinks=flags.sinks)  # fmt: skip
-    sidecar.run_until_terminated()
+    Sidecar(open_run(path), termination, flags).run_until_terminated()
     return 0
 
 

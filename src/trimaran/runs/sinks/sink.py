@@ -6,10 +6,11 @@ import logging
 import threading
 import time
 from collections import deque
-from pathlib import Path
+from contextlib import suppress
 from typing import Any, Protocol
 
 from trimaran.core.regular_files import read_regular_bytes, read_regular_text, write_atomically
+from trimaran.runs.record_types import DAMAGED
 from trimaran.runs.run_directory import MARKER, RunDirectory
 
 log = logging.getLogger(__name__)
@@ -59,29 +60,18 @@ class ReportedIncidents:
 
     def __init__(self, run: RunDirectory, sink: str) -> None:
         self._path = run.path / "telemetry" / f"told-{sink}.json"
-        self._keys = _read(self._path)
+        self._keys: set[str] = set()
+        with suppress(*DAMAGED):
+            self._keys |= {each for each in json.loads(read_regular_text(self._path)) if isinstance(each, str)}
 
     def contains(self, incident: Line) -> bool:
-        return _key(incident) in self._keys
+        return f"{incident.get('id')} {incident.get('action')}" in self._keys
 
     def add(self, incident: Line) -> None:
         """Mark the incident as reported, also for later sinks of this name."""
-        self._keys.add(_key(incident))
+        self._keys.add(f"{incident.get('id')} {incident.get('action')}")
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self._path, json.dumps(sorted(self._keys)) + "\n")
-
-
-def _key(incident: Line) -> str:
-    return f"{incident.get('id')} {incident.get('action')}"
-
-
-def _read(path: Path) -> set[str]:
-    """Return the reported incidents; empty if the file is missing or damaged."""
-    try:
-        tree = json.loads(read_regular_text(path))
-    except (OSError, ValueError):
-        return set()
-    return {each for each in tree if isinstance(each, str)} if isinstance(tree, list) else set()
 
 
 MAX_QUEUED_LINES = 10_000  # beyond that the oldest are dropped
@@ -145,7 +135,10 @@ class SinkFeed:
             getattr(self.sink, kind)(line)
         except Exception as error:  # a sink may raise anything
             self._warn_once(error)
-            self._wait_before_retry()
+            until = time.monotonic() + self._delay
+            self._delay = min(2 * self._delay, MAX_RETRY_SECONDS)
+            while time.monotonic() < until and not self._closing:
+                time.sleep(min(0.1, max(0.0, until - time.monotonic())))
             return False
         if self._is_failing:
             log.warning("sink %s works again, %d lines were lost", self.sink.name, self.lost)
@@ -156,9 +149,3 @@ class SinkFeed:
         if not self._is_failing:
             log.warning("sink %s failed: %s: %s", self.sink.name, type(error).__name__, error)
         self._is_failing = True
-
-    def _wait_before_retry(self) -> None:
-        until = time.monotonic() + self._delay
-        self._delay = min(2 * self._delay, MAX_RETRY_SECONDS)
-        while time.monotonic() < until and not self._closing:
-            time.sleep(min(0.1, max(0.0, until - time.monotonic())))

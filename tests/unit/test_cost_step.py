@@ -175,7 +175,7 @@ def test_only_a_gather_longer_than_a_layer_is_exposed() -> None:
 
 
 def test_nothing_hides_the_last_reduction() -> None:
-    cluster, layer = parse_cluster("2x8xA100"), PRESETS["llama-2-7b"].layer_parameters
+    cluster, layer = parse_cluster("2x8xA100"), outline_of(PRESETS["llama-2-7b"]).main.runs[0][0].parameters
     wanted = {"mesh": {"dp_shard": 16}, "sharding": "parameters", "micro_batch": 16}
     found = predicted(wanted, text="2x8xA100", preset="llama-2-7b")
     alone = all_gather_seconds(4 * layer, ring_of(cluster.levels, 16, 1))

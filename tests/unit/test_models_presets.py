@@ -151,5 +151,7 @@ def test_every_preset_is_valid_and_only_the_toys_are_unpublished() -> None:
 
 def test_a_token_of_qwen3_30b_a3b_uses_three_billion_weights() -> None:
     spec = PRESETS["qwen3-30b-a3b"]
-    idle = spec.layers * (spec.feed_forward_parameters - spec.active_feed_forward_parameters)
+    experts = spec.block.experts
+    assert experts is not None
+    idle = spec.layers * 3 * spec.hidden * experts.ffn * (experts.num_experts - experts.top_k)
     assert spec.num_parameters - idle == 3_353_032_704

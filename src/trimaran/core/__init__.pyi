@@ -52,7 +52,7 @@ from .regular_files import (
 from .replica_sync import (
     Compression as Compression, KIND_FIELDS as KIND_FIELDS, LocalSteps as LocalSteps,
     compressed_bytes as compressed_bytes, exposed_outer_seconds as exposed_outer_seconds,
-    outer_bytes_per_step as outer_bytes_per_step, synchronisation_bytes as synchronisation_bytes,
+    synchronisation_bytes as synchronisation_bytes,
 )
 from .template_text import TemplateText as TemplateText, templated as templated
 from .traits import MODEL_FAMILIES as MODEL_FAMILIES, ModelFamily as ModelFamily, family_named as family_named

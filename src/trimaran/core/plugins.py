@@ -8,8 +8,7 @@ import importlib
 import os
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -100,7 +99,9 @@ class Plugin:
 
 def installed_plugins(kind: str) -> tuple[Plugin, ...]:
     """Return the installed plug-ins of a kind by name, also those that are left out. Nothing is imported."""
-    return tuple(each for each in _scan(tuple(_search_path())) if each.kind == kind)
+    here = os.path.realpath(os.curdir)  # `python -m` puts this folder first, and anybody may have written it
+    paths = tuple(each for each in sys.path if each and os.path.realpath(each) != here)
+    return tuple(each for each in _scan(paths) if each.kind == kind)
 
 
 def plugin_names(kind: str) -> tuple[str, ...]:
@@ -180,12 +181,6 @@ def _load(plugin: Plugin) -> Any:
     return loaded
 
 
-def _search_path() -> Iterator[str]:
-    """Yield the folders of installed packages: `python -m` puts the current folder first, which may be anybody's."""
-    here = os.path.realpath(os.curdir)
-    yield from (each for each in sys.path if each and os.path.realpath(each) != here)
-
-
 @lru_cache(maxsize=4)
 def _scan(paths: tuple[str, ...]) -> tuple[Plugin, ...]:
     """Return the plug-ins of all distributions in these folders, of which the first of a name counts."""
@@ -207,22 +202,20 @@ def _scan(paths: tuple[str, ...]) -> tuple[Plugin, ...]:
             for point in each.entry_points
             if point.group in kinds
         ]  # fmt: skip
-    return tuple(sorted(_with_problems(found), key=lambda each: (each.kind, each.name, each.distribution)))
-
-
-def _with_problems(found: Iterable[Plugin]) -> Iterator[Plugin]:
-    plugins = list(found)
-    owners = Counter((each.kind, each.name) for each in plugins)
-    for each in plugins:
-        problem = ""
+    owners: dict[tuple[str, str], list[str]] = {}
+    for each in found:
+        owners.setdefault((each.kind, each.name), []).append(each.distribution)
+    checked = []
+    for each in found:
+        problem, rivals = "", owners[each.kind, each.name]
         if not NAME.fullmatch(each.name):
             problem = "its name is not lower-case letters, digits, dots, dashes and underscores"
         elif each.name in KINDS[each.kind].reserved:
             problem = f"there is a {each.kind} of this name in Trimaran itself"
-        elif owners[each.kind, each.name] > 1:
-            others = [other.distribution for other in plugins if (other.kind, other.name) == (each.kind, each.name)]
-            problem = f"several packages have one of this name: {', '.join(sorted(others))}"
-        yield replace(each, problem=problem)
+        elif len(rivals) > 1:
+            problem = f"several packages have one of this name: {', '.join(sorted(rivals))}"
+        checked.append(replace(each, problem=problem))
+    return tuple(sorted(checked, key=lambda each: (each.kind, each.name, each.distribution)))
 
 
 UNCHECKED = {"any_plugin": True}
@@ -261,16 +254,13 @@ def check_sink(name: str, info: ValidationInfo) -> str:
     raise PydanticCustomError("value_error", "{why}", {"why": why + listed})
 
 
-def _name_schema(kind: str) -> dict[str, Any]:
-    return {"anyOf": [{"enum": [*KINDS[kind].reserved]}, {"type": "string", "pattern": f"^{NAME.pattern}$"}]}
+def _name_schema(kind: str) -> WithJsonSchema:
+    names = {"enum": [*KINDS[kind].reserved]}
+    return WithJsonSchema({"anyOf": [names, {"type": "string", "pattern": f"^{NAME.pattern}$"}]})
 
 
-FamilyName = Annotated[
-    str, AfterValidator(name_check("network family")), WithJsonSchema(_name_schema("network family"))
-]
-SourceName = Annotated[str, AfterValidator(name_check("data source")), WithJsonSchema(_name_schema("data source"))]
-ObjectiveName = Annotated[str, AfterValidator(name_check("objective")), WithJsonSchema(_name_schema("objective"))]
-PolicyName = Annotated[
-    str, AfterValidator(name_check("autopilot policy")), WithJsonSchema(_name_schema("autopilot policy"))
-]
+FamilyName = Annotated[str, AfterValidator(name_check("network family")), _name_schema("network family")]
+SourceName = Annotated[str, AfterValidator(name_check("data source")), _name_schema("data source")]
+ObjectiveName = Annotated[str, AfterValidator(name_check("objective")), _name_schema("objective")]
+PolicyName = Annotated[str, AfterValidator(name_check("autopilot policy")), _name_schema("autopilot policy")]
 SinkName = Annotated[str, AfterValidator(check_sink), WithJsonSchema({"type": "string"})]

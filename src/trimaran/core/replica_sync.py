@@ -147,11 +147,6 @@ def synchronisation_bytes(local: LocalSteps, num_values: float, num_replicas: in
     return 2 * (num_replicas - 1) / num_replicas * value_bytes * num_values
 
 
-def outer_bytes_per_step(local: LocalSteps, num_values: float, num_replicas: int) -> float:
-    """Return the bytes that a rank sends to other replicas, per training step, if it holds `num_values` values."""
-    return synchronisation_bytes(local, num_values, num_replicas) / local.steps
-
-
 def exposed_outer_seconds(local: LocalSteps, sync_seconds: float, step_seconds: float) -> float:
     """Return the seconds per step that training waits for outer exchanges.
 

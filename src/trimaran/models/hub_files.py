@@ -21,12 +21,6 @@ from urllib.parse import urlsplit
 from trimaran.core import Recipe, UserError
 from trimaran.models.hub_names import HubRepo, hub_cache_of, hub_error, hub_repo_of
 
-# huggingface_hub reads HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE by itself, continues a download that was
-# interrupted, and checks what it gets.
-
-# huggingface_hub reads HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE by itself, continues a download that was
-# interrupted, and checks what it gets.
-
 Progress = Callable[[float], None]
 """Is called with the fraction that is there."""
 
@@ -74,26 +68,21 @@ def fetch_model(
     options: dict[str, Any] = {"allow_patterns": wanted, "ignore_patterns": list(UNWANTED), "cache_dir": cache}
     with hub_errors(repo, hub):
         if can_reach(hub):
-            return _download(hub, repo, options, progress)
+            info = hub.HfApi().model_info(repo.name, revision=repo.revision, files_metadata=True)
+            sizes = {each.rfilename: each.size or 0 for each in info.siblings}
+            files = [name for name in sizes if _matches(name, wanted) and not _matches(name, UNWANTED)]
+            if not any(name.endswith(".safetensors") for name in files):  # training would start from random weights
+                raise _no_weights(repo, num_pickles=sum(_matches(name, PICKLES) for name in sizes))
+            root = Path(cache or hub.constants.HF_HUB_CACHE) / f"models--{repo.name.replace('/', '--')}"
+            with _watched(root / "blobs", sum(sizes[name] for name in files), progress):
+                return Path(hub.snapshot_download(repo.name, revision=info.sha, **options))
         folder = Path(hub.snapshot_download(repo.name, revision=repo.revision, local_files_only=True, **options))
         if any(folder.glob("*.safetensors")):
             return folder
         raise hub.errors.LocalEntryNotFoundError(f"{repo.name} has no weights in the cache")
 
 
-def _download(hub: Any, repo: HubRepo, options: dict[str, Any], progress: Progress | None) -> Path:
-    info = hub.HfApi().model_info(repo.name, revision=repo.revision, files_metadata=True)
-    sizes = {each.rfilename: each.size or 0 for each in info.siblings}
-    files = [name for name in sizes if _matches(name, options["allow_patterns"]) and not _matches(name, UNWANTED)]
-    if not any(name.endswith(".safetensors") for name in files):
-        raise _no_weights(repo, num_pickles=sum(_matches(name, PICKLES) for name in sizes))
-    root = Path(options["cache_dir"] or hub.constants.HF_HUB_CACHE) / f"models--{repo.name.replace('/', '--')}"
-    with _watched(root / "blobs", sum(sizes[name] for name in files), progress):
-        return Path(hub.snapshot_download(repo.name, revision=info.sha, **options))
-
-
 def _no_weights(repo: HubRepo, *, num_pickles: int) -> UserError:
-    """Return the error for a repository without safetensors: training would start from random weights."""
     if num_pickles:
         what = f"{repo.name} has its weights only as pickles, which can run any program"
         fix = "in a sandbox, load it with transformers and save it as safetensors with save_pretrained"

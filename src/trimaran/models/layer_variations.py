@@ -119,13 +119,6 @@ class LatentSpec:
         """The width of a head's query and key."""
         return self.nope_dim + self.rope_dim
 
-    def parameters(self, hidden: int, heads: int) -> int:
-        """Return the weights of one layer's attention."""
-        rank, width = self.query_rank, heads * self.head_dim
-        query = rank * (hidden + width) if rank else hidden * width
-        narrow = hidden * (self.kv_rank + self.rope_dim) + self.kv_rank * heads * (self.nope_dim + self.value_dim)
-        return query + narrow + heads * self.value_dim * hidden + self.extras(hidden)
-
     def extras(self, hidden: int) -> int:
         """Return the weights of one layer's attention outside matmuls: norms and biases."""
         biases = self.query_rank + self.kv_rank + self.rope_dim + hidden

@@ -77,12 +77,12 @@ class PerceptionSpec:
     @property
     def block_names(self) -> tuple[str, ...]:
         """The blocks in forward order: the units of sharding, recompute and pipeline stages."""
+        counts = {"camera": len(self.camera_widths)} if self.cameras else {}
         names: list[str] = []
-        if self.cameras:
-            names += ["camera.stem", *_numbered("camera", len(self.camera_widths)), "camera.neck"]
-        for sensor, count in self.point_sensors.items():
-            names += [f"{sensor}.stem", *_numbered(sensor, count)]
-        return *names, "fusion.stem", *_numbered("fusion", self.fusion_layers), "heads"
+        for tower, count in (counts | self.point_sensors | {"fusion": self.fusion_layers}).items():
+            names += [f"{tower}.stem", *(f"{tower}.layers.{number}" for number in range(count))]
+            names += ["camera.neck"] if tower == "camera" else []
+        return *names, "heads"
 
     @property
     def point_sensors(self) -> dict[str, int]:
@@ -154,10 +154,6 @@ class PerceptionSpec:
             cameras=self.cameras, height=self.height, width=self.width, cells=self.cells, reach=self.reach,
             lidar=self.lidar_layers > 0, radar=self.radar_layers > 0,
         )  # fmt: skip
-
-
-def _numbered(tower: str, count: int) -> list[str]:
-    return [f"{tower}.layers.{number}" for number in range(count)]
 
 
 SHAPE = tuple(field.name for field in fields(PerceptionSpec) if field.name != "name")
@@ -280,8 +276,9 @@ def perception_outline(spec: PerceptionSpec, points: ScenePoints | None = None) 
     heads = _merged("heads", [
         part
         for outputs in (spec.num_heats + BOX_OUTPUTS, spec.num_grounds)
-        for part in (_convolution(cells, hidden, hidden), _with_bias(cells, hidden, outputs))
+        for part in (_convolution(cells, hidden, hidden), _convolution(cells, hidden, outputs, kernel=1, images=0))
     ])  # fmt: skip
+    heads = replace(heads, parameters=heads.parameters + spec.num_heats + BOX_OUTPUTS + spec.num_grounds)  # biases
     towers = (
         *([Tower(name="camera", runs=_camera(spec), hidden=spec.camera_widths[-1], positions=spec.num_tokens)]
           if spec.cameras else []),
@@ -352,11 +349,6 @@ def _convolution(
     )  # fmt: skip
 
 
-def _with_bias(positions: int, in_channels: int, out_channels: int) -> Opaque:
-    plain = _convolution(positions, in_channels, out_channels, kernel=1, images=0)
-    return replace(plain, parameters=plain.parameters + out_channels)
-
-
 def _elementwise(name: str, parameters: int, positions: int, features: int) -> Opaque:
     size = 4 * positions * features
     return Opaque(
@@ -367,13 +359,6 @@ def _elementwise(name: str, parameters: int, positions: int, features: int) -> O
 
 def _merged(name: str, parts: list[Opaque]) -> Opaque:
     """Return the parts as one block; its output is that of the last part."""
-    return Opaque(
-        name=name,
-        parameters=sum(each.parameters for each in parts),
-        sample_flops=Flops(sum(each.sample_flops for each in parts)),
-        saved_bytes=Bytes(sum(each.saved_bytes for each in parts)),
-        moved_bytes=Bytes(sum(each.moved_bytes for each in parts)),
-        output_bytes=parts[-1].output_bytes,
-        num_kernels=sum(each.num_kernels for each in parts),
-        norm_row_bytes=sum(each.norm_row_bytes for each in parts),
-    )
+    added = [field.name for field in fields(Opaque) if field.name not in ("name", "output_bytes")]
+    sums = {field: sum(getattr(each, field) for each in parts) for field in added}
+    return Opaque(name=name, output_bytes=parts[-1].output_bytes, **sums)

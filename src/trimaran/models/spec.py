@@ -197,15 +197,6 @@ class ModelSpec:
         return self.block.ends.embedding_scale or self.hidden**0.5
 
     @property
-    def attention_parameters(self) -> int:
-        """Weights of one layer's attention, biases and head norms included."""
-        if (latent := self.block.attention.latent) is not None:
-            return latent.parameters(self.hidden, self.heads)
-        width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        weights = self.hidden * (2 * width + 2 * kv_width)
-        return weights + (width + 2 * kv_width) * self.block.qkv_bias + self.attention_extras
-
-    @property
     def attention_extras(self) -> int:
         """Weights of one layer's attention outside the matmuls and the biases of its input: norms, out bias, sinks."""
         if (latent := self.block.attention.latent) is not None:
@@ -215,35 +206,11 @@ class ModelSpec:
         return norms * self.block.qk_norm + self.hidden * attention.out_bias + self.heads * attention.sinks
 
     @property
-    def feed_forward_parameters(self) -> int:
-        """Weights of one layer's feed-forward block, all experts counted; of a mixture, of a layer with experts."""
-        if (experts := self.block.experts) is None:
-            return 3 * self.hidden * self.ffn
-        shared = 3 * self.hidden * experts.shared_ffn + self.hidden * experts.shared_gate
-        routed = (3 * self.hidden * experts.ffn + self.hidden) * experts.num_experts
-        return routed + shared + experts.biases(self.hidden)
-
-    @property
-    def active_feed_forward_parameters(self) -> int:
-        """Weights of one layer's feed-forward block that a token passes through."""
-        if (experts := self.block.experts) is None:
-            return self.feed_forward_parameters
-        idle = 3 * self.hidden * experts.ffn * (experts.num_experts - experts.top_k)
-        return self.feed_forward_parameters - idle
-
-    @property
-    def layer_parameters(self) -> int:
-        return self.attention_parameters + self.feed_forward_parameters + self.block.norm.per_layer * self.hidden
-
-    @property
     def num_parameters(self) -> int:
         """All distinct weights; a tied head counts once."""
-        ends = self.vocab * self.hidden * (1 if self.tied else 2)
-        dense = len(self.block.experts.dense_layers) if self.block.experts else 0
-        fewer = dense * (self.feed_forward_parameters - 3 * self.hidden * self.ffn)
-        # A prediction layer has three norms more, and the projection of the stream beside an embedding.
-        predicting = self.prediction_layers * (self.layer_parameters + self.hidden * (3 + 2 * self.hidden))
-        return self.layers * self.layer_parameters - fewer + predicting + self.hidden + ends
+        from trimaran.models.outline import outline_of  # noqa: PLC0415  it imports this module
+
+        return outline_of(self).num_parameters
 
 
 def variations(spec: ModelSpec) -> list[str]:

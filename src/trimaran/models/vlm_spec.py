@@ -106,11 +106,6 @@ class VisionSpec:
         return 2 * self.norm_parameters + biases + 2 * self.hidden * (block.qk_norm + block.scaled)
 
     @property
-    def layer_parameters(self) -> int:
-        matrices = 3 if self.block.gated else 2
-        return self.hidden * (4 * self.hidden + matrices * self.ffn) + self.layer_extras
-
-    @property
     def outer_parameters(self) -> int:
         """Parameters outside the layers: patch embedding, class token, positions, first norm."""
         ends = self.ends
@@ -120,7 +115,9 @@ class VisionSpec:
 
     @property
     def num_parameters(self) -> int:
-        return self.layers * self.layer_parameters + self.outer_parameters
+        matrices = 3 if self.block.gated else 2
+        of_layer = self.hidden * (4 * self.hidden + matrices * self.ffn) + self.layer_extras
+        return self.layers * of_layer + self.outer_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,11 +196,6 @@ class VlmSpec:
         return self.vision.hidden * self.projector.merge**2
 
     @property
-    def num_projections(self) -> int:
-        """How many projectors there are, with those of `deepstack`."""
-        return 1 + len(self.projector.deepstack)
-
-    @property
     def projector_middle(self) -> int:
         return self.projector.hidden or self.language.hidden
 
@@ -218,16 +210,12 @@ class VlmSpec:
     @property
     def projector_weights(self) -> int:
         """Weights of the matmuls of all projectors."""
-        return self.num_projections * self.projector_middle * (self.feature_width + self.hidden)
-
-    @property
-    def projector_parameters(self) -> int:
-        return self.projector_weights + self.projector_extras
+        return (1 + len(self.projector.deepstack)) * self.projector_middle * (self.feature_width + self.hidden)
 
     @property
     def num_parameters(self) -> int:
         """All distinct weights; a tied head counts once."""
-        return self.vision.num_parameters + self.projector_parameters + self.language.num_parameters
+        return vlm_outline(self, ImageLimits()).num_parameters
 
     def scenes(self) -> None:
         """Return the rules by which the data renders scenes: none."""

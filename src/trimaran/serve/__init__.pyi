@@ -31,7 +31,7 @@ from .engine.peer_watch import (
     ADDRESS_KEY as ADDRESS_KEY, GOODBYE as GOODBYE, PeerWatch as PeerWatch, RANK_LOST_EXIT as RANK_LOST_EXIT,
     watch_peers as watch_peers,
 )
-from .engine.scheduler import BlockPool as BlockPool, EngineSettings as EngineSettings, page_digest as page_digest
+from .engine.scheduler import BlockPool as BlockPool, page_digest as page_digest
 from .engine.serving_rank import (
     RankPlace as RankPlace, RankedRunner as RankedRunner, join_ranks as join_ranks,
     open_ranked_runner as open_ranked_runner, serve_rank as serve_rank,
@@ -84,8 +84,8 @@ from .serving_layers import (
     join_projections as join_projections, joined_linear as joined_linear, quantise as quantise,
     quantise_linear as quantise_linear, quantised_weight as quantised_weight, restored_weight as restored_weight,
 )
-from .settings import TrainedWeights as TrainedWeights
-from .text_stream import MAX_WAITING as MAX_WAITING, TextStream as TextStream, UNDECODABLE as UNDECODABLE
+from .settings import EngineSettings as EngineSettings, TrainedWeights as TrainedWeights
+from .conversation import MAX_WAITING as MAX_WAITING, TextStream as TextStream, UNDECODABLE as UNDECODABLE
 from .trained_model import (
     ModelTexts as ModelTexts, TrainedModel as TrainedModel, base_of_peft as base_of_peft,
     compute_in_bf16 as compute_in_bf16, fill_from_peft as fill_from_peft, load_adapted as load_adapted,

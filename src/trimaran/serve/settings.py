@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trimaran.core import Recipe
+from trimaran.core import Recipe, UserError
 from trimaran.runs import RunDirectory
 
 
@@ -39,13 +39,29 @@ class TrainedWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSizes:
-    """How much an engine does at once. `cache_bytes` None: what the device has left, within reason."""
+class EngineSettings:
+    """How much an engine does at once: in a step at most `max_step_tokens` tokens, of at most `max_running` sequences.
+
+    `cache_bytes` None: what the device has left, within reason.
+    """
 
     max_running: int = 64
     max_step_tokens: int = 1024
     page_size: int = 16
     cache_bytes: int | None = None
+    reuse_prefixes: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_running < self.max_step_tokens:
+            what = f"{self.max_running} sequences do not fit in a step of {self.max_step_tokens} tokens"
+            raise UserError("E001", what,
+                            where="max_running, max_step_tokens",
+                            fix="allow at least one sequence, and more tokens than sequences")  # fmt: skip
+
+    @property
+    def max_image_tokens(self) -> int:
+        """The tokens of the largest image: it is never split, and fits in a step beside one token of each sequence."""
+        return self.max_step_tokens - self.max_running
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +77,7 @@ class EngineConfig:
     pp: int = 1
     quantise: Literal["fp8", "int8", "int4"] | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
-    sizes: EngineSizes = EngineSizes()
+    sizes: EngineSettings = EngineSettings()
     cache: str | None = None
 
     @property
@@ -76,7 +92,7 @@ class EngineConfig:
     @staticmethod
     def parse(text: str) -> "EngineConfig":
         values = json.loads(text)
-        weights, sizes = TrainedWeights.from_dict(values.pop("weights")), EngineSizes(**values.pop("sizes"))
+        weights, sizes = TrainedWeights.from_dict(values.pop("weights")), EngineSettings(**values.pop("sizes"))
         return EngineConfig(weights=weights, sizes=sizes, **values)
 
 

@@ -6,12 +6,12 @@ from .language import (
     translate as translate, translate_view as translate_view,
 )
 from .report.curves import MAX_POINTS as MAX_POINTS, curve as curve, spread as spread
-from .report.detailed_steps import DetailsFeed as DetailsFeed, MAX_STEPS as MAX_STEPS, detailed_steps as detailed_steps
+from .report.sparse_feeds import DetailsFeed as DetailsFeed, MAX_STEPS as MAX_STEPS, detailed_steps as detailed_steps
 from .report.figure_axis import (
     FigureAxis as FigureAxis, axis_for as axis_for, even_axis as even_axis, even_labels as even_labels,
     tick_label as tick_label,
 )
-from .report.machines import MachinesFeed as MachinesFeed
+from .report.sparse_feeds import MachinesFeed as MachinesFeed
 from .report.markup import Html as Html, tag as tag
 from .report.draw_figure import (
     LABEL_GAP as LABEL_GAP, MAX_LABEL as MAX_LABEL, draw_figure as draw_figure, draw_lines as draw_lines,
@@ -51,7 +51,7 @@ from .viz.pipeline import (
     SCHEDULES as SCHEDULES, equal_stages as equal_stages, most_held as most_held, with_slow_rank as with_slow_rank,
 )
 from .viz.rank_grid import ORDER as ORDER, groups_of as groups_of
-from .viz.run_life_facts import life_of as life_of
+from .viz.viz_request import life_of as life_of
 from .viz.shard_timeline import (
     gathered_blocks as gathered_blocks, gathered_bytes as gathered_bytes, shard_step as shard_step,
     waited_seconds as waited_seconds,

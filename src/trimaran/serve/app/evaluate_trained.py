@@ -25,7 +25,6 @@ HELD_OUT = "held-out"
 
 
 def evaluate_loss(request: EvalRequest, progress: Progress) -> dict[str, Any]:
-    """Return the loss of the weights on the held-out data of their run, or on `request.data`."""
     recipe, weights = request.weights.recipe, request.weights
     if recipe is None and request.data is None:
         raise UserError("A045", "there is nothing to evaluate on: these weights come without a run",
@@ -49,7 +48,6 @@ def evaluate_loss(request: EvalRequest, progress: Progress) -> dict[str, Any]:
 def _loss_on(
     request: EvalRequest, data: str, trained: TrainedModel, subject: EvaluatedNetwork, progress: Progress
 ) -> HeldOutLoss:
-    """Return the loss on a file or folder, packed with the tokenizer of the model."""
     section = request.section(data)
     seq_len = min(request.seq_len or section.seq_len, trained.network.max_seq_len)
     options: dict[str, Any] = {"seq_len": seq_len, "isolate": section.isolate_documents, "batches": request.batches,
@@ -119,6 +117,5 @@ def about(request: EvalRequest) -> dict[str, Any]:
 
 
 def save_evaluation(request: EvalRequest, found: dict[str, Any]) -> None:
-    """Append the result to the run's evaluations. Weights without a run have no place for it."""
     if request.weights.run is not None:
         append_line(request.weights.run.evaluations, {key: value for key, value in found.items() if key != "run_dir"})

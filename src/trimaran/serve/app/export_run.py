@@ -4,7 +4,8 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -96,11 +97,15 @@ def model_card(request: ExportRequest, manifest: Manifest, folder: str) -> str:
     state = RunState(request.run)
     state.refresh()
     plan = state.plan.model_dump(mode="json", exclude_defaults=True, exclude={"prediction"})
+    versions = {"trimaran": VERSION, "Python": platform.python_version()}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     sections = (
         ("Training", _card_training(state, manifest)),
         ("Evaluation", _card_evaluation(state, manifest)),
         ("Load it", _usage(request, folder)),
-        ("Versions", [f"{name} {number}" for name, number in _versions()]),
+        ("Versions", [f"{name} {number}" for name, number in versions.items()]),
         ("Plan", [f"`{state.plan}`", "", "```json", json.dumps(plan, indent=2), "```"]),
         ("Recipe", ["```yaml", state.run.recipe.read_text(encoding="utf-8").rstrip(), "```"]),
     )
@@ -158,7 +163,6 @@ def _card_training(state: RunState, manifest: Manifest) -> list[str]:
 
 
 def _held_out(state: RunState, manifest: Manifest) -> list[dict[str, Any]]:
-    """Return what is known of the checkpoint's loss on held-out data: by the run itself, then by `trimaran eval`."""
     own = [{"loss": float(loss), "data": "held-out"} for step, loss in state.evaluations if step == manifest.step]
     later = [row for row in read_evaluations(state.run) if row.get("step") == manifest.step]
     return own + [row for row in later if row.get("data") == "held-out"]
@@ -194,16 +198,6 @@ def _usage(request: ExportRequest, folder: str) -> list[str]:
     if request.quantise:
         lines += ["", f"The weights of linear layers are quantised: {request.precision}."]
     return lines
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    yield "trimaran", VERSION
-    yield "Python", platform.python_version()
-    for name in LIBRARIES:
-        try:
-            yield name, version(name)
-        except PackageNotFoundError:
-            continue
 
 
 def export_step(request: ExportRequest, path: Path, target: Path, progress: Progress) -> dict[str, Any]:

@@ -5,17 +5,14 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from trimaran.app.recipe.options import Json, TrainedModelName
 from trimaran.core import UserError
 from trimaran.runs import refuse_unusable
-from trimaran.serve.app.trained_weights import TrainedWeights, find_weights
-
-if TYPE_CHECKING:
-    pass
+from trimaran.serve.app.trained_weights import find_weights
 
 MAX_TOKENS = 65536
 MAX_SEED = 2**63 - 1
@@ -73,7 +70,14 @@ def generate(
         if math.isnan(value):
             raise UserError("A001", f"{option} is not a number", where=option, fix="use a number such as 0.9")
     weights = find_weights(model, step)
-    text = prompt if prompt is not None or chat else _own_prompt(weights)
+    text = prompt
+    if prompt is None and not chat:
+        if weights.run is None:
+            raise UserError("A001", "there is no text to continue", where="--prompt",
+                            fix="write --prompt 'TEXT', or talk with --chat")  # fmt: skip
+        from trimaran.app.runs.run_prompt import prompt_of_run
+
+        text = prompt_of_run(weights.run)
     refuse_unusable(os.environ)
     from trimaran.data import cache_folder
     from trimaran.serve.app.talk import answer_once, continue_text, talk
@@ -100,12 +104,3 @@ def generate(
         facts |= {"step": weights.step, "prompt": text or "", "text": result.text if chat else f"{text}{result.text}"}
         typer.echo(json.dumps(facts | {"completion": result.text} | result.numbers()))
     return result.exit_code
-
-
-def _own_prompt(weights: TrainedWeights) -> str:
-    if weights.run is None:
-        raise UserError("A001", "there is no text to continue", where="--prompt",
-                        fix="write --prompt 'TEXT', or talk with --chat")  # fmt: skip
-    from trimaran.app.runs.run_prompt import prompt_of_run
-
-    return prompt_of_run(weights.run)

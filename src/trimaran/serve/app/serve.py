@@ -20,7 +20,7 @@ from trimaran.core.regular_files import expand_user
 from trimaran.runs import refuse_unusable
 from trimaran.runs.process_control import raise_soft_limits
 from trimaran.serve.app.trained_weights import ADAPTER_CONFIG, find_weights
-from trimaran.serve.settings import EngineConfig, EngineSizes, ServerSettings, TrainedWeights
+from trimaran.serve.settings import EngineConfig, EngineSettings, ServerSettings, TrainedWeights
 
 PACKAGES = ("uvicorn", "starlette", "prometheus_client")
 Step = Annotated[int | None, typer.Option(min=0, metavar="N", help="Use the checkpoint of this step.")]
@@ -86,14 +86,17 @@ def serve(
     refuse_unusable(os.environ)
     config = EngineConfig(
         weights=weights, dtype=dtype, tp=tp, pp=pp, quantise=quantise, adapters=_adapters(adapter or []),
-        sizes=EngineSizes(max_running=max_running, max_step_tokens=max_step_tokens,
+        sizes=EngineSettings(max_running=max_running, max_step_tokens=max_step_tokens,
                           cache_bytes=None if cache_gb is None else int(cache_gb * 1e9)),
     )  # fmt: skip
     folder = weights.run.path if weights.run is not None else weights.path
+    newest = None  # the step after which checkpoints are new
+    if follow and weights.run is not None:
+        newest = weights.step if weights.step is not None else newest_step(weights.run.checkpoints) or -1
     settings = ServerSettings(
         name=name or folder.absolute().name, token=token or secrets.token_urlsafe(24), host=host, max_queue=max_queue,
         max_body_bytes=max_body_mb << 20, max_client_connections=max_client_connections, drain_seconds=drain_seconds,
-        follow_after=_newest_step(weights) if follow else None,
+        follow_after=newest,
     )  # fmt: skip
     if engine == "vllm":
         return _serve_with_vllm(config, settings, port, dry_run=dry_run, as_json=as_json)
@@ -164,12 +167,6 @@ def _adapters(values: list[str]) -> dict[str, str]:
                             )  # fmt: skip
         found[name] = str(path.absolute())
     return found
-
-
-def _newest_step(weights: TrainedWeights) -> int:
-    """Return the step after which checkpoints are new."""
-    assert weights.run is not None, "only a run is followed"
-    return weights.step if weights.step is not None else newest_step(weights.run.checkpoints) or -1
 
 
 def serve_model(config: EngineConfig, settings: ServerSettings, port: int, *, has_token: bool, as_json: bool) -> int:

@@ -41,7 +41,6 @@ class GeneratedText:
 
     @property
     def remark(self) -> str:
-        """What a person should know about this text; empty if it ended as asked."""
         remarks = {"context": "the positions of the model are full", "interrupted": "interrupted"}
         parts = [remarks[self.finish_reason]] if self.finish_reason in remarks else []
         if self.num_undecodable:
@@ -61,7 +60,7 @@ class GeneratedText:
 
 def show_generation(generation: "Generation", tokenizer: "Tokenizer", out: TextIO | None) -> GeneratedText:
     """Return the text of a generation, written to `out` as it comes. Ctrl-C ends it, and what is there stays."""
-    from trimaran.serve.text_stream import TextStream
+    from trimaran.serve.conversation import TextStream
 
     stream, parts, began = TextStream(tokenizer, generation.ids), [], time.perf_counter()
 
@@ -142,7 +141,6 @@ def talk(trained: TrainedModel, sampling: Sampling, *, system: str, images: Sequ
 
 
 def _shown(result: GeneratedText, shown: TextIO | None) -> GeneratedText:
-    """Write the end of a shown text, and a remark if there is one."""
     if shown is not None:
         shown.write("\n")
         shown.flush()

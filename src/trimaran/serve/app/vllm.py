@@ -81,7 +81,14 @@ def vllm_options(request: VllmRequest) -> dict[str, Any]:
     if request.max_step_tokens is not None:
         options["max-num-batched-tokens"] = request.max_step_tokens
     if request.adapters:
-        ranks = [_rank(name, folder) for name, folder in request.adapters.items()]
+        ranks = []
+        for name, folder in request.adapters.items():
+            config = read_json(folder / "adapter_config.json", limit_bytes=MAX_CONFIG_BYTES)
+            if config.get("peft_type") != "LORA" or config.get("use_dora"):
+                raise UserError("U013", f"the adapter {name} is not a plain LoRA adapter",
+                                where=f"--adapter {name}={folder}",
+                                fix="merge it into its base: trimaran export RUN --merge")  # fmt: skip
+            ranks.append(int(config.get("r", 8)))
         rank = next((each for each in LORA_RANKS if each >= max(ranks)), None)
         if rank is None:
             raise UserError("U013", f"an adapter has rank {max(ranks)}, and vLLM takes at most {LORA_RANKS[-1]}",
@@ -113,14 +120,6 @@ def check_folder(folder: Path) -> None:
 
 def config_text(options: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(options), sort_keys=False)
-
-
-def _rank(name: str, folder: Path) -> int:
-    config = read_json(folder / "adapter_config.json", limit_bytes=MAX_CONFIG_BYTES)
-    if config.get("peft_type") != "LORA" or config.get("use_dora"):
-        raise UserError("U013", f"the adapter {name} is not a plain LoRA adapter", where=f"--adapter {name}={folder}",
-                        fix="merge it into its base: trimaran export RUN --merge")  # fmt: skip
-    return int(config.get("r", 8))
 
 
 def find_folder(weights: TrainedWeights) -> tuple[Path, list[str]]:

@@ -14,7 +14,7 @@ from trimaran.core import UserError
 from trimaran.serve.engine.engine_batch import ALL, EMBEDDING, LAST, BatchBuilder, part_wants
 from trimaran.serve.engine.engine_request import EngineFinish, EngineRequest, TokenConstraint, TokenOutput, TopTokens
 from trimaran.serve.engine.model_runner import LaunchingRunner, Runner, RunnerTraits, StepLogits
-from trimaran.serve.engine.scheduler import BlockPool, EngineSequence, EngineSettings, ScheduledPart, Scheduler
+from trimaran.serve.engine.scheduler import BlockPool, EngineSequence, ScheduledPart, Scheduler
 from trimaran.serve.engine.token_choice import (
     MAX_LAUNCHED,
     NOT_A_TOKEN,
@@ -24,6 +24,7 @@ from trimaran.serve.engine.token_choice import (
     choose_tokens,
     logprobs_of,
 )
+from trimaran.serve.settings import EngineSettings
 
 NAN_ERROR = "the network computes NaN instead of a next token: its weights have diverged or are damaged"
 MakeConstraint = Callable[[EngineRequest], TokenConstraint]
@@ -272,7 +273,6 @@ class BatchingEngine:
     def _embedding_outputs(
         self, parts: Sequence[ScheduledPart], wants: Sequence[int], result: StepLogits
     ) -> list[TokenOutput]:
-        """Add what was computed of embeddings, and return those that are complete."""
         if result.embeddings is None:
             return []
         embedded, outputs = [part for part, want in zip(parts, wants, strict=True) if want == EMBEDDING], []
@@ -293,7 +293,14 @@ class BatchingEngine:
         return outputs
 
     def _token_outputs(self, rows: Sequence[tuple[_Answer, int]], logits: Tensor) -> list[TokenOutput]:
-        outputs = [self._without_token(answer) for answer, _ in rows if not answer.sequence.request.max_tokens]
+        outputs = []
+        for answer in [
+            answer for answer, _ in rows if not answer.sequence.request.max_tokens
+        ]:  # only its prompt matters
+            request = answer.sequence.request
+            self._remove(request.id)
+            outputs.append(TokenOutput(request=request.id, finish="length", prompt_top=tuple(answer.prompt_top),
+                                       prompt_logprobs=tuple(answer.prompt_logprobs)))  # fmt: skip
         rows = [each for each in rows if each[0].sequence.request.max_tokens]
         if not rows:
             return outputs
@@ -306,13 +313,6 @@ class BatchingEngine:
         for number, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
             outputs.append(self._with_token(answer, token, logprobs.get(number)))
         return outputs
-
-    def _without_token(self, answer: _Answer) -> TokenOutput:
-        """Return the output of a request for no new tokens: only its prompt matters."""
-        request = answer.sequence.request
-        self._remove(request.id)
-        return TokenOutput(request=request.id, finish="length", prompt_logprobs=tuple(answer.prompt_logprobs),
-                           prompt_top=tuple(answer.prompt_top))  # fmt: skip
 
     def _with_token(self, answer: _Answer, token: int, logprobs: TokenLogprobs | None = None) -> TokenOutput:
         """Take the next token of a sequence, and return the output."""
@@ -358,7 +358,6 @@ def _keep_prompt_logprobs(answer: _Answer, start: int, logits: Tensor) -> None:
 
 
 def _wanted_logprobs(answers: Sequence[_Answer], tokens: Sequence[int], logits: Tensor) -> dict[int, TokenLogprobs]:
-    """Return the log-probabilities of the tokens whose requests ask for them, by their number."""
     numbers = [
         number
         for number, answer in enumerate(answers)

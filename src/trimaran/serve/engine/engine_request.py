@@ -105,13 +105,21 @@ def request_to_json(request: EngineRequest) -> dict[str, Any]:
         "stop_ids": sorted(request.stop_ids),
     }
     if request.images:
-        values["images"] = [_image_to_json(each) for each in request.images]
+        values["images"] = [
+            {"patches": base64.b64encode(np.ascontiguousarray(each.patches).tobytes()).decode(),
+             "shape": each.patches.shape, "grids": each.grids.tolist(), "first": int(each.first), "merge": each.merge}
+            for each in request.images
+        ]  # fmt: skip
     given = {name: getattr(request, name) for name in DEFAULT_REQUEST}
     return values | {name: value for name, value in given.items() if value != DEFAULT_REQUEST[name]}
 
 
 def request_from_json(values: Mapping[str, Any]) -> EngineRequest:
     plain = {name: values[name] for name in DEFAULT_REQUEST if name in values and name != "generated"}
+    images = []
+    for each in values.get("images", ()):
+        patches = np.frombuffer(base64.b64decode(each["patches"]), dtype=np.uint8).reshape(each["shape"])
+        images.append(PlacedImage(patches, np.array(each["grids"], dtype=np.int64), each["first"], each["merge"]))
     return EngineRequest(
         id=values["id"],
         prompt=tuple(values["prompt"]),
@@ -119,7 +127,7 @@ def request_from_json(values: Mapping[str, Any]) -> EngineRequest:
         max_tokens=values["max_tokens"],
         stop_ids=frozenset(values["stop_ids"]),
         generated=tuple(values.get("generated", ())),
-        images=tuple(_image_from_json(each) for each in values.get("images", ())),
+        images=tuple(images),
         **plain,
     )
 
@@ -150,19 +158,3 @@ def error_from_json(values: Mapping[str, str]) -> UserError:
 
 def _as_tuple(values: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(tuple(each) if isinstance(each, list) else each for each in values)
-
-
-def _image_to_json(image: PlacedImage) -> dict[str, Any]:
-    patches = np.ascontiguousarray(image.patches)
-    return {
-        "patches": base64.b64encode(patches.tobytes()).decode(),
-        "shape": patches.shape,
-        "grids": image.grids.tolist(),
-        "first": int(image.first),
-        "merge": image.merge,
-    }
-
-
-def _image_from_json(values: Mapping[str, Any]) -> PlacedImage:
-    patches = np.frombuffer(base64.b64decode(values["patches"]), dtype=np.uint8).reshape(values["shape"])
-    return PlacedImage(patches, np.array(values["grids"], dtype=np.int64), values["first"], values["merge"])

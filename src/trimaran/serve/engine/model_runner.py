@@ -247,7 +247,6 @@ class SequenceRunner:
         return StepLogits(torch.cat([empty, *(each.float() for each in rows)]))
 
     def _last_logits(self, sequence: _CachedSequence) -> Tensor:
-        """Return the logits [1, vocabulary] after the last token."""
         if sequence.cache is None:
             return self._all_logits(sequence)[-1:]
         if sequence.num_cached <= self._long_after < len(sequence.tokens):  # its keys were rotated by other angles
@@ -257,7 +256,6 @@ class SequenceRunner:
         return self.network.extend(sequence.cache, {"tokens": new[None]})[0]
 
     def _all_logits(self, sequence: _CachedSequence) -> Tensor:
-        """Return the logits [length, vocabulary] after every token, without the cache."""
         tokens = torch.tensor(sequence.tokens, device=self.device)
         return self.network.forward({"tokens": tokens[None]})[0][0]
 
@@ -272,12 +270,7 @@ class CacheSettings:
 
 
 def open_runner(
-    network: Network,
-    device: torch.device,
-    dtype: torch.dtype,
-    cache: CacheSettings,
-    *,
-    bank: AdapterBank | None = None,
+    network: Network, device: torch.device, dtype: torch.dtype, cache: CacheSettings, *, bank: AdapterBank | None = None
 ) -> Runner:
     """Return the runner of a network with weights. The log says if its sequences are not batched, and why."""
     network.module.eval()

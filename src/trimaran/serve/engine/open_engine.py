@@ -4,18 +4,21 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
 from trimaran.core import AdapterSection, ModelSection, UserError
 from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.data import ByteTokenizer, Tokenizer
+from trimaran.data.text.model_tokenizer import JsonTokenizer
 from trimaran.nets import AdapterBank, Network, attach_adapter, output_head
 from trimaran.serve.engine.batching_engine import BatchingEngine
 from trimaran.serve.engine.decode_graphs import GraphRunner
-from trimaran.serve.engine.json_constraint import constraint_maker
+from trimaran.serve.engine.engine_request import EngineRequest, TokenConstraint
 from trimaran.serve.engine.model_runner import CacheSettings, ModelRunner, Runner, open_runner
-from trimaran.serve.engine.scheduler import EngineSettings
 from trimaran.serve.serving_layers import quantise
 from trimaran.serve.settings import EngineConfig, TrainedWeights
 from trimaran.serve.trained_model import (
@@ -70,7 +73,13 @@ def open_engine(config: EngineConfig) -> OpenEngine:
     device = first_device()
     cache_folder = None if config.cache is None else Path(config.cache)
     network, dtype = open_network(config.weights, device, config.dtype, cache=cache_folder)
-    bank = _open_adapters(network, config) if config.adapters else None
+    bank = None
+    if config.adapters:
+        refuse_other_bases(config)
+        bank = AdapterBank(network, output_head(network))
+        for name, path in adapter_folders(config).items():
+            load_peft_folder(network, bank, name, path)
+        network.module.requires_grad_(False)
     if config.quantise is not None:
         quantise(network, config.quantise, device)
     runner = open_runner(network, device, dtype, cache_settings(network, device, config), bank=bank)
@@ -82,10 +91,8 @@ def open_engine(config: EngineConfig) -> OpenEngine:
 
 
 def new_engine(runner: Runner, config: EngineConfig) -> BatchingEngine:
-    sizes = config.sizes
-    settings = EngineSettings(max_running=sizes.max_running, max_step_tokens=sizes.max_step_tokens)
     maker = constraint_maker(open_texts(config.weights).tokenizer, runner.vocabulary)
-    return BatchingEngine(runner, settings, make_constraint=maker)
+    return BatchingEngine(runner, config.sizes, make_constraint=maker)
 
 
 def cache_settings(network: Network, device: torch.device, config: EngineConfig) -> CacheSettings:
@@ -131,15 +138,6 @@ def refuse_other_bases(config: EngineConfig) -> None:
             refuse_other_base(base, saved_base(path), seed=0, cache=cache)
 
 
-def _open_adapters(network: Network, config: EngineConfig) -> AdapterBank:
-    refuse_other_bases(config)
-    bank = AdapterBank(network, output_head(network))
-    for name, path in adapter_folders(config).items():
-        load_peft_folder(network, bank, name, path)
-    network.module.requires_grad_(False)
-    return bank
-
-
 def _load_into(network: Network, weights: TrainedWeights, config: EngineConfig, cache_folder: Path | None) -> None:
     """Copy other weights of the same model into the network in place, so that captured graphs stay valid."""
     if weights.step is not None and not has_adapter(weights):
@@ -151,3 +149,68 @@ def _load_into(network: Network, weights: TrainedWeights, config: EngineConfig, 
         for name, each in [*network.module.named_parameters(), *network.module.named_buffers()]:
             if name in new:
                 each.copy_(new[name])
+
+
+NUM_BYTES = 256
+# As json.dumps writes it, which is what models have seen. Free white space is a place where a small model never ends.
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class JsonConstraint:
+    """The tokens that may follow in one answer. When the JSON is complete, only the end of the text may."""
+
+    def __init__(self, matcher: Any, vocabulary: int, end_ids: frozenset[int]) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self._end_ids = [each for each in end_ids if each < vocabulary]
+
+    def allowed(self) -> np.ndarray:
+        """See TokenConstraint. Every id that ends the text is allowed where the end is."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        mask = np.zeros(self._vocabulary, dtype=bool)
+        found = np.unpackbits(bits, bitorder="little")[: self._vocabulary]
+        mask[: len(found)] = found.astype(bool)
+        if self._matcher.is_accepting() or not mask.any():
+            mask[self._end_ids] = True
+        return mask
+
+    def advance(self, token: int) -> None:
+        if not self._matcher.is_stopped() and token not in self._end_ids:
+            self._matcher.consume_token(token)
+
+
+def constraint_maker(tokenizer: Tokenizer, vocabulary: int) -> Callable[[EngineRequest], TokenConstraint] | None:
+    """Return a function that makes the constraint of a request with a grammar; None if llguidance is missing."""
+    try:
+        import llguidance  # noqa: PLC0415 - optional
+    except ImportError:
+        return None
+    prepared: list[Any] = []  # made for the first request that needs it: it takes a second for large vocabularies
+
+    def make(request: EngineRequest) -> TokenConstraint:
+        if not prepared:
+            if isinstance(tokenizer, JsonTokenizer):
+                guided = llguidance.LLTokenizer(tokenizer.to_json(), tokenizer.vocab_size, tokenizer.end_id)
+            else:
+                assert isinstance(tokenizer, ByteTokenizer), "there is no other kind"
+                guided = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_GuidedBytes()))
+            prepared.append(guided)
+        assert request.grammar is not None, "only requests with a grammar have a constraint"
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(request.grammar, overrides=JSON_STYLE)
+        matcher = llguidance.LLMatcher(prepared[0], grammar, log_level=0)
+        if matcher.is_error():
+            raise UserError("U011", f"the schema cannot be used: {matcher.get_error()}",
+                            where="response_format.json_schema",
+                            fix="correct the schema, or leave out what is not supported")  # fmt: skip
+        return JsonConstraint(matcher, vocabulary, request.stop_ids or frozenset([tokenizer.end_id]))
+
+    return make
+
+
+class _GuidedBytes:
+    eos_token_id = ByteTokenizer.end_id
+    bos_token_id = None
+    tokens = (*(bytes([each]) for each in range(NUM_BYTES)), b"<end>")
+    special_token_ids = (ByteTokenizer.end_id,)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)

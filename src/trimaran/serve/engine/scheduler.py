@@ -4,14 +4,13 @@ from array import array
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
 from operator import attrgetter
 from typing import NamedTuple
 
-from trimaran.core import UserError
 from trimaran.serve.engine.engine_request import EngineRequest
+from trimaran.serve.settings import EngineSettings
 from trimaran.train import PlacedImage
 
 DIGEST_BYTES = 16
@@ -164,27 +163,6 @@ def image_digest(image: PlacedImage) -> bytes:
     digest = blake2b(image.patches.tobytes(), digest_size=16)
     digest.update(image.grids.tobytes())
     return digest.digest()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """How much one step computes: at most `max_step_tokens` tokens, of at most `max_running` sequences."""
-
-    max_running: int = 64
-    max_step_tokens: int = 1024
-    reuse_prefixes: bool = True
-
-    def __post_init__(self) -> None:
-        if not 0 < self.max_running < self.max_step_tokens:
-            what = f"{self.max_running} sequences do not fit in a step of {self.max_step_tokens} tokens"
-            raise UserError("E001", what,
-                            where="max_running, max_step_tokens",
-                            fix="allow at least one sequence, and more tokens than sequences")  # fmt: skip
-
-    @property
-    def max_image_tokens(self) -> int:
-        """The tokens of the largest image: it is never split, and fits in a step beside one token of each sequence."""
-        return self.max_step_tokens - self.max_running
 
 
 class ScheduledPart(NamedTuple):

@@ -161,7 +161,6 @@ def quantise_part(network: Network, kind: Quantisation, ranks: RankMesh) -> None
 
 
 def _layers(network: Network) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the linear layers of the blocks that one process would quantise."""
     blocks = {part for block in network.blocks for part in block.modules()}
     for name, part in network.module.named_modules():
         if part in blocks and type(part) in (nn.Linear, ShardedLinear):
@@ -238,7 +237,6 @@ def check_weights(weights: ServedModel) -> bool:
 
 
 def refuse_unservable(section: ModelSection, mesh: Mesh) -> None:
-    """Raise UserError unless the degrees can split the model."""
     if section.adapter is not None:
         raise UserError("S052", "an adapter is served by one rank", where="model.adapter",
                         fix="leave out --tp and --pp, or export the merged model and serve that")  # fmt: skip

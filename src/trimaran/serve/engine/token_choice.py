@@ -30,7 +30,6 @@ class TokenChooser:
             torch.rand(num_drawn, dtype=torch.float64, generator=self._generator)
 
     def draw(self) -> float:
-        """Return the next number from 0 to 1."""
         if not self._draws:
             draws = torch.rand(DRAWS, dtype=torch.float64, generator=self._generator)
             self._draws = draws.flip(0).tolist()
@@ -62,8 +61,10 @@ def choose_on_device(logits: Tensor, choosers: Sequence[TokenChooser], *, exclud
     chosen = likeliest_tokens(logits)
     by_rule: dict[int, list[int]] = {}
     for row, chooser in enumerate(choosers):
-        if chooser.sampling.temperature:
-            by_rule.setdefault(_num_candidates(chooser.sampling, logits.shape[1]), []).append(row)
+        sampling = chooser.sampling
+        if sampling.temperature:
+            few = min(sampling.top_k or FEW_TOKENS, logits.shape[1])
+            by_rule.setdefault(few if sampling.top_k else -few if sampling.top_p < 1 else 0, []).append(row)
     for count, rows in by_rule.items():
         is_all = len(rows) == len(choosers)
         index = None if is_all else moved(np.array(rows), logits.device)
@@ -99,7 +100,6 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -
 
 
 def _allowed_logits(logits: Tensor, choosers: Sequence[TokenChooser], excluded: int | None) -> Tensor:
-    """Return the logits with minus infinity for every token that may not be chosen."""
     rows = [row for row, chooser in enumerate(choosers) if chooser.constraint is not None]
     if excluded is None and not rows:
         return logits
@@ -114,15 +114,11 @@ def _allowed_logits(logits: Tensor, choosers: Sequence[TokenChooser], excluded: 
     return logits
 
 
-def _num_candidates(sampling: Sampling, vocabulary: int) -> int:
-    """Return how many of the likeliest tokens are looked at; 0 for all. Negative if top-k does not limit them."""
-    if sampling.top_k:
-        return min(sampling.top_k, vocabulary)
-    return -min(FEW_TOKENS, vocabulary) if sampling.top_p < 1 else 0
-
-
 def _draw_tokens(logits: Tensor, choosers: Sequence[TokenChooser], num_candidates: int) -> Tensor:
-    """Return one drawn id for each row. All rows have the same number of candidates. See `TokenSampler`."""
+    """Return one drawn id for each row; see `TokenSampler`. All rows have the same number of candidates.
+
+    These are the likeliest tokens; 0 for all. A negative number is that of a row without top-k.
+    """
     rules = np.array([(each.sampling.temperature, each.sampling.top_p, each.draw()) for each in choosers])
     temperatures, top_p, draws = moved(rules, logits.device).t().unsqueeze(-1)
     # In fp64, so that a temperature close to 0 has no NaN: it is the likeliest token.
@@ -179,7 +175,6 @@ class ChosenTokens:
             self.tokens.index_copy_(0, moved(sequences, self.tokens.device), found)
 
     def to_host(self, count: int) -> PendingTokens:
-        """Copy the first tokens to the host, without waiting for them."""
         host = self._host[self._steps % 2][:count]
         self._steps += 1
         host.copy_(self.tokens[:count], non_blocking=True)

@@ -45,7 +45,6 @@ def require_package(name: str, *, where: str) -> Any:
 
 
 def cannot_hold(what: str, *, where: str, fix: str) -> UserError:
-    """Return the error for a model or an option that a format has no place for."""
     return UserError("K070", what, where=where, fix=fix)
 
 
@@ -88,8 +87,6 @@ def sample_tokens(vocabulary: int, max_seq_len: int) -> list[Tensor]:
 
 
 def network_logits(network: Network) -> Logits:
-    """Return the function that computes the logits [B, T, vocab] of tokens [B, T] with `network`, on the CPU."""
-
     @torch.no_grad()
     def logits(tokens: Tensor) -> Tensor:
         device = next(network.module.parameters()).device

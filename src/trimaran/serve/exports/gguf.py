@@ -139,7 +139,6 @@ def gguf_tokenizer(tokenizer: Tokenizer, vocab: int) -> GgufTokenizer:
 
 
 def _tokens(tree: Mapping[str, Any], vocab: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the token of each id below `vocab`, and its kind."""
     by_id = {number: token for token, number in tree["model"]["vocab"].items()}
     added = {each["id"]: each for each in tree.get("added_tokens") or ()}
     tokens, kinds = [], []
@@ -321,7 +320,6 @@ def _encode(gguf: Any, name: str, values: np.ndarray, kind: str) -> tuple[np.nda
 
 
 def read_gguf(file: Path) -> Network:
-    """Return the network that a GGUF file describes, with its weights dequantised to fp32."""
     gguf = require_package("gguf", where=WHERE)
     reader = gguf.GGUFReader(file)
     spec = _read_spec(reader, {each.name: each for each in reader.tensors})

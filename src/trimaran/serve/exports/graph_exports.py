@@ -134,7 +134,6 @@ def write_onnx(module: LogitsModule, file: Path, *, max_seq_len: int) -> None:
 
 
 def read_onnx(file: Path) -> Logits:
-    """Return the function from tokens to logits that ONNX Runtime computes with a file, on the CPU."""
     runtime = require_package("onnxruntime", where="--to onnx")
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # its warnings are about its own optimisations

@@ -49,7 +49,6 @@ class PackedInt4Linear(nn.Module):
 
 
 def quantise_linears(module: nn.Module, width: Width) -> int:
-    """Quantise the linear layers of a module in place, as plain tensors that a graph can hold. Return how many."""
     ao = require_package("torchao.quantization", where="--quantise")
     names = [name for name, part in module.named_modules() if is_quantised(part, name)]
     if not names:

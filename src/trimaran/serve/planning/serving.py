@@ -48,12 +48,10 @@ class Traffic:
 
     @property
     def length(self) -> int:
-        """Tokens of a complete sequence."""
         return self.prompt_tokens + self.output_tokens
 
     @property
     def pages(self) -> int:
-        """Pages of a complete sequence."""
         return -(-self.length // self.page_size)
 
 

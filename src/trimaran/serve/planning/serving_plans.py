@@ -166,7 +166,6 @@ class ServingAnswer:
 
 
 def accuracy_of(plan: ServingPlan, cluster: Cluster) -> str:
-    """Return what is known of the error of a plan's times."""
     if cluster.device.name == MEASURED_DEVICE and plan.layout == Layout():
         return "within 12 % of steps with 64 requests of 1B and 8B models on one H200; other loads are not measured"
     return "times are not measured here: only bf16 on one H200 was; compare with a benchmark before you rely on them"
@@ -186,7 +185,11 @@ def plan_serving(question: ServingQuestion) -> ServingAnswer:
             ranked = _ranked(fitting, question.goal)
             best = ranked[0]
             lost = [(plan.layout, _why_slower(plan, best, question.goal)) for plan in ranked[1:]]
-            lost += [(plan.layout, _why_not(plan)) for plan in tried if not plan.fits]
+            for plan in (each for each in tried if not each.fits):
+                memory = plan.memory
+                over = f"{show_bytes(memory.missing)} over the {show_bytes(memory.limit)} of a device"
+                few = f"its cache has {memory.cache_tokens:,} tokens, less than one sequence"
+                lost.append((plan.layout, f"does not fit: {over if memory.num_pages < 1 else few}"))
             return ServingAnswer(
                 question=question,
                 ranked=tuple(ranked),
@@ -226,7 +229,6 @@ def tensor_degrees(outline: Outline, most: int) -> tuple[int, ...]:
 
 
 def _formats(question: ServingQuestion) -> Iterator[WeightFormat]:
-    """Yield the formats to try, most precise first."""
     device = question.cluster.device
     weights = question.weights
     if weights is not None:
@@ -282,14 +284,11 @@ def _ranked(plans: list[ServingPlan], goal: ServingGoal) -> list[ServingPlan]:
     }
     order = sorted(plans, key=lambda plan: (score[goal](plan), -plan.tokens_per_second, plan.layout.devices))
     best = score[goal](order[0])
-    ties = [plan for plan in order if _is_tie(score[goal](plan), best)] if goal != "fewest-gpus" else order[:1]
+    # Within TIE_RATIO of the best; where more is better, scores are negative.
+    limit = best / TIE_RATIO if best < 0 else best * TIE_RATIO
+    ties = [plan for plan in order if score[goal](plan) <= limit] if goal != "fewest-gpus" else order[:1]
     first = min(ties, key=lambda plan: (plan.layout.devices, plan.layout.pp))
     return [first, *(plan for plan in order if plan is not first)]
-
-
-def _is_tie(score: float, best: float) -> bool:
-    """Return whether a score is within TIE_RATIO of the best one; both may be negative, where more is better."""
-    return abs(score) * TIE_RATIO >= abs(best) if best < 0 else score <= best * TIE_RATIO
 
 
 def _reasons(question: ServingQuestion, best: ServingPlan, tried: list[ServingPlan]) -> Iterator[str]:
@@ -313,13 +312,6 @@ def _why_slower(plan: ServingPlan, best: ServingPlan, goal: ServingGoal) -> str:
     return f"{plan.tokens_per_second / best.tokens_per_second:.2f} times the tokens a second"
 
 
-def _why_not(plan: ServingPlan) -> str:
-    memory = plan.memory
-    if memory.num_pages < 1:
-        return f"does not fit: {show_bytes(memory.missing)} over the {show_bytes(memory.limit)} of a device"
-    return f"does not fit: its cache has {memory.cache_tokens:,} tokens, less than one sequence"
-
-
 def _hints(question: ServingQuestion, best: ServingPlan) -> Iterator[str]:
     """Yield what weights of fewer bits would change, if they are not needed. Our engine has them on one device only."""
     if question.weights is not None or best.layout.weights in QUANTISED or best.layout.devices > 1:
@@ -336,7 +328,6 @@ def _hints(question: ServingQuestion, best: ServingPlan) -> Iterator[str]:
 
 
 def _no_fit(question: ServingQuestion, tried: list[ServingPlan]) -> UserError:
-    """Return the error when nothing fits: the smallest layout, what it lacks, and how many devices are enough."""
     nearest = min(tried, key=lambda plan: (plan.memory.missing, -plan.memory.num_pages))
     memory, cluster, traffic = nearest.memory, question.cluster, question.traffic
     if memory.num_pages < 1:

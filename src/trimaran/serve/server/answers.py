@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trimaran.data import Tokenizer
+from trimaran.serve.conversation import MAX_BEFORE, TextStream
 from trimaran.serve.engine.engine_request import TokenOutput, TopTokens
 from trimaran.serve.server.calls import PreparedPrompt
-from trimaran.serve.text_stream import MAX_BEFORE, TextStream
 
 AnswerFinish = Literal["stop", "length"]
 UNDECODABLE, TOKEN_ID = "\ufffd", "token_id:"
@@ -45,7 +45,6 @@ class AnswerText:
         return shown
 
     def finish(self) -> str:
-        """Return the text that waited. Nothing follows."""
         return "" if self.is_stopped else self._next_part(self._stream.finish(), is_last=True)
 
     def _next_part(self, text: str, *, is_last: bool) -> str:
@@ -61,7 +60,6 @@ class AnswerText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` are the beginning of `stop`."""
     return next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0)
 
 

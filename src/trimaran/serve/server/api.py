@@ -56,7 +56,6 @@ class ApiModel:
     created: int
 
     def adapter_of(self, asked: str | None) -> str | None:
-        """Return the adapter that a request names; None for the model itself. Raises UserError for other names."""
         if asked is None or asked == self.name:
             return None
         if asked in self.adapters:
@@ -303,7 +302,6 @@ def _sampling(call: CallFields) -> Sampling:
 
 
 def _refuse_long(prompt: PreparedPrompt, limits: EngineLimits) -> None:
-    """Raise if the engine could never run the prompt: the model has too few positions, or the cache too few pages."""
     longest = longest_prompt(limits)
     if len(prompt.ids) > longest:
         raise UserError("U003", f"the prompt has {len(prompt.ids)} tokens, and at most {longest} fit",

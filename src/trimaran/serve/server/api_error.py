@@ -43,7 +43,6 @@ def status_of(error: UserError) -> int:
 
 
 def error_body(error: UserError) -> dict[str, Any]:
-    """Return the body of an error, in OpenAI's form with our fields beside it."""
     kind = TYPE_OF_STATUS.get(status_of(error), "invalid_request_error")
     message = f"{error.what}. {error.fix[:1].upper()}{error.fix[1:]}."
     openai_fields = {"message": message, "type": kind, "param": error.where, "code": error.code}

@@ -193,7 +193,6 @@ def refuse_many_values(body: bytes) -> None:
 
 
 def parse_call(kind: type[Call], body: bytes) -> Call:
-    """Return the fields of a request. Raises UserError U001 with the field that is wrong."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:  # members of a union each report a mistake; the first is shown
@@ -220,7 +219,6 @@ def _wrong_field(kind: type[BaseModel], first: Mapping[str, Any]) -> UserError:
 
 
 def schema_of(wanted: ResponseFormat | None) -> str | None:
-    """Return the text of the schema that a request asks for; None if any text will do. Raises UserError U011."""
     if wanted is None or wanted.type == "text":
         return None
     if find_spec("llguidance") is None:
@@ -281,7 +279,6 @@ class PromptReader:
                                     where=where, fix="shorten it")  # fmt: skip
 
     def read_text(self, prompt: str | Sequence[int], *, vocabulary: int, where: str) -> PreparedPrompt:
-        """Return the prompt of a text to continue, or of token ids as they are."""
         if isinstance(prompt, str):
             ids = self._builder.text_ids(prompt, 0).tolist()
         else:
@@ -294,9 +291,16 @@ class PromptReader:
         return PreparedPrompt(tuple(ids), self._texts.stop_ids)
 
     def read_chat(self, messages: Sequence[ChatMessage]) -> PreparedPrompt:
-        """Return the prompt of a conversation up to the beginning of the answer."""
         images: list[PromptImage] = []
-        turns = [self._turn(message, number, images) for number, message in enumerate(messages)]
+        turns = []
+        for number, message in enumerate(messages):
+            parts: list[str | None] = [message.content] if isinstance(message.content, str) else []
+            for place, part in enumerate(() if isinstance(message.content, str) else message.content):
+                is_text = part.type == "text"
+                parts.append(part.text or "" if is_text else None)
+                if not is_text:
+                    images.append(self._image(part, f"messages.{number}.content.{place}"))
+            turns.append(Turn(ROLES[message.role], tuple(parts)))
         try:
             ids = self._builder.chat.prompt(turns)
         except BadSampleError as error:
@@ -313,19 +317,6 @@ class PromptReader:
                 yield message.content
             else:
                 yield from (part.text or "" for part in message.content)
-
-    def _turn(self, message: ChatMessage, number: int, images: list[PromptImage]) -> Turn:
-        role, where = ROLES[message.role], f"messages.{number}.content"
-        if isinstance(message.content, str):
-            return Turn(role, (message.content,))
-        parts: list[str | None] = []
-        for place, part in enumerate(message.content):
-            if part.type == "text":
-                parts.append(part.text or "")
-            else:
-                images.append(self._image(part, f"{where}.{place}"))
-                parts.append(None)
-        return Turn(role, tuple(parts))
 
     def _image(self, part: ContentPart, where: str) -> PromptImage:
         if self._texts.rules is None:

@@ -44,7 +44,6 @@ class EngineProcess:
             self.writer.write(dump_message(message))
 
     async def wait_any(self) -> None:
-        """Return when a rank has ended. The engine is not usable any more then."""
         waits = [asyncio.ensure_future(rank.wait()) for rank in self.ranks]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -69,7 +68,8 @@ class EngineProcess:
 async def start_engine(config: Mapping[str, Any], *, num_ranks: int) -> EngineProcess:
     """Start the ranks of an engine. They are in their own session: Ctrl-C on the terminal does not reach them."""
     ours, theirs = socket.socketpair()
-    address = f"{LOOPBACK}:{_free_port()}"
+    with socket.create_server((LOOPBACK, 0)) as probe:  # a port that is free now, for the rendezvous of the ranks
+        address = f"{LOOPBACK}:{probe.getsockname()[1]}"
     ranks: list[asyncio.subprocess.Process] = []
     try:
         for rank in range(num_ranks):
@@ -88,12 +88,6 @@ async def start_engine(config: Mapping[str, Any], *, num_ranks: int) -> EnginePr
     finally:
         theirs.close()
     return EngineProcess(ranks, reader, writer)
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]
 
 
 StartEngine = Callable[[TrainedWeights], Awaitable[EngineProcess]]
@@ -168,7 +162,6 @@ class EngineClient:
                 return
 
     async def stop(self) -> None:
-        """End the engine. Requests that are left fail."""
         self._is_stopping, self._is_ready = True, False
         self._queue.fail_all(stopping())
         self._drop_load()

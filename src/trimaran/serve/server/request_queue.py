@@ -59,7 +59,6 @@ class Ticket:
             self._wake_up()
 
     def fail(self, error: UserError) -> None:
-        """End the call with an error. What follows is ignored."""
         if self._error is None:
             self._error = error
             self._wake_up()

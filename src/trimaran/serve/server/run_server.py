@@ -38,7 +38,6 @@ EXIT_ENGINE_GONE = 1
 
 
 def newest_weights(run: RunDirectory, *, besides: Collection[int | None] = ()) -> TrainedWeights | None:
-    """Return the newest complete checkpoint of a run, other than those of the steps `besides`; None if it has none."""
     step = max((each for each in complete_steps(run.checkpoints) if each not in besides), default=None)
     if step is None or not looks_complete(path := step_path(run.checkpoints, step)):
         return None
@@ -102,7 +101,13 @@ class Server:
         texts, encoding = open_texts(config.weights), open_texts(config.weights)
         model = ApiModel(name=settings.name, adapters=tuple(config.adapters), texts=texts, created=int(time.time()))
         self.api = OpenAiApi(model, PromptReader(encoding), self.client, self.metrics)
-        self._http = self._http_server()
+        application = AccessMiddleware(
+            self.api.application(), token=settings.token, hosts=LOCAL_NAMES if settings.host in LOOPBACK else None,
+            max_body_bytes=settings.max_body_bytes, on_refusal=self._count_refusal,
+        )  # fmt: skip
+        limits = limits_of_process(settings.max_client_connections)
+        guard = ConnectionGuard(limits, error_response, self._count_refusal)
+        self._http = DrainingServer(http_config(application, guard))
         self._stop_now = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
 
@@ -133,22 +138,8 @@ class Server:
         finally:
             await self._close(http, [starting, *others])
 
-    def _http_server(self) -> DrainingServer:
-        settings = self._settings
-        hosts = LOCAL_NAMES if settings.host in LOOPBACK else None
-
-        def on_refusal(error: UserError) -> None:
-            self.metrics.observe_error(error.code)
-
-        application = AccessMiddleware(
-            self.api.application(),
-            token=settings.token,
-            hosts=hosts,
-            max_body_bytes=settings.max_body_bytes,
-            on_refusal=on_refusal,
-        )
-        limits = limits_of_process(settings.max_client_connections)
-        return DrainingServer(http_config(application, ConnectionGuard(limits, error_response, on_refusal)))
+    def _count_refusal(self, error: UserError) -> None:
+        self.metrics.observe_error(error.code)
 
     async def _start_engine(self, weights: TrainedWeights) -> EngineProcess:
         config = replace(self._config, weights=weights)

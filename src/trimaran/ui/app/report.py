@@ -2,15 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from trimaran.app import complete_run, find_run
 from trimaran.app.recipe.options import Json, RunName
-
-if TYPE_CHECKING:
-    from trimaran.runs import RunDirectory
 
 Others = Annotated[
     list[str] | None,
@@ -38,32 +35,25 @@ def report(run: RunName, others: Others = None, out: Out = None, steps: Steps = 
     trimaran report runs/stdlib-tiny --steps 200:300 --json
     trimaran report runs/stdlib-tiny runs/stdlib-demo --json
     """
+    from trimaran.core import UserError
     from trimaran.ui.report.markup import write_page
-
-    directories = [find_run(each) for each in (run, *(others or ()))]
-    facts, page, name = _comparison(directories, steps) if others else _single(directories[0], steps)
-    if as_json:
-        typer.echo(json.dumps(facts, allow_nan=False))
-        return
-    path = out or directories[0].path / name
-    write_page(path, page(facts), option="--out")
-    typer.echo(f"{path}  ({path.stat().st_size / 1000:.0f} kB)")
-
-
-def _single(run: "RunDirectory", steps: str | None) -> tuple[dict[str, Any], Any, str]:
+    from trimaran.ui.report.run_comparison import compare_page, compare_runs
     from trimaran.ui.report.run_feed import RunFeed, read_range
     from trimaran.ui.report.run_sections import page_of
 
-    feed = RunFeed(run)
-    facts = feed.refresh()
-    return facts | (feed.between(*read_range(steps)) if steps else {}), page_of, "report.html"
-
-
-def _comparison(runs: "list[RunDirectory]", steps: str | None) -> tuple[dict[str, Any], Any, str]:
-    from trimaran.core import UserError
-    from trimaran.ui.report.run_comparison import compare_page, compare_runs
-
-    if steps:
+    directories = [find_run(each) for each in (run, *(others or ()))]
+    if others and steps:
         raise UserError("A042", "runs are compared over all of their steps", where="--steps",
                         fix="leave --steps out, or name one run")  # fmt: skip
-    return compare_runs(runs), compare_page, "compare.html"
+    if others:
+        facts = compare_runs(directories)
+    else:
+        feed = RunFeed(directories[0])
+        facts = feed.refresh()
+        facts |= feed.between(*read_range(steps)) if steps else {}
+    if as_json:
+        typer.echo(json.dumps(facts, allow_nan=False))
+        return
+    path = out or directories[0].path / ("compare.html" if others else "report.html")
+    write_page(path, compare_page(facts) if others else page_of(facts), option="--out")
+    typer.echo(f"{path}  ({path.stat().st_size / 1000:.0f} kB)")

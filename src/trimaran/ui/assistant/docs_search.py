@@ -45,7 +45,6 @@ class DocsIndex:
         return cls(folder, table)
 
     def search(self, query: str, count: int) -> list[DocsSection]:
-        """Return the sections that match most words of `query` best."""
         words = [f'"{word}"' for word in WORD.findall(query)]
         if not words:
             return []

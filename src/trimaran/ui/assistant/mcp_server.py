@@ -60,7 +60,7 @@ class ListedRuns(BaseModel):
     total: int
 
 
-def add_plan_tool(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
+def add_planning_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
     @server.tool(annotations=READS)
     async def plan(
         model: Model,
@@ -83,8 +83,6 @@ def add_plan_tool(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller
             found.answer = {name: each for name, each in found.answer.items() if name not in LONG_FIELDS}
         return found
 
-
-def add_predict_tool(server: MCPServer[Any], caller: VerbCaller) -> None:
     @server.tool(annotations=READS)
     async def predict(
         questions: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000, description=(
@@ -99,8 +97,6 @@ def add_predict_tool(server: MCPServer[Any], caller: VerbCaller) -> None:
         answers = found.answer if isinstance(found.answer, list) else [found.answer]
         return VerbAnswer(command="trimaran predict plans.jsonl", answer=answers)
 
-
-def add_rehearse_tool(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
     @server.tool(annotations=ToolAnnotations(read_only_hint=False, destructive_hint=False, open_world_hint=False))
     async def rehearse(
         model: Model,
@@ -138,8 +134,6 @@ def add_run_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller
         """Show how a run stands: status, steps, speed, memory, findings of the doctor."""
         return await caller.call("watch", [limits.run(run)])
 
-
-def add_diagnosis_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
     @server.tool(annotations=READS)
     async def doctor(
         run: Annotated[str, Field(description="The name of a run; empty checks this machine.")] = "",
@@ -253,9 +247,8 @@ def build_server(folder: Path, runs: RunsRoot, *, may_write: bool) -> MCPServer[
     """Return the server. Commands run in `folder`; runs are those of `runs`."""
     server: MCPServer[Any] = MCPServer("trimaran", version=VERSION, instructions=INSTRUCTIONS, log_level="WARNING")
     limits, caller = ToolLimits(folder, runs, may_write=may_write), VerbCaller(folder)
-    add_predict_tool(server, caller)
-    for add_tools in (add_plan_tool, add_rehearse_tool, add_run_tools, add_diagnosis_tools):
-        add_tools(server, limits, caller)
+    add_planning_tools(server, limits, caller)
+    add_run_tools(server, limits, caller)
     if (docs := docs_folder()) is not None:
         add_docs_tools(server, DocsIndex.of_folder(docs))
     if may_write:

@@ -17,7 +17,6 @@ MIN_PLOTTED = 2  # points of a curve
 
 
 def comm_page(result: CommResult, against: CommResult | None) -> str:
-    """Return the page: for each group the fits, bandwidth and time by size, and all points."""
     groups = dict.fromkeys(each.group for each in result.curves)
     sections = [_group([each for each in result.curves if each.group == group], against) for group in groups]
     found = [tag("p", {"class": "why" if line.startswith(("WRONG", "slow")) else "quiet"}, line)
@@ -58,7 +57,6 @@ def _group(curves: Sequence[CommCurve], against: CommResult | None) -> Html:
 
 
 def _plot(title: str, unit: Unit, curves: Sequence[tuple[str, str, CommCurve]], value: Value) -> Html:
-    """Return lines by size; a curve comes with its name and its colour."""
     series = [
         ValueSeries(name=name, color=color, at=[float(point.num_bytes) for point in each.points],
                     values=[value(each, point) for point in each.points])

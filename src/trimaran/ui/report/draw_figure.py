@@ -207,7 +207,6 @@ def _draw_end_labels(labels: Sequence[EndLabel]) -> Html:
 
 
 def _x_labels(across: FigureAxis) -> list[str]:
-    """Return the labels of an axis of a report: the first says what they count."""
     ticks = across.even_values(2) if across.high > across.low else [across.low]
     if across.unit == "seconds":
         return [show_seconds(at) for at in ticks]
@@ -225,7 +224,6 @@ def _short(value: float) -> float:
 
 
 def stacked_bar(parts: Mapping[str, float], kinds: Mapping[str, str]) -> Html:
-    """Return one bar split in proportion to `parts`, in seconds, and a legend with each part and its percentage."""
     total, passed, shapes, items = math.fsum(parts.values()) or 1.0, 0.0, [], []
     for name, part in parts.items():
         label = f"{name} {show_seconds(part)} ({part / total:.1%})"
@@ -238,7 +236,6 @@ def stacked_bar(parts: Mapping[str, float], kinds: Mapping[str, str]) -> Html:
 
 
 def _draw_scatter(figure: Scatter) -> Html:
-    """Return points in two dimensions; what each is, is shown when the pointer is on it."""
     names = list(dict.fromkeys(point.kind for point in figure.points))
     kinds = color_kinds(names, figure.colors)
     most = max((point.x for point in figure.points), default=0.0)
@@ -269,7 +266,6 @@ def _chart(
 
 
 def _draw_bars(figure: Bars) -> Html:
-    """Return one stacked bar for each category, over a common axis."""
     kinds = color_kinds([series.name for series in figure.series])
     totals = [math.fsum(series.values[at] or 0.0 for series in figure.series) for at in range(len(figure.categories))]
     axis = axis_for([*totals, *figure.limits.values()], figure.unit)
@@ -305,7 +301,6 @@ def _axis_row(axis: FigureAxis, *cells: Html) -> Html:
 
 
 def _draw_timeline(figure: Timeline) -> Html:
-    """Return rows of spans over a common axis of time."""
     kinds = color_kinds(list(dict.fromkeys(span.kind for span in figure.spans)))
     axis = FigureAxis(0.0, max((span.end for span in figure.spans), default=1.0) or 1.0, figure.unit)
     by_row: list[list[Html]] = [[] for _ in figure.rows]
@@ -337,8 +332,6 @@ def _span(figure: Timeline, span: Span, axis: FigureAxis, kind: str) -> Html:
 
 
 def _draw_matrix(figure: Matrix) -> Html:
-    """Return the cells, each with its colour or its shade."""
-
     def cell_class(row: int, column: int) -> str:
         if figure.heat:
             heat = figure.heat[row][column]
@@ -357,7 +350,6 @@ def _draw_matrix(figure: Matrix) -> Html:
 
 
 def _draw_graph(figure: NodeGraph) -> Html:
-    """Return the nodes as circles or boxes, and the arrows between them."""
     width, height = WIDE if figure.wide else SQUARE
     places = [(round(node.x * width, 1), round(node.y * height, 1)) for node in figure.nodes]
     kinds = color_kinds(list(dict.fromkeys(node.kind for node in figure.nodes)))
@@ -388,7 +380,6 @@ def _centred(kind: str, x: float, y: float, text: str) -> Html:
 def _arrow(
     arrow: GraphArrow, source: tuple[float, float], target: tuple[float, float], *, is_wide: bool, is_double: bool
 ) -> Iterator[Html]:
-    """Yield a line from the edge of one node to the edge of another, its head, and its text beside the middle."""
     (x1, y1), (x2, y2) = source, target
     length = math.hypot(x2 - x1, y2 - y1) or 1.0
     dx, dy = (x2 - x1) / length, (y2 - y1) / length

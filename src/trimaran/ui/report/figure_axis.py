@@ -149,7 +149,6 @@ def _decimal(least: float) -> float:
 
 
 def _log_values(axis: FigureAxis, most: int) -> list[float]:
-    """Return powers of two for bytes, and for counts that are powers of two at both ends; else of ten."""
     is_binary = axis.unit == "bytes" or (axis.unit == "count" and all(
         math.log2(end).is_integer() for end in (axis.low, axis.high)))  # fmt: skip
     base = 2.0 if is_binary else 10.0
@@ -186,7 +185,6 @@ def y_axis(ticks: Sequence[Tick]) -> Html:
 
 
 def grid_lines(across: Iterable[float], upwards: Iterable[float]) -> list[Html]:
-    """Return the lines of a grid at these places of both axes."""
     lines = [tag("line", {"class": "grid", "x1": x, "x2": x, "y1": 0, "y2": SIZE})
              for x in (round(SIZE * at) for at in across)]  # fmt: skip
     return lines + [tag("line", {"class": "grid", "x1": 0, "x2": SIZE, "y1": y, "y2": y})
@@ -194,7 +192,6 @@ def grid_lines(across: Iterable[float], upwards: Iterable[float]) -> list[Html]:
 
 
 def level_line(at: float, label: str) -> Html:
-    """Return a dashed line across a drawing at this height, with what it says under the pointer."""
     y = round(SIZE * (1 - at))
     return tag("line", {"class": "level", "x1": 0, "x2": SIZE, "y1": y, "y2": y}, tag("title", None, label))
 
@@ -206,7 +203,6 @@ def upright_line(at: float, kind: str, label: str = "") -> Html:
 
 
 def curve_shape(points: Sequence[tuple[float, float]], kind: str, *, is_dots: bool) -> Html:
-    """Return a line through these places, or dots at them; a single point is a dot."""
     places = [(round(SIZE * x), round(SIZE * (1 - y))) for x, y in points]
     if is_dots or len(places) == 1:
         # A line of zero length with round caps stays round when the drawing is stretched.
@@ -216,7 +212,6 @@ def curve_shape(points: Sequence[tuple[float, float]], kind: str, *, is_dots: bo
 
 
 def plot_area(shapes: Iterable[Html], label: str) -> Html:
-    """Return the drawing between the axes, which the page stretches."""
     return tag("div", {"class": "plot-area"}, stretched(shapes, label))
 
 
@@ -238,13 +233,11 @@ def titled(title: str, *parts: Html, data: str | None = None) -> Html:
 
 
 def color_kinds(names: Sequence[str], own: Mapping[str, int] | None = None) -> Mapping[str, str]:
-    """Return a colour for each name: the one that it has in `own`, or one by its place."""
     numbers = {name: (own or {}).get(name, number) for number, name in enumerate(names)}
     return {name: KINDS[number % len(KINDS)] for name, number in numbers.items()}
 
 
 def legend(named: Iterable[tuple[str, str]], limits: Mapping[str, str] | None = None) -> Html:
-    """Return what each colour means, by name and kind, and the dashed lines with their values; empty without any."""
     items = [tag("li", None, swatch(kind), name) for name, kind in named if name]
     line = tag("line", {"class": "level", "x1": 0, "x2": 18, "y1": 5, "y2": 5})
     dashes = tag("svg", {"class": "dashes", "viewBox": "0 0 18 10", "aria-hidden": "true"}, line)

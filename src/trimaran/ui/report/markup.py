@@ -71,14 +71,12 @@ def command(text: str) -> Html:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Content]]) -> Html:
-    """Return a table that scrolls horizontally if the page is too narrow."""
     head = tag("tr", None, *(tag("th", None, name) for name in columns))
     body = [tag("tr", None, *(tag("td", None, cell) for cell in row)) for row in rows]
     return tag("div", {"class": "scroll"}, tag("table", None, tag("thead", None, head), tag("tbody", None, *body)))
 
 
 def message(text: str) -> Html:
-    """Return a message of a program: several lines as they are, one line as text."""
     if not text:
         return Html("")
     return tag("pre", None, text) if "\n" in text else tag("p", None, text)
@@ -93,7 +91,6 @@ def clock(at: float) -> str:
 
 
 def html_document(title: str, parts: Iterable[Html]) -> str:
-    """Return a whole page with our style and script inside it."""
     style, script = _asset("page.css"), _asset("page.js")
     # Even if markup slipped in, a browser would run and fetch nothing but these two.
     policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'"

@@ -27,7 +27,6 @@ KINDS = {"weights": "parameters", "gradients": "gradients", "optimizer": "states
 
 
 def about_facts(state: RunState) -> Tree:
-    """Return what does not change while a run trains, unless its plan is replaced."""
     run = state.run
     return {
         "format": FORMAT,
@@ -104,7 +103,6 @@ def view_facts(run: RunDirectory) -> Tree:
 
 
 def _machines_used(state: RunState) -> Tree:
-    """Return the hosts and versions of the ranks, from their last `start` events."""
     starts = [event.data for event in state.current_events("start")]
     keys = {key for data in starts for key in data} - {"pid", "world_size"}
     return {key: sorted({str(data[key]) for data in starts if key in data}) for key in sorted(keys)}

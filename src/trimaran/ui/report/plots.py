@@ -78,14 +78,12 @@ def step_plots(facts: Tree, *, names: Sequence[str] = STEP_PLOTS, may_zoom: bool
 
 
 def downsample_note(facts: Tree) -> str:
-    """Return how to read downsampled curves; empty if none is downsampled."""
     is_downsampled = any("spread" in found for found in facts["curves"].values())
     note = "A line is the mean of neighbouring steps; the shade is their range, from minimum to maximum."
     return say(note) if is_downsampled else ""
 
 
 def _series(found: Tree, color: str, label: str) -> list[ValueSeries]:
-    """Return a line; if it is downsampled, the line of the means and the band from minimum to maximum."""
     if "points" not in found:
         return _banded(found["spread"], color, ("", label))
     at, values = zip(*found["points"], strict=True)
@@ -124,7 +122,6 @@ def phases_plot(facts: Tree) -> Html:
 
 
 def spread_plots(facts: Tree) -> list[Html]:
-    """Return the spread over ranks, a plot for each quantity that differs."""
     names = say("min to max"), say("median")
     return [
         draw_lines(Lines(title=say(SPREAD_TITLES[name][0]), unit=SPREAD_TITLES[name][1],

@@ -48,7 +48,6 @@ class RankGrid:
 
 
 def rank_matrix(facts: Tree) -> Html:
-    """Return the grids of all ranks, and the ranks to look at; a text if no rank has started."""
     ranks = facts["ranks_now"]
     if not ranks:
         return tag("p", None, say("No rank has started yet."))
@@ -154,18 +153,12 @@ def _worst(ranks: Tree) -> Html:
     order = sorted(troubled, key=lambda rank: (TROUBLE.index(ranks["state"][rank]), -(ranks["lag_seconds"][rank] or 0)))
     if not order:
         return Html("")
-    ages = _ages(ranks)
+    ages, lags, sizes = _ages(ranks), ranks["lag_seconds"], ranks["memory_bytes"]
     rows = [
-        [
-            say("rank {rank}", rank=rank),
-            say(STATES[ranks["state"][rank]][1]),
-            known(ranks["lag_seconds"][rank], show_seconds),
-            known(ranks["memory_bytes"][rank], show_bytes),
-            known(ages[rank], show_seconds),
-            ranks["section"][rank] or "-",
-        ]
+        [say("rank {rank}", rank=rank), say(STATES[ranks["state"][rank]][1]), known(lags[rank], show_seconds),
+         known(sizes[rank], show_bytes), known(ages[rank], show_seconds), ranks["section"][rank] or "-"]
         for rank in order[:MAX_WORST]
-    ]
+    ]  # fmt: skip
     columns = ["ranks to look at", "state", "lag", "memory", "last heartbeat", "it is in"]
     return table([say(each) for each in columns], rows)
 
@@ -212,13 +205,8 @@ def rank_layout(facts: Tree) -> Html:
 
 def _row(mesh: Mesh, data: int | None) -> Html:
     if data is None:
-        left = mesh.data - MAX_SHOWN + 1
-        return tag(
-            "tr",
-            None,
-            tag("th", None, say("{count} more", count=left)),
-            *(tag("td", None, "⋮") for _ in _shown(mesh.pp)),
-        )
+        left = say("{count} more", count=mesh.data - MAX_SHOWN + 1)
+        return tag("tr", None, tag("th", None, left), *(tag("td", None, "⋮") for _ in _shown(mesh.pp)))
     replica, shard, part = data // mesh.shards, data % mesh.shards // mesh.cp, data % mesh.cp
     names = [("replica", replica, mesh.dp_replicate), ("shard", shard, mesh.dp_shard), ("part", part, mesh.cp)]
     label = ", ".join(f"{say(name)} {index}" for name, index, degree in names if degree > 1)
@@ -227,7 +215,6 @@ def _row(mesh: Mesh, data: int | None) -> Html:
 
 
 def _ranks(mesh: Mesh, stage: int | None, data: int) -> Iterator[Html]:
-    """Yield the ranks of a cell; of a stage that is not shown, dots."""
     if stage is None:
         yield tag("span", {"class": "more"}, "…")
         return

@@ -187,7 +187,6 @@ def _plot(facts: Tree, name: str, axis: str) -> Html:
 
 
 def results(facts: Tree) -> Html:
-    """Return the main numbers of each run; the best of each row is marked."""
     runs = facts["runs"]
     rows = [
         _row("status", [say(each["status"]) for each in runs]),
@@ -220,7 +219,6 @@ def _best(
     show: Callable[[float], str],
     choose: Callable[[list[float]], float] | None,
 ) -> list[Content]:
-    """Return a row; the best value has a tick, if the values differ."""
     values = [each[field] for each in runs]
     known = [value for value in values if value is not None]
     best = choose(known) if choose and len({*known}) > 1 else None

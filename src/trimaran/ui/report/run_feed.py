@@ -16,8 +16,6 @@ from trimaran.app.runs.run_state import ACTIVE_STATUSES
 from trimaran.core import UserError
 from trimaran.runs import RunDirectory
 from trimaran.ui.report.curves import phases_of, ranks_of
-from trimaran.ui.report.detailed_steps import DetailsFeed
-from trimaran.ui.report.machines import MachinesFeed
 from trimaran.ui.report.part_facts import (
     about_facts,
     checkpoint_facts,
@@ -28,6 +26,7 @@ from trimaran.ui.report.part_facts import (
     strict,
     view_facts,
 )
+from trimaran.ui.report.sparse_feeds import DetailsFeed, MachinesFeed
 from trimaran.ui.report.step_pyramid import StepPyramid
 
 Tree = dict[str, Any]
@@ -164,7 +163,6 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def read_range(text: str) -> tuple[int, int]:
-    """Return the steps FIRST:LAST; raise UserError if `text` is no such range."""
     first, colon, last = text.partition(":")
     if not colon or not first.strip().isdecimal() or not last.strip().isdecimal() or int(first) > int(last):
         raise UserError("A042", f"'{text[:40]}' is not a range of steps", where="--steps", fix="--steps 200:300")

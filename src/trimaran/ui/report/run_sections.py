@@ -85,7 +85,6 @@ def _bar(name: str, detail: str, seconds: float, begin: float, total: float, kin
 
 
 def ledger(facts: Tree) -> Html:
-    """Return where every second since the launch went, as a waterfall and as a bar, and a timeline."""
     parts = []
     if found := facts["ledger"]:
         seconds = {say(name): value for name, value in found["seconds"].items() if value > MIN_SECONDS}
@@ -127,7 +126,6 @@ def timeline(facts: Tree) -> Html:
 
 
 def facts_of(run: RunDirectory) -> dict[str, Any]:
-    """Return the facts about `run` from its files: strict JSON; keys without data are empty."""
     return RunFeed(run).refresh()
 
 

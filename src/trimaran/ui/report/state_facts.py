@@ -2,20 +2,19 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from trimaran.app import RunState, generate_command
 from trimaran.app.recipe.options import path_argument, program_name
 from trimaran.app.runs.run_state import ACTIVE_STATUSES
-from trimaran.core import Event, Plan, UserError, read_regular_text
+from trimaran.core import Plan, UserError, read_regular_text
 from trimaran.runs import MARKER, RunDirectory
 from trimaran.runs.read.rank_table import RankTable
 from trimaran.runs.record_types import is_number, is_time
 from trimaran.ui.report.curves import number, tree
 from trimaran.ui.viz.catalogue import build_view
-from trimaran.ui.viz.figures import PlanView, view_as_dict
+from trimaran.ui.viz.figures import view_as_dict
 from trimaran.ui.viz.viz_request import read_subject
 
 Tree = dict[str, Any]
@@ -31,51 +30,44 @@ def ranks_now(state: RunState, table: RankTable | None) -> Tree:
     `ended`, `failed`, `missing` (it has not started) and `ok`.
     """
     world_size = state.plan.mesh.world_size
-    started = {event.rank: event for event in state.current_events("start")}
+    started = {event.rank for event in state.current_events("start")}
     if not started:
         return {}
     measures = table.measures if table is not None else {}
     if any(len(column) != world_size for column in measures.values()):  # it is of a plan that was changed since
         measures = {}
-    lags = _lags(measures, state.plan.mesh.pp) if measures else []
-    samples = _rank_samples(state)
+    lags: list[float] = []
+    if measures:
+        ready = [busy + data for busy, data in zip(measures["busy_seconds"], measures["data_seconds"], strict=True)]
+        size = max(1, len(ready) // state.plan.mesh.pp)
+        middles = [median(ready[first : first + size]) for first in range(0, len(ready), size)]
+        lags = [max(0.0, each - middles[min(rank // size, len(middles) - 1)]) for rank, each in enumerate(ready)]
+    samples: dict[int, Tree] = {}  # the newest of each rank, with the time and the node of its node's sample
+    for sample in state.samples.values():
+        at = number(sample.get("time"))
+        samples |= {int(rank): tree(each) | {"time": at, "node": sample.get("node")}
+                    for rank, each in tree(sample.get("ranks")).items() if rank.isdecimal() and at == at}  # fmt: skip
+    newest = max((number(sample.get("time")) for sample in state.samples.values()), default=0.0)
     step_seconds = state.measured.step_seconds if state.measured else 0.0
-    rows = [_row(rank, state, samples.get(rank), started) for rank in range(world_size)]
+    rows = [_row(rank, state, samples.get(rank), newest, has_started=rank in started) for rank in range(world_size)]
     for rank, row in enumerate(rows):
         row["lag_seconds"] = lags[rank] if lags else None
         row["memory_bytes"] = measures["peak_bytes"][rank] if "peak_bytes" in measures else row["memory_bytes"]
         if row["state"] == "ok" and lags and lags[rank] > LATE_FRACTION * step_seconds:
             row["state"] = "late"
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    counts = [len(tree(sample.get("ranks"))) for sample in state.samples.values()]
-    per_node = max(counts, default=0)
+    per_node = max((len(tree(sample.get("ranks"))) for sample in state.samples.values()), default=0)
     if per_node and world_size % per_node:  # rows of the matrix would not be nodes
         per_node = 0
-    about = {"world_size": world_size, "measured_step": table.step if measures and table else None}
+    # The memory of a rank's device; that of the whole machine is shared by its ranks.
     gpus = [gpu for sample in state.samples.values() for gpu in sample.get("gpus") or () if isinstance(gpu, dict)]
-    totals = [float(gpu["memory"]) for gpu in gpus if is_number(gpu.get("memory"))]
-    about |= {"per_node": per_node, "memory_total": (min(totals) if totals else None)}
-    return about | {"step_seconds": step_seconds, "is_live": state.status in ACTIVE_STATUSES} | columns
+    memory = min((float(gpu["memory"]) for gpu in gpus if is_number(gpu.get("memory"))), default=None)
+    about = {"world_size": world_size, "measured_step": table.step if measures and table else None,
+             "per_node": per_node, "memory_total": memory, "step_seconds": step_seconds,
+             "is_live": state.status in ACTIVE_STATUSES}  # fmt: skip
+    return about | {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def _lags(measures: Tree, stages: int) -> list[float]:
-    ready = [busy + data for busy, data in zip(measures["busy_seconds"], measures["data_seconds"], strict=True)]
-    size = max(1, len(ready) // stages)
-    middles = [median(ready[first : first + size]) for first in range(0, len(ready), size)]
-    return [max(0.0, each - middles[min(rank // size, len(middles) - 1)]) for rank, each in enumerate(ready)]
-
-
-def _rank_samples(state: RunState) -> dict[int, Tree]:
-    found: dict[int, Tree] = {}
-    for sample in state.samples.values():
-        at = number(sample.get("time"))
-        for rank, each in tree(sample.get("ranks")).items():
-            if rank.isdecimal() and at == at:
-                found[int(rank)] = tree(each) | {"time": at, "node": sample.get("node")}
-    return found
-
-
-def _row(rank: int, state: RunState, sample: Tree | None, started: Mapping[int, Event]) -> Tree:
+def _row(rank: int, state: RunState, sample: Tree | None, newest: float, *, has_started: bool) -> Tree:
     events = state.events_of_rank(rank)
     last = max((event.time for event in events), default=None)
     row: Tree = {"heartbeat_time": last, "progress_seconds": None, "section": None, "step": None, "node": None,
@@ -87,22 +79,17 @@ def _row(rank: int, state: RunState, sample: Tree | None, started: Mapping[int, 
         row |= {name: value for name, key in names.items() if is_number(value := sample.get(key))}
         row |= {"section": str(sample["section"])} if isinstance(sample.get("section"), str) else {}
         row |= {"node": sample["node"]} if isinstance(sample.get("node"), int) else {}
-    return row | {"state": _state(rank, events, row, state, started)}
-
-
-def _state(rank: int, events: Sequence[Event], row: Tree, state: RunState, started: Mapping[int, Event]) -> str:
-    if rank not in started:
-        return "missing"
     kinds = {event.kind for event in events}
-    if "error" in kinds:
-        return "failed"
-    if kinds & {"done", "stop"}:
-        return "ended"
-    newest = max((number(sample.get("time")) for sample in state.samples.values()), default=0.0)
-    is_silent = row["heartbeat_time"] is not None and newest - row["heartbeat_time"] > SILENT_SECONDS
-    if state.status in ACTIVE_STATUSES:
-        return "silent" if is_silent else "ok"
-    return "ended"
+    if not has_started:
+        status = "missing"
+    elif "error" in kinds:
+        status = "failed"
+    elif kinds & {"done", "stop"} or state.status not in ACTIVE_STATUSES:
+        status = "ended"
+    else:
+        beat = row["heartbeat_time"]
+        status = "silent" if beat is not None and newest - beat > SILENT_SECONDS else "ok"
+    return row | {"state": status}
 
 
 GROUPS = {  # categories of the ledger, in the order of the drawing
@@ -169,15 +156,9 @@ def commands_of(state: RunState) -> list[Tree]:
         first.append(("train it longer", ("resume", "{run}", "--set", longer)))
     else:
         first.append(("resume it from its newest checkpoint", ("resume", "{run}")))
-    last = ("train the same run again", ("train", recipe))
-    rows = [*first, *ALWAYS, last]
-    return [
-        {
-            "purpose": purpose,
-            "command": shlex.join([program_name(), *(run if each == "{run}" else each for each in parts)]),
-        }
-        for purpose, parts in rows
-    ]
+    rows = [*first, *ALWAYS, ("train the same run again", ("train", recipe))]
+    words = [[program_name(), *(run if each == "{run}" else each for each in parts)] for _, parts in rows]
+    return [{"purpose": purpose, "command": shlex.join(each)} for (purpose, _), each in zip(rows, words, strict=True)]
 
 
 def view_names(plan: Plan) -> list[str]:
@@ -193,22 +174,20 @@ def view_names(plan: Plan) -> list[str]:
     ]
 
 
-def build_run_views(run: RunDirectory) -> tuple[list[PlanView], str]:
-    """Return the views that suit the run, with what it measured; and why there are none, if there are none."""
+def views_of(run: RunDirectory) -> tuple[list[Tree], str]:
+    """Return the views that suit the run, with what it measured, as JSON; and why there are none, if there are none.
+
+    Each has the one mode that says most about a run.
+    """
     try:
         subject = read_subject(None, str(run.path), None, [], [])
-        return [build_view(name, subject) for name in view_names(subject.plan)], ""
+        views = [build_view(name, subject) for name in view_names(subject.plan)]
     except UserError as error:
         return [], error.what
-
-
-def views_of(run: RunDirectory) -> tuple[list[Tree], str]:
-    """Return `build_run_views` as JSON, each view with the one mode that says most about a run."""
-    views, trouble = build_run_views(run)
     found = []
     for view in views:
         mode = next(name for name in ("live", "simulate", "explain") if name in view.modes)
         tree = view_as_dict(view)
         about = {name: tree[name] for name in ("name", "title", "question", "about")}
         found.append(about | {"mode": mode} | tree["modes"][mode])
-    return found, trouble
+    return found, ""

@@ -27,7 +27,6 @@ FORMULA_COLUMNS = ("", "formula", "with your numbers", "result")
 
 
 def view_page(view: PlanView) -> str:
-    """Return the page of a view: every mode with its sentences, formulas and figures."""
     head = tag("header", None, tag("h1", None, view.title), tag("p", {"class": "lead"}, view.question),
                tag("p", {"class": "quiet"}, view.about))  # fmt: skip
     modes = [tag("section", None, tag("h2", None, TITLES[name]), *draw_mode(mode)) for name, mode in view.modes.items()]
@@ -35,7 +34,6 @@ def view_page(view: PlanView) -> str:
 
 
 def draw_mode(mode: Mode) -> Iterator[Html]:
-    """Yield the sentences, the formulas and the figures of a mode, whose texts are in their language already."""
     yield from (tag("p", None, sentence) for sentence in mode.sentences)
     if mode.formulas:
         rows = [(each.name, each.symbols, each.numbers, show_value(each.value, each.unit)) for each in mode.formulas]
@@ -75,7 +73,6 @@ def _view(view: Tree) -> Html:
 
 
 def figure_of(tree: Tree) -> Figure:
-    """Return the figure that `view_as_dict` wrote."""
     fields: Tree = {name: tuple(PARTS[name](**each) for each in value) if name in PARTS else value
               for name, value in tree.items() if name != "kind"}  # fmt: skip
     return FIGURES[tree["kind"]](**fields)

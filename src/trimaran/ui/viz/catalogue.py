@@ -38,7 +38,6 @@ VIEWS: Mapping[str, ModuleType] = {module.NAME: module for module in SHORT_NAMES
 
 
 def find_view(name: str) -> ModuleType:
-    """Return the view with this name, long or short; raise UserError if there is none."""
     if name in SHORT_NAMES:
         return SHORT_NAMES[name]
     if name in VIEWS:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from trimaran.cost import Ring, all_gather_seconds, all_reduce_seconds, ring_of
@@ -37,6 +38,7 @@ NOT_MEASURED = (
     "`trimaran viz collectives --comm comm.json`."
 )
 
+lines_by_size = partial(Lines, x_name="size on each rank", x_unit="bytes", log_x=True)
 Parts = frozenset[int]
 """The ranks whose contributions a chunk has summed up."""
 
@@ -54,32 +56,18 @@ def collective_steps(operation: str, algorithm: str, ranks: int) -> list[Collect
     A ring sends one chunk from every rank to the next. A tree sends all chunks up to rank 0 and down again. A
     hierarchical all-reduce reduces and scatters inside each node, all-reduces its parts between nodes, and gathers.
     """
-    held = _before(operation, ranks)
-    steps = [CollectiveStep((), _frozen(held))]
-    rounds = ROUNDS[algorithm](operation, ranks)
-    for sends, adds in rounds:
+    has = {"all-gather": lambda rank, chunk: rank == chunk, "broadcast": lambda rank, chunk: rank == 0}
+    begins = has.get(operation, lambda rank, chunk: True)
+    every = range(ranks)
+    held = tuple(tuple(frozenset({rank} if begins(rank, chunk) else ()) for chunk in every) for rank in every)
+    steps = [CollectiveStep((), held)]
+    for sends, adds in ROUNDS[algorithm](operation, ranks):
         new = [list(row) for row in held]
         for source, target, chunk in sends:
             new[target][chunk] = new[target][chunk] | held[source][chunk] if adds else held[source][chunk]
-        held = new
-        steps.append(CollectiveStep(tuple(sends), _frozen(held)))
+        held = tuple(map(tuple, new))
+        steps.append(CollectiveStep(tuple(sends), held))
     return steps
-
-
-def _frozen(held: list[list[Parts]]) -> tuple[tuple[Parts, ...], ...]:
-    return tuple(map(tuple, held))
-
-
-def _before(operation: str, ranks: int) -> list[list[Parts]]:
-    nothing: Parts = frozenset()
-    match operation:
-        case "all-gather":
-            return [
-                [frozenset({rank}) if rank == chunk else nothing for chunk in range(ranks)] for rank in range(ranks)
-            ]
-        case "broadcast":
-            return [[frozenset({0}) if rank == 0 else nothing for _ in range(ranks)] for rank in range(ranks)]
-    return [[frozenset({rank}) for _ in range(ranks)] for rank in range(ranks)]
 
 
 Round = tuple[list[tuple[int, int, int]], bool]
@@ -171,13 +159,11 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     steps = collective_steps(operation, algorithm, ranks)
     at = controls.whole("step", "step to draw", 1, least=0, most=2 * MAX_RANKS)
     link = AlphaBeta(latency * 1e-6, rate * 1e9)
-    live = (
-        _live(subject, operation)
-        if subject.run is not None or subject.life is not None or subject.comm is not None
-        else None
-    )
+    is_run = subject.run is not None or subject.life is not None or subject.comm is not None
     return as_modes(
-        _explain(steps, operation, algorithm, size, link, min(at, len(steps) - 1)), _simulate(subject, operation), live
+        _explain(steps, operation, algorithm, size, link, min(at, len(steps) - 1)),
+        _simulate(subject, operation),
+        _live(subject, operation) if is_run else None,
     )
 
 
@@ -193,7 +179,6 @@ class AlphaBeta(NamedTuple):
 
 
 def busiest(step: CollectiveStep) -> int:
-    """Return the most chunks that one rank sends, or receives, in a step."""
     sent, received = Counter(source for source, _, _ in step.sends), Counter(target for _, target, _ in step.sends)
     return max([*sent.values(), *received.values()], default=0)
 
@@ -301,27 +286,21 @@ def _simulate(subject: Subject, operation: str) -> Mode:
     series = tuple(
         ValueSeries(name, tuple(_seconds_of(operation, size, ring) for size in SIZES)) for name, ring in rings.items()
     )
-    lines = Lines(
+    lines = lines_by_size(
         title=say("Time of {operation} by size", operation=say(operation)),
-        x_name="size on each rank",
-        x_unit="bytes",
         unit="seconds",
         x=SIZES,
         series=series,
-        log_x=True,
         log_y=True,
     )
-    bus = Lines(
+    bus = lines_by_size(
         title="Bus bandwidth",
-        x_name="size on each rank",
-        x_unit="bytes",
         unit="bytes/second",
         x=SIZES,
         series=tuple(
             ValueSeries(each.name, _bus_rates(operation, ring.num_ranks, each.values))
             for each, ring in zip(series, rings.values(), strict=True)
         ),
-        log_x=True,
     )
     measured = [link.name for link in cluster.levels if link.reached]
     said = (
@@ -333,7 +312,6 @@ def _simulate(subject: Subject, operation: str) -> Mode:
 
 
 def _live(subject: Subject, operation: str) -> Mode:
-    """Return the measured times of a collective over the model's, for every group that was measured."""
     result = subject.comm
     if result is None:
         return Mode(sentences=(NOT_MEASURED,))
@@ -362,18 +340,15 @@ def _measured_lines(subject: Subject, operation: str, curve: CommCurve) -> Lines
         _seconds_of(operation, size, ring_of(subject.cluster.levels, curve.ranks, stride)) if can_model else None
         for size in sizes
     )
-    return Lines(
+    return lines_by_size(
         title=say("{operation} of {ranks} ranks, group {group}", operation=say(operation), ranks=curve.ranks,
                   group=curve.group),
-        x_name="size on each rank",
-        x_unit="bytes",
         unit="seconds",
         x=sizes,
         series=(
             *((ValueSeries("cost model", model),) if can_model else ()),
             ValueSeries("measured", tuple(point.seconds for point in curve.points)),
         ),
-        log_x=True,
         log_y=True,
         dots=("measured",),
     )  # fmt: skip

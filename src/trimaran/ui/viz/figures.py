@@ -253,7 +253,6 @@ def as_modes(explain: Mode, simulate: Mode, live: Mode | None) -> dict[ModeName,
 
 
 def plain_bars(title: str, unit: Unit, name: str, values: Mapping[str, float]) -> Bars:
-    """Return one bar for each entry of `values`; `name` says what all of them are."""
     series = ValueSeries(name=name, values=tuple(map(float, values.values())))
     return Bars(title=title, unit=unit, categories=tuple(values), series=(series,))
 
@@ -261,7 +260,6 @@ def plain_bars(title: str, unit: Unit, name: str, values: Mapping[str, float]) -
 def stacked_bars(
     title: str, unit: Unit, parts: Mapping[str, Mapping[str, float]], limits: Mapping[str, float] | None = None
 ) -> Bars:
-    """Return one bar for each entry of `parts`, which has the terms of the bar by name."""
     terms = dict.fromkeys(term for each in parts.values() for term in each)
     return Bars(
         title=title,
@@ -276,7 +274,6 @@ def stacked_bars(
 
 
 def view_as_dict(view: PlanView) -> dict[str, Any]:
-    """Return a view as JSON values; each figure says its kind."""
     tree = asdict(view, dict_factory=lambda pairs: {name: each for name, each in pairs if name not in REPORT_FIELDS})
     for name, mode in view.modes.items():
         kinds = [type(each).__name__.lower() for each in mode.figures]
@@ -316,5 +313,4 @@ SHOW: dict[str, Callable[[float], str]] = {
 
 
 def show_value(value: float | None, unit: Unit) -> str:
-    """Return the value with its unit; nothing for None."""
     return "" if value is None else SHOW[unit](value)

@@ -6,11 +6,7 @@ from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Figure, Lines, Table, Unit, ValueSeries, plain_bars, show_duration
 from trimaran.ui.viz.subject import RunMedians, Subject
 
-MEASURES = {
-    "busy_seconds": "computing",
-    "data_seconds": "waiting for data",
-    "wait_seconds": "waiting for other ranks",
-}
+MEASURES = {"busy_seconds": "computing", "data_seconds": "waiting for data", "wait_seconds": "waiting for other ranks"}
 
 
 def error_text(predicted: float, measured: float) -> str:
@@ -19,7 +15,6 @@ def error_text(predicted: float, measured: float) -> str:
 
 
 def run_table(subject: Subject, run: RunMedians, *names: str) -> Table:
-    """Return what was predicted and measured of a step and of the memory of a rank, in the order of `names`."""
     values = {
         "time of a step": (float(subject.prediction.step_seconds), run.step_seconds, show_duration),
         "peak of a rank": (float(subject.prediction.peak_bytes), run.peak_bytes, show_bytes),
@@ -54,7 +49,6 @@ def waits_table(subject: Subject, run: RunMedians, axes: tuple[str, ...] = ()) -
 
 
 def late_ranks(run: RunMedians) -> list[Figure]:
-    """Return how unequal the ranks are, and which were the slowest; nothing for a single rank."""
     found: list[Figure] = []
     rows = [
         (say(name), *(as_is(show_duration(each)) for each in spread[:3]), as_is(spread.at))

@@ -172,7 +172,6 @@ def _live(subject: Subject, run: RunMedians, need: _Need) -> Mode:
 
 
 def _bars(need: _Need, predictions: dict[str, Prediction]) -> Bars:
-    """Return one stacked bar for each prediction; the terms of a bar add up to its peak."""
     memory = {name: each.memory for name, each in predictions.items()}
     limits = {as_is(need.cluster.device.name): need.memory}
     return stacked_bars("Peak memory of a device", "bytes", memory, limits)

@@ -40,7 +40,6 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
 
 
 def plans_by_offload(subject: Subject) -> dict[str, Plan]:
-    """Return the subject's plan with each kind of offload that is legal for it."""
     found, question = {}, subject.question
     for kind in KINDS:
         plan = subject.plan.model_copy(update={"offload": kind, "prediction": None})

@@ -54,7 +54,6 @@ def equal_stages(schedule: Schedule, ranks: int, micro_batches: int, backward: f
 
 
 def with_slow_rank(costs: StepCosts, rank: int, factor: float) -> StepCosts:
-    """Return the costs with one rank, all of whose stages take so many times as long."""
     longer = [
         ((factor - 1) * stage.forward, (factor - 1) * stage.backward) if owner == rank else (0.0, 0.0)
         for stage, owner in zip(costs.stages, costs.order.rank_of_stage, strict=True)
@@ -111,7 +110,6 @@ def _simulate(subject: Subject) -> Mode:
 
 
 def _live(subject: Subject, run: RunMedians) -> Mode:
-    """Return the plan's schedule with the stages as the run measured them, and the cut that would be faster."""
     if subject.plan.mesh.pp == 1:
         return Mode(sentences=("This run has no pipeline. Start one that does with `--set plan.mesh.pp=2`.",))
     costs, plan = step_costs_of(subject.job, subject.cluster, subject.plan), subject.plan

@@ -110,7 +110,6 @@ def _explain(subject: Subject, mesh: Mesh, colored: str, order: Sequence[str]) -
 
 
 def _cells(subject: Subject, mesh: Mesh) -> list[list[int | None]]:
-    """Return the rank of every device of the nodes to show; None for a device without one."""
     width = subject.cluster.devices_per_node
     nodes = range(min(MAX_SHOWN_NODES, -(-mesh.world_size // width)))
     return [[rank if rank < mesh.world_size else None for rank in range(node * width, (node + 1) * width)]
@@ -139,7 +138,6 @@ def _rows(subject: Subject, mesh: Mesh, order: Sequence[str]) -> Iterator[tuple[
 
 
 def _simulate(subject: Subject, mesh: Mesh) -> Mode:
-    """Return what the plan's communication takes along each axis with the mesh that is drawn."""
     plan, question = subject.plan, subject.question
     if mesh != plan.mesh:
         batch = plan.global_batch // max(1, mesh.dp * plan.micro_batch) or 1
@@ -164,7 +162,6 @@ def _simulate(subject: Subject, mesh: Mesh) -> Mode:
 
 
 def _live(subject: Subject, run: RunMedians) -> Mode:
-    """Return the ranks by node, shaded by how often each was the slowest of the measured steps."""
     total = sum(run.slowest.values())
     if not total:
         return Mode(sentences=("The run has one rank, or has not compared its ranks yet.",))

@@ -72,7 +72,6 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
 
 
 def _artefact(subject: Subject, target: str) -> tuple[tuple[str, ...], tuple[Figure, ...]]:
-    """Return the files that a launch on the target consists of, as `trimaran launch` writes them."""
     if target not in subject.launches:
         return (), ()
     try:
@@ -90,7 +89,6 @@ def _artefact(subject: Subject, target: str) -> tuple[tuple[str, ...], tuple[Fig
 
 
 def _simulate(subject: Subject) -> Mode:
-    """Return how long the steps of the recipe should take, and the phases that a prediction knows nothing about."""
     recipe, prediction = subject.question.recipe, subject.prediction
     steps, step = recipe.train.steps, float(prediction.step_seconds)
     parts = {name: seconds * steps for name, seconds in prediction.time.items() if seconds}

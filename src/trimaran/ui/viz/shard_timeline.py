@@ -50,7 +50,6 @@ class Work(NamedTuple):
 
 
 def gathered_blocks(subject: Subject) -> list[GatheredBlock]:
-    """Return the layers of the first pipeline rank as units, in the order of forward."""
     stage = pipeline_times_of(subject.job, subject.cluster, subject.plan)[0]
     element_bytes = ELEMENT_BYTES[subject.plan.precision]
     gradient = float(subject.job.stack.time.parameter_bytes.gradient)
@@ -109,7 +108,6 @@ def gathered_bytes(units: Sequence[GatheredBlock], ranks: int, *, reshards: bool
 
 
 def joined_blocks(units: Sequence[GatheredBlock], layers: int) -> list[GatheredBlock]:
-    """Return units of so many layers each, whose weights are gathered together; the last may have fewer."""
     parts = [units[first : first + layers] for first in range(0, len(units), layers)]
     return [GatheredBlock(*(sum(column) for column in zip(*part, strict=True))) for part in parts]
 

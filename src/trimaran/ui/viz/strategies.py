@@ -49,7 +49,6 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
 
 
 def _search(question: Question, degrees: dict[str, int]) -> PlanAnswer | UserError:
-    """Return the planner's answer with these degrees pinned; its refusal, if no plan has them."""
     if degrees:
         pins = question.pins
         mesh = Mesh.model_validate(pins.mesh.model_dump(include=pins.mesh.model_fields_set) | degrees)
@@ -79,7 +78,6 @@ def _simulate(answer: PlanAnswer | UserError) -> Mode:
 
 
 def _plans(answer: PlanAnswer) -> list[tuple[Plan, str]]:
-    """Return the plans, each with the reason why it lost; the best one is `chosen`."""
     known = {str(plan): plan for plan in answer.ranked} | {str(each.plan): each.plan for each in answer.misses}
     reasons: dict[str, str] = {str(each.plan): each.why for each in (*answer.misses, *answer.ties)}
     if answer.ranked:

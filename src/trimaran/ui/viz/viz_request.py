@@ -1,25 +1,39 @@
 """Reads what `trimaran viz` is asked about: a plan, a run, or the built-in example; and the files of a launch."""
 
+import json
+import os
 import shlex
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trimaran.app import Request, find_run, read_plan_request
+from trimaran.app import Request, RunState, find_run, read_plan_request
 from trimaran.app.plan.simulate_answer import PLAN_FILE, read_simulate_request
+from trimaran.app.runs.run_state import ACTIVE_STATUSES
 from trimaran.app.train.launch_answer import launch_request, preview_options, resolve_launch
-from trimaran.core import UserError
+from trimaran.core import Event, UserError, read_regular_text
 from trimaran.launch import TARGET_CLASSES, open_target
 from trimaran.machine import read_comm_result
-from trimaran.runs import RunDirectory, last_lines
+from trimaran.runs import MARKER, RunDirectory, last_lines
 from trimaran.runs.journal import parse_lines
 from trimaran.runs.record_types import is_number
-from trimaran.ui.viz.run_life_facts import life_of
-from trimaran.ui.viz.subject import Launches, LaunchText, MeasuredSteps, RankSpread, RunMedians, Subject
+from trimaran.ui.language import as_is, say
+from trimaran.ui.viz.subject import (
+    Launches,
+    LaunchText,
+    MeasuredSteps,
+    PhaseSpan,
+    RankSpread,
+    RunLife,
+    RunMedians,
+    Subject,
+)
 
 EXAMPLE = {"what": "llama-3.1-8b", "cluster": "2x8xH100"}
 MEASURED_STEPS = 100  # whose medians are shown
@@ -38,9 +52,8 @@ def read_subject(
         raise UserError("V004", "a view is of a plan or of a run, not of both", where="--plan, --run",
                         fix="leave one of them out")  # fmt: skip
     directory = find_run(run) if run is not None else None
-    subject = (
-        run_subject(directory, cluster, settings) if directory is not None else plan_subject(plan, cluster, settings)
-    )
+    asked = cluster, settings
+    subject = run_subject(directory, *asked) if directory is not None else plan_subject(plan, *asked)
     settings_of_view = {}
     for each in controls:
         name, separator, value = each.partition("=")
@@ -52,7 +65,6 @@ def read_subject(
 
 
 def plan_subject(what: str | None, cluster: str | None, settings: Sequence[str]) -> Subject:
-    """Return a recipe, a model or a plan.json as the subject of a view; without any, the example."""
     if what is None and not settings:
         what, cluster = EXAMPLE["what"], cluster or EXAMPLE["cluster"]
     shortcuts = {"cluster": cluster}
@@ -81,12 +93,10 @@ def run_subject(run: RunDirectory, cluster: str | None = None, settings: Sequenc
 
 
 def refreshed(subject: Subject, run: RunDirectory) -> Subject:
-    """Return the subject with what the run has measured since; the plan stays as it is."""
     return replace(subject, run=measured_of(run), life=life_of(run))
 
 
 def measured_of(run: RunDirectory) -> RunMedians | None:
-    """Return what the run's last steps have measured; None before its first step."""
     lines = [each for each in parse_lines(last_lines(run.metrics, MEASURED_STEPS)) if each.get("step_seconds")]
     if not lines:
         return None
@@ -161,3 +171,106 @@ def launches_of(file: str | None, settings: Sequence[str]) -> Launches:
         )
 
     return {target: (lambda target=target: launch(target)) for target in TARGET_CLASSES}
+
+
+MAX_SPANS = 400  # of one phase; of more, the newest
+MAX_FILE_BYTES = 1 << 18
+LAUNCH_FOLDER = "launch"
+
+
+def life_of(run: RunDirectory, *, now: float | None = None) -> RunLife:
+    state = RunState(run, only_status=True)
+    state.refresh()
+    now = time.time() if now is None else now
+    events = [event for event in state.events if event.rank == 0]
+    begin = min([_created(run), *(each.time for each in state.attempts.attempts), *(each.time for each in events[:1])])
+    is_active = state.status in ACTIVE_STATUSES
+    ended = [each.ended for each in state.attempts.attempts if each.ended is not None]
+    ended += [state.attempts.over_time] if state.attempts.over is not None else []
+    end = now if is_active else max([begin, *(each.time for each in events), *ended])
+    spans = [*_starts(state, events, begin, end), *_saves(events), *_incidents(state), *_changes(state, events)]
+    moved = [each._replace(start=max(0.0, each.start - begin), end=max(0.0, each.end - begin)) for each in spans]
+    return RunLife(
+        name=run.path.name,
+        status=state.status,
+        step=state.step,
+        total_steps=state.recipe.train.steps,
+        seconds=end - begin,
+        spans=(PhaseSpan("plan", 0.0, 0.0, as_is(state.plan)), *_newest(moved)),
+        files=_launch_files(run.path / LAUNCH_FOLDER),
+    )
+
+
+def _newest(spans: Sequence[PhaseSpan]) -> Iterator[PhaseSpan]:
+    for phase in dict.fromkeys(each.phase for each in spans):
+        yield from [each for each in spans if each.phase == phase][-MAX_SPANS:]
+
+
+def _created(run: RunDirectory) -> float:
+    marker = run.path / MARKER
+    try:
+        return float(json.loads(read_regular_text(marker))["created"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return os.stat(marker).st_mtime
+
+
+def _starts(state: RunState, events: Sequence[Event], begin: float, end: float) -> Iterator[PhaseSpan]:
+    """Yield launch, init and training of each attempt. Without a supervisor the events of rank 0 say when each was."""
+    numbers = dict.fromkeys([*(each.number for each in state.attempts.attempts), *(each.attempt for each in events)])
+    by_supervisor = {each.number: each for each in state.attempts.attempts}
+    before = begin
+    for number in numbers:
+        own = [event for event in events if event.attempt == number]
+        kept = by_supervisor.get(number)
+        first = kept.time if kept else own[0].time
+        if number == next(iter(numbers)):
+            yield PhaseSpan("launch", before, first, say("the run directory is created, ranks are started"))
+        ready = next((event.time for event in own if event.kind == "ready"), None)
+        last = kept.ended if kept and kept.ended is not None else max([first, *(event.time for event in own)])
+        is_last = number == list(numbers)[-1]
+        if is_last and kept is not None and kept.ended is None:
+            last = end
+        yield PhaseSpan("init", first, ready if ready is not None else last, say("start {number}", number=number + 1))
+        if ready is not None:
+            reached = kept.step if kept and kept.ended is not None else state.step
+            yield PhaseSpan(
+                "train", ready, last, say("start {number}, to step {step}", number=number + 1, step=reached)
+            )
+
+
+def _saves(events: Sequence[Event]) -> Iterator[PhaseSpan]:
+    for event in events:
+        if event.kind in ("checkpoint", "saved"):
+            start = event.time - float(event.data.get("seconds", 0.0))
+            is_checkpoint = event.kind == "checkpoint"
+            label = say("checkpoint of step {step}", step=event.step) if is_checkpoint else say("the trained weights")
+            yield PhaseSpan("save", start, event.time, label)
+
+
+def _incidents(state: RunState) -> Iterator[PhaseSpan]:
+    for each in state.incidents:
+        took = each.cost.get("seconds_to_recover", 0.0)
+        label = say("{cause}: {what}", cause=say(each.cause), what=each.what)
+        yield PhaseSpan("incident", each.time, each.time + took, label)
+
+
+def _changes(state: RunState, events: Sequence[Event]) -> Iterator[PhaseSpan]:
+    for event in events:
+        if event.kind == "change":
+            patch = json.dumps(event.data.get("patch", {}))
+            label = say("{status}: {patch}", status=say(str(event.data.get("status", ""))), patch=patch)
+            yield PhaseSpan("adapt", event.time, event.time, label)
+    for decision in state.decisions:
+        label = say("decision {id}, {outcome}: {patch}", id=decision.id, outcome=say(decision.outcome),
+                    patch=json.dumps(decision.patch))  # fmt: skip
+        yield PhaseSpan("adapt", decision.time, decision.time, label)
+
+
+def _launch_files(folder: Path) -> dict[str, str]:
+    texts = {}
+    for file in sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else ():
+        is_one = file.name not in ("recipe.yaml", "plan.json") and file.is_file() and not file.is_symlink()
+        if is_one and file.stat().st_size <= MAX_FILE_BYTES:
+            with suppress(OSError, ValueError):  # not text: it is not one of the launch files
+                texts[file.name] = read_regular_text(file)
+    return texts

@@ -23,12 +23,7 @@ TYPING_SECONDS = 0.25  # between two messages while the user types or drags
 
 
 def text_field(
-    label: str,
-    on_change: OnText,
-    *,
-    value: str = "",
-    hint: str = "",
-    is_search: bool = False,
+    label: str, on_change: OnText, *, value: str = "", hint: str = "", is_search: bool = False
 ) -> ui.element:
     """Add a field for text; `on_change` is called while the user types."""
     kind = "search" if is_search else "text"

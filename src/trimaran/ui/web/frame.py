@@ -31,12 +31,7 @@ ASSETS: Mapping[str, str] = {  # names of files, and the packages that have them
 FIRST_DRAW_SECONDS = 0.4
 ASSET_PATH = "/_trimaran/"
 # Addresses of the pages, their names and the key that opens each.
-PAGES = (
-    ("/", "Runs", "r"),
-    ("/workshop", "Workshop", "w"),
-    ("/views", "Views", "v"),
-    ("/compare", "Compare", "c"),
-)
+PAGES = (("/", "Runs", "r"), ("/workshop", "Workshop", "w"), ("/views", "Views", "v"), ("/compare", "Compare", "c"))
 # Three hulls, seen from above.
 LOGO = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32" width="24" height="24" aria-hidden="true">'

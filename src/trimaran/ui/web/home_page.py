@@ -12,7 +12,7 @@ from trimaran.ui.language import Language, current_language, say, speaking
 from trimaran.ui.report.markup import Html, tag
 from trimaran.ui.web.controls import Chips, button, show_age, text_field
 from trimaran.ui.web.frame import Markup, WebState, empty_state, page_frame
-from trimaran.ui.web.runs_root import RunPage, RunRow, RunsRoot
+from trimaran.ui.web.runs_root import RunPage, RunsRoot
 
 ROWS = 50
 REFRESH_SECONDS = 2.0
@@ -113,33 +113,24 @@ async def _show_list(shown: RunList) -> None:
 
 
 def runs_table(found: RunPage, *, now: float) -> Html:
-    """Return the runs as a table; a phone shows each as a card."""
     head = tag("tr", None, *(tag("th", {"scope": "col"}, say(name)) for name in COLUMNS))
-    rows = [_row(each, now) for each in found.runs]
+    rows = []
+    for each in found.runs:
+        kind, path = SHAPES[each.status]
+        shape = tag("svg", {"viewBox": "0 0 10 10", "aria-hidden": "true"}, tag("path", {"d": path}, ""))
+        text = f"{each.step:,} / {each.total_steps:,}"
+        bar = tag("progress", {"value": each.step, "max": each.total_steps, "aria-label": say("steps")}, "")
+        steps = tag("span", None, text, bar if each.status in ACTIVE_STATUSES else "")
+        cells = [
+            tag("a", {"href": f"/runs/{each.slug}"}, each.slug),
+            tag("span", {"class": f"state {kind}"}, shape, say(each.status or "unreadable")),
+            each.model,
+            each.plan,
+            steps if each.total_steps else "",
+            f"{show_count(each.tokens_per_second)} {say(each.unit)}/s" if each.tokens_per_second else "",
+            "" if each.loss is None else f"{each.loss:.4g}",
+            show_age(now - each.changed),
+        ]
+        rows.append(tag("tr", None, *(tag("td", None, cell) for cell in cells)))
     table = tag("table", {"class": "runs"}, tag("thead", None, head), tag("tbody", None, *rows))
     return tag("div", {"class": "scroll"}, table)
-
-
-def _row(run: RunRow, now: float) -> Html:
-    kind, path = SHAPES[run.status]
-    shape = tag("svg", {"viewBox": "0 0 10 10", "aria-hidden": "true"}, tag("path", {"d": path}, ""))
-    rate = f"{show_count(run.tokens_per_second)} {say(run.unit)}/s" if run.tokens_per_second else ""
-    cells = [
-        tag("a", {"href": f"/runs/{run.slug}"}, run.slug),
-        tag("span", {"class": f"state {kind}"}, shape, say(run.status or "unreadable")),
-        run.model,
-        run.plan,
-        _steps(run),
-        rate,
-        "" if run.loss is None else f"{run.loss:.4g}",
-        show_age(now - run.changed),
-    ]
-    return tag("tr", None, *(tag("td", None, cell) for cell in cells))
-
-
-def _steps(run: RunRow) -> Html:
-    if not run.total_steps:
-        return Html("")
-    text = f"{run.step:,} / {run.total_steps:,}"
-    bar = tag("progress", {"value": run.step, "max": run.total_steps, "aria-label": say("steps")}, "")
-    return tag("span", None, text, bar) if run.status in ACTIVE_STATUSES else tag("span", None, text)

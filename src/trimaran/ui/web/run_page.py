@@ -63,7 +63,6 @@ QUIET_SECONDS = 60.0  # without a step or a sample a live run is said to be quie
 
 
 def run_header(facts: Tree, *, is_short: bool = False) -> Html:
-    """Return the name and the status of the run, what it does, and its main numbers unless it is to be short."""
     status = facts["status"]
     dot = tag("span", {"class": "live-dot", "title": say("live")}, "") if status in ACTIVE_STATUSES else Html("")
     badge = tag("span", {"class": f"badge {GOOD.get(status, 'fair')}"}, dot, say(status))
@@ -77,7 +76,6 @@ def run_header(facts: Tree, *, is_short: bool = False) -> Html:
 
 
 def banner(facts: Tree) -> Html:
-    """Return what the run is doing, or how it ended and the command that goes on."""
     match facts["status"]:
         case "starting" if not facts["timeline"]["attempts"] and not facts["machines_used"]:
             return _busy(say("Waiting: no rank has started yet."))
@@ -321,7 +319,6 @@ def _zoom_controls(view: RunView, update: Callable[[], Any]) -> None:
 
 
 def _range(detail: object) -> tuple[int, int] | None:
-    """Return the steps that were chosen; None is the whole run."""
     if not isinstance(detail, dict):
         return None
     low, high = detail.get("low"), detail.get("high")

@@ -1,6 +1,5 @@
 """The runs below one folder: listed fast, opened by name only, and started if the command allows it."""
 
-import math
 import os
 import re
 import stat
@@ -156,12 +155,9 @@ class RunsRoot:
 
 
 def check_runs_root(path: Path, *, named: bool) -> RunsRoot:
-    """Return the folder of the runs; raise UserError if it was named and does not exist."""
-    if path.exists() and not path.is_dir():
-        raise UserError("W002", "this is a file, not a folder of runs", where=str(path),
-                        fix="name the folder that has the run directories: --runs DIR")  # fmt: skip
-    if named and not path.exists():
-        raise UserError("W002", "this folder of runs does not exist", where=str(path),
+    if (path.exists() and not path.is_dir()) or (named and not path.exists()):
+        what = "this is a file, not a folder of runs" if path.exists() else "this folder of runs does not exist"
+        raise UserError("W002", what, where=str(path),
                         fix="name the folder that has the run directories: --runs DIR")  # fmt: skip
     return RunsRoot(path.absolute())
 
@@ -207,14 +203,11 @@ def _read_facts(run: RunDirectory, listed: ListedRun) -> RunRow:
     try:
         state = RunState(run, only_status=True)
         state.refresh()
-    except UserError:  # its page says what is wrong
-        return RunRow(slug=listed.slug, created=listed.created, changed=changed)
-    except OSError as error:
-        if file_error(error) is None:
+    except (UserError, OSError) as error:  # its page says what is wrong
+        if isinstance(error, OSError) and file_error(error) is None:
             raise
         return RunRow(slug=listed.slug, created=listed.created, changed=changed)
     model, last = state.recipe.model, state.steps[-1] if state.steps else None
-    rate = last.tokens_per_second if last else math.nan
     return RunRow(
         slug=listed.slug,
         created=listed.created,
@@ -224,7 +217,7 @@ def _read_facts(run: RunDirectory, listed: ListedRun) -> RunRow:
         cluster=state.recipe.cluster,
         step=state.step,
         total_steps=state.recipe.train.steps,
-        tokens_per_second=finite([rate]),
+        tokens_per_second=finite([last.tokens_per_second]) if last else None,
         unit=state.unit,
         loss=finite([last.loss]) if last else None,
         changed=changed,

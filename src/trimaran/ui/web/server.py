@@ -27,13 +27,7 @@ from trimaran.ui.web.security import Application, Credentials, SecurityMiddlewar
 LOOPBACK = "127.0.0.1"
 TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
 RECONNECT_SECONDS = 20.0  # how long the server keeps a page that has lost its connection
-PAGES = (
-    home_page,
-    run_page,
-    compare_page,
-    views_page,
-    workshop_page,
-)
+PAGES = (home_page, run_page, compare_page, views_page, workshop_page)
 
 
 def build_app(state: WebState, credentials: Credentials) -> SecurityMiddleware:
@@ -102,7 +96,6 @@ def http_config(application: Application, guard: ConnectionGuard) -> uvicorn.Con
 
 
 def refusal(error: UserError) -> Response:
-    """Return the answer to a connection that is refused before its request is known."""
     return Response(f"{error.code}: {error.what}\n", status_code=status_of(error), media_type="text/plain")
 
 

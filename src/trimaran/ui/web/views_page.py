@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -43,8 +43,7 @@ class SubjectName:
 
     @property
     def query(self) -> dict[str, str]:
-        fields = {"plan": self.plan, "cluster": self.cluster, "run": self.run}
-        return {name: value for name, value in fields.items() if value}
+        return {name: value for name, value in asdict(self).items() if value}
 
 
 def model_names() -> list[str]:
@@ -91,7 +90,6 @@ class SubjectCache:
 
 
 def files_version(run: RunDirectory) -> tuple[int, ...]:
-    """Return the version of the files that a view of a run reads; that of the plan comes first."""
     return version_of((run.plan, run.metrics, run.attempts, run.events(0), run.incidents, run.decisions))
 
 
@@ -130,7 +128,6 @@ class ShownView:
     controls: tuple[object, ...] = ()
 
     def build(self, subjects: SubjectCache, changed: str = "") -> PlanView:
-        """Return the view. Settings that no longer apply after `changed` was changed are dropped."""
         subject = subjects.read(self.name)
         try:
             return build_view(self.short, replace(subject, settings=self.settings))

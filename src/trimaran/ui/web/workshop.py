@@ -6,6 +6,7 @@ Everything is what a command answers: `PlanInputs.plan_words` are the words of `
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -43,7 +44,12 @@ def price_known_plans(question: Question, last: PlanReport) -> PlanAnswer | None
     if question.outline is None or question.cluster.groups:
         return None
     plans = {str(plan): plan for each, _ in all_plans(last) for plan in _fitted(each, question)}
-    priced = [predicted(plan, question) for plan in plans.values() if _can_run(plan, question)]
+    legal = []
+    for plan in plans.values():
+        with suppress(UserError):
+            check_question(plan, question)
+            legal.append(plan)
+    priced = [predicted(plan, question) for plan in legal]
     fitting = sorted(
         (each for each in priced if each.prediction and each.prediction.fits),
         key=lambda plan: plan.prediction.step_seconds if plan.prediction else 0.0,
@@ -89,14 +95,6 @@ def _resized(mesh: Mesh, ranks: int) -> Mesh | None:
     replicas = 1 if mesh.dp_shard > 1 and data % mesh.dp_replicate else mesh.dp_replicate
     shape = {"dp_replicate": replicas, "dp_shard": data // replicas} if mesh.dp_shard > 1 else {"dp_replicate": data}
     return mesh.model_copy(update=shape)
-
-
-def _can_run(plan: Plan, question: Question) -> bool:
-    try:
-        check_question(plan, question)
-    except UserError:
-        return False
-    return True
 
 
 TOP = 12  # plans in the answer
@@ -281,7 +279,6 @@ def launch_words(report: PlanReport, target: str) -> list[str]:
 
 
 def launch_text(report: PlanReport, target: str) -> str:
-    """Return the main file of a launch, as `trimaran launch --dry-run` shows it."""
     from trimaran.app.train.launch_answer import preview_launch
 
     settings = run_settings(report.request, report.answer, _best(report))
@@ -298,7 +295,6 @@ def _best(report: PlanReport) -> Plan:
 
 
 def _version(what: str) -> tuple[int, ...]:
-    """Return when the file of a recipe was changed; nothing for a preset."""
     try:
         return (os.stat(what).st_mtime_ns,) if what.endswith((".yaml", ".yml")) else ()
     except OSError:
@@ -306,7 +302,6 @@ def _version(what: str) -> tuple[int, ...]:
 
 
 def with_sizes(inputs: PlanInputs) -> PlanInputs:
-    """Return the inputs with the sizes of a recipe, or with a sequence that is not too long for a preset."""
     if (spec := PRESETS.get(inputs.what)) is not None:
         return replace(inputs, seq_len=min(inputs.seq_len, spec.max_seq_len or inputs.seq_len))
     if inputs.what in VLM_PRESETS:
@@ -319,5 +314,4 @@ def with_sizes(inputs: PlanInputs) -> PlanInputs:
 
 
 def with_value(options: Sequence[str], value: int) -> list[str]:
-    """Return the numbers of a slider with one that may not be among them."""
     return sorted({*options, str(value)}, key=int)

@@ -30,7 +30,6 @@ OUTSIDE = "reserve and context"  # what the device must have beyond its tensors
 
 
 def answer_markup(report: PlanReport, command: str, note: str) -> Html:
-    """Return the whole answer; `note` says where it is from, and `command` gives the same one."""
     plans = all_plans(report)
     shown = [plan for plan, _ in plans if plan.prediction is not None]
     best = report.best
@@ -55,7 +54,6 @@ def answer_markup(report: PlanReport, command: str, note: str) -> Html:
 
 
 def memory_stack(plans: Sequence[Plan], report: PlanReport) -> Bars:
-    """Return the terms of a device's memory, for the best plans and one that does not fit."""
     cluster = report.answer.cluster
     terms = {name: plan.prediction.memory | {OUTSIDE: plan.prediction.device_bytes - plan.prediction.peak_bytes}
              for name, plan in _named(plans).items() if plan.prediction}  # fmt: skip
@@ -110,7 +108,6 @@ def short_plan(plan: Plan, best: Plan | None = None) -> str:
 
 
 def _named(plans: Sequence[Plan]) -> dict[str, Plan]:
-    """Return the first plans by a short name; those with the same one are numbered."""
     named: dict[str, Plan] = {}
     for plan in plans[:STACKED_PLANS]:
         name = f"{short_plan(plan)}, {plan.micro_batch} x {plan.grad_accum}"
@@ -119,8 +116,8 @@ def _named(plans: Sequence[Plan]) -> dict[str, Plan]:
 
 
 def _in_language(figure: Bars) -> Bars:
-    series = tuple(replace(each, name=say(each.name)) for each in figure.series)
-    return replace(figure, series=tuple(each for each in series if any(each.values)))
+    series = tuple(replace(each, name=say(each.name)) for each in figure.series if any(each.values))
+    return replace(figure, series=series)
 
 
 def _tiles(report: PlanReport) -> Html:
@@ -236,7 +233,7 @@ class Workshop:
                 for field in PIN_VALUES:
                     values = dict.fromkeys((*pin_values(field), *([pinned[field]] if field in pinned else [])))
                     options = {"": say("automatic"), **{each: each for each in values}}
-                    choice(field, options, lambda value, field=field: self._ask(self.inputs.with_pin(field, value)),
+                    choice(field, options, lambda value, field=field: self.ask(self.inputs.with_pin(field, value)),
                            value=pinned.get(field, ""))  # fmt: skip
             button(say("Release all pins"), self._release)
 
@@ -245,7 +242,7 @@ class Workshop:
 
         async def changed(value: str) -> None:
             change: dict[str, Any] = {field: int(value) if is_number else value}
-            await self._ask(replace(self.inputs, **change))
+            await self.ask(replace(self.inputs, **change))
 
         return changed
 
@@ -262,12 +259,12 @@ class Workshop:
         if own:
             self.inputs = replace(self.inputs, **own)
             self._build_panel()
-        await self._ask(self.inputs)
+        await self.ask(self.inputs)
 
     async def _release(self) -> None:
         self.inputs = replace(self.inputs, pins=())
         self._build_panel()
-        await self._ask(self.inputs)
+        await self.ask(self.inputs)
 
     async def _pin_plan(self, event: GenericEventArguments) -> None:
         number = str(event.args.get("value", "")) if isinstance(event.args, dict) else ""
@@ -275,9 +272,9 @@ class Workshop:
         if number.isdigit() and int(number) < len(plans):
             self.inputs = self.inputs.with_plan(plans[int(number)][0])
             self._build_panel()
-            await self._ask(self.inputs)
+            await self.ask(self.inputs)
 
-    async def _ask(self, inputs: PlanInputs) -> None:
+    async def ask(self, inputs: PlanInputs) -> None:
         """Show the answer for the inputs: at once from memory or from known plans, then that of the search."""
         self.inputs = inputs
         if DESK.find(inputs) is None:
@@ -285,9 +282,6 @@ class Workshop:
             self.answer.classes(add="stale")
             await self._show(inputs, self._price_known)
         await self._search_newest()
-
-    async def first_question(self) -> None:
-        await self._ask(self.inputs)
 
     async def _search_newest(self) -> None:
         """Search until the answer is that of the newest inputs; one search at a time."""
@@ -400,4 +394,4 @@ def add_page(state: WebState) -> None:
             Markup(tag("div", None, tag("h1", None, say("Workshop")), tag("p", {"class": "quiet"}, lead)))
             page = Workshop(state, current_language())
             page.build()
-            ui.timer(0.01, page.first_question, once=True)
+            ui.timer(0.01, lambda: page.ask(page.inputs), once=True)

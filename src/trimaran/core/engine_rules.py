@@ -54,14 +54,8 @@ def num_units(plan: Plan, block_parameters: float, num_blocks: int) -> int:
     are cut elsewhere, with experts that have units of their own, or with anything offloaded.
     """
     block_bytes, min_bytes = GRADIENT_BYTES * block_parameters, MEBIBYTE * plan.comm.bucket_mb
-    if (
-        block_bytes >= min_bytes
-        or plan.sharding == "none"
-        or not plan.engine_traits.uses_fsdp
-        or plan.offload != "none"
-    ):
-        return num_blocks
-    if plan.mesh.pp * plan.mesh.ep > 1:
+    is_sharded = plan.sharding != "none" and plan.engine_traits.uses_fsdp
+    if block_bytes >= min_bytes or not is_sharded or plan.offload != "none" or plan.mesh.pp * plan.mesh.ep > 1:
         return num_blocks
     return max(1, round(num_blocks * block_bytes / min_bytes))
 
@@ -106,14 +100,27 @@ def deepspeed_config(plan: Plan, train: TrainSection, *, pin_memory: bool = Fals
     groups come with the parameters. Gradients are accumulated and reduced in fp32 in every precision.
     """
     check_deepspeed(plan, train)
-    constants = train.optimizer
+    constants, to_cpu = train.optimizer, {"device": "cpu", "pin_memory": pin_memory}
+    elements = plan.comm.bucket_mb * 2**20 // 4
+    zero = {
+        "stage": STAGES[plan.sharding],
+        "reduce_bucket_size": elements,
+        "allgather_bucket_size": elements,
+        **({"stage3_param_persistence_threshold": PERSISTENT_ELEMENTS} if plan.sharding == "parameters" else {}),
+        **({"offload_optimizer": to_cpu} if plan.offload in ("optimizer", "parameters") else {}),
+        **({"offload_param": to_cpu} if plan.offload == "parameters" else {}),
+    }
+    precision: dict[str, Any] = {}
+    if plan.precision in ("bf16", "fp16"):
+        precision = {"data_types": {"grad_accum_dtype": "fp32"}}
+        precision[plan.precision] = {"enabled": True, **(LOSS_SCALE if plan.precision == "fp16" else {})}
     return {
         "train_batch_size": plan.global_batch,
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.grad_accum,
         "gradient_clipping": train.clip_norm,
         "communication_data_type": "fp32",
-        "zero_optimization": _zero(plan, pin_memory),
+        "zero_optimization": zero,
         "optimizer": {
             "type": "AdamW",
             "params": {
@@ -125,7 +132,7 @@ def deepspeed_config(plan: Plan, train: TrainSection, *, pin_memory: bool = Fals
                 "fused": True,
             },
         },
-        **_precision(plan),
+        **precision,
     }
 
 
@@ -160,31 +167,3 @@ def check_deepspeed(plan: Plan, train: TrainSection) -> None:
 def _refusal(what: str, where: str, fix: str) -> UserError:
     return UserError("P039", f"DeepSpeed does not support this: {what}", where=where,
                      fix=f"{fix}, or plan.engine to torch")  # fmt: skip
-
-
-def _zero(plan: Plan, pin_memory: bool) -> dict[str, Any]:
-    elements = plan.comm.bucket_mb * 2**20 // 4
-    zero: dict[str, Any] = {
-        "stage": STAGES[plan.sharding],
-        "reduce_bucket_size": elements,
-        "allgather_bucket_size": elements,
-    }
-    if plan.sharding == "parameters":
-        zero |= {"stage3_param_persistence_threshold": PERSISTENT_ELEMENTS}
-    to_cpu = {"device": "cpu", "pin_memory": pin_memory}
-    if plan.offload in ("optimizer", "parameters"):
-        zero |= {"offload_optimizer": to_cpu}
-    if plan.offload == "parameters":
-        zero |= {"offload_param": to_cpu}
-    return zero
-
-
-def _precision(plan: Plan) -> dict[str, Any]:
-    accumulation = {"data_types": {"grad_accum_dtype": "fp32"}}
-    match plan.precision:
-        case "bf16":
-            return accumulation | {"bf16": {"enabled": True}}
-        case "fp16":
-            return accumulation | {"fp16": {"enabled": True, **LOSS_SCALE}}
-        case _:
-            return {}

@@ -93,21 +93,21 @@ class StepMetrics:
 
         The loss is exact. Seconds are rounded to microseconds, other numbers to `DIGITS`, which a float32 survives.
         """
-        phases = {name: round(seconds, SECONDS_DECIMALS) for name, seconds in self.phases.items()}
-        return {
-            "step": self.step,
-            "loss": self.loss,
-            "grad_norm": round_digits(self.grad_norm),
-            "lr": round_digits(self.lr),
-            "tokens": self.tokens,
-            "samples": self.samples,
-            "step_seconds": round(self.step_seconds, SECONDS_DECIMALS),
-            "mfu": round_digits(self.mfu, 5),
-            "peak_bytes": self.peak_bytes,
-            "phases": phases,
-            "time": round(self.time, SECONDS_DECIMALS),
-            "tokens_per_second": round_digits(self.tokens_per_second, 8),
-        } | {name: _rounded_detail(name, value) for name, value in self.details.items()}
+        plain = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
+        return (
+            {name: getattr(self, name) for name in plain}
+            | {
+                "grad_norm": round_digits(self.grad_norm),
+                "lr": round_digits(self.lr),
+                "step_seconds": round(self.step_seconds, SECONDS_DECIMALS),
+                "mfu": round_digits(self.mfu, 5),
+                "peak_bytes": self.peak_bytes,
+                "phases": {name: round(seconds, SECONDS_DECIMALS) for name, seconds in self.phases.items()},
+                "time": round(self.time, SECONDS_DECIMALS),
+                "tokens_per_second": round_digits(self.tokens_per_second, 8),
+            }
+            | {name: _rounded_detail(name, value) for name, value in self.details.items()}
+        )
 
 
 Phase = Literal["data", "forward", "backward", "comm", "optimizer", "checkpoint"]  # of a step

@@ -15,6 +15,7 @@ MAX_SHOWN = 60  # characters of a wrong value in an error
 INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 # What PyYAML's constructors raise for a value that does not have the type of its tag, such as `!!bool abc`.
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
+TYPE_NAMES = {"int": "integer", "bool": "true or false", "float": "number", "timestamp": "date"}
 UNUSABLE = re.compile("[\x00\ud800-\udfff]")  # no file name, no UTF-8 text and no process argument can hold these
 
 
@@ -69,7 +70,8 @@ class YamlLoader(yaml.SafeLoader):
         try:
             value = super().construct_object(node, deep=deep)
         except CONSTRUCTOR_ERRORS:
-            raise _wrong_value(node, f"is not a valid {_type_name(node)}") from None
+            name = str(node.tag).rpartition(":")[2]
+            raise _wrong_value(node, f"is not a valid {TYPE_NAMES.get(name, name)}") from None
         if isinstance(value, int) and abs(value) > MAX_INTEGER:
             raise _wrong_value(node, "is an integer of more than 64 bits")
         if isinstance(value, str) and (found := UNUSABLE.search(value)):
@@ -132,7 +134,9 @@ def _parsed(text: str | bytes, read: Any) -> Any:
     except yaml.reader.ReaderError as error:
         position = error.position if isinstance(error.position, int) else 0
         line = (text.count(b"\n", 0, position) if isinstance(text, bytes) else text.count("\n", 0, position)) + 1
-        raise TextError(f"{error.reason}: {_character(error.character)}", line) from None
+        found = error.character
+        code = found if isinstance(found, int) else ord(found) if len(found) == 1 else found[0]
+        raise TextError(f"{error.reason}: character #x{int(code):04x}", line) from None
     except yaml.YAMLError as error:
         raise TextError(str(error).partition("\n")[0]) from None
     except RecursionError:
@@ -169,20 +173,10 @@ def _is_unclosed(error: yaml.MarkedYAMLError, text: str | bytes) -> bool:
     return found.line > opened.line and indents[1] <= indents[0]
 
 
-def _character(character: Any) -> str:
-    code = character if isinstance(character, int) else ord(character) if len(character) == 1 else character[0]
-    return f"character #x{int(code):04x}"
-
-
 def _wrong_value(node: yaml.Node, what: str) -> yaml.MarkedYAMLError:
     value = str(node.value)
     shown = value if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}... ({len(value):,} characters)"
     return yaml.constructor.ConstructorError(None, None, f"'{UNUSABLE.sub('?', shown)}' {what}", node.start_mark)
-
-
-def _type_name(node: yaml.Node) -> str:
-    name = str(node.tag).rpartition(":")[2]
-    return {"int": "integer", "bool": "true or false", "float": "number", "timestamp": "date"}.get(name, name)
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

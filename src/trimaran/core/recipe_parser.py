@@ -154,7 +154,19 @@ def parse_recipe(text: str, *, name: str, overrides: Iterable[str] = (), any_plu
         raise UserError("R002", f"the recipe is too large: {len(text):,} characters", where=name,
                         fix="name a file of at most 1 MiB; data belongs under data.path")  # fmt: skip
     mistakes: list[UserError] = []
-    tree, lines = _load_yaml(text, name, mistakes)
+    lines: dict[Path, int] = {}  # of every key
+    try:
+        tree = load_yaml_nodes(text, lambda root: _walk(root, (), lines, name, mistakes))
+    except TextError as error:
+        where = f"{name}, {error.place}" if error.place else name
+        if error.is_refused:
+            raise UserError("R003", error.what, where=where, fix="write the values out") from None
+        fix = error.fix or "check indents, colons and quotes; values with ': ' need quotes"
+        raise UserError("R001", f"this is not YAML: {error.what}", where=where, fix=fix) from None
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        raise UserError("R001", "a recipe is a mapping of sections, not a single value or a list", where=name,
+                        fix="start with: name: my-run")  # fmt: skip
     settings = []
     for pair in overrides:
         with collected(mistakes):
@@ -196,25 +208,6 @@ def dump_recipe(recipe: Recipe) -> str:
     tree = recipe.model_dump(mode="json", exclude={"plan"})
     tree["plan"] = "auto" if recipe.plan == "auto" else recipe.plan.model_dump(mode="json", exclude_unset=True)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-
-
-def _load_yaml(text: str, name: str, mistakes: list[UserError]) -> tuple[dict[str, Any], dict[Path, int]]:
-    """Return the tree of the text, and the line of every key. Keys that are set twice are added to `mistakes`."""
-    lines: dict[Path, int] = {}
-    try:
-        tree = load_yaml_nodes(text, lambda root: _walk(root, (), lines, name, mistakes))
-    except TextError as error:
-        where = f"{name}, {error.place}" if error.place else name
-        if error.is_refused:
-            raise UserError("R003", error.what, where=where, fix="write the values out") from None
-        fix = error.fix or "check indents, colons and quotes; values with ': ' need quotes"
-        raise UserError("R001", f"this is not YAML: {error.what}", where=where, fix=fix) from None
-    if tree is None:
-        return {}, lines
-    if not isinstance(tree, dict):
-        raise UserError("R001", "a recipe is a mapping of sections, not a single value or a list", where=name,
-                        fix="start with: name: my-run")  # fmt: skip
-    return tree, lines
 
 
 def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], name: str, mistakes: list[UserError]) -> None:
@@ -276,28 +269,25 @@ def _mistakes(error: ValidationError, places: Places, tree: dict[str, Any]) -> l
         if not any(len(other) > len(path) and other[: len(path)] == path for other in paths):
             found.setdefault(path, []).append(report)
     ordered = sorted(found, key=lambda path: places.line_of(path) or MAX_RECIPE_BYTES)
-    return [_mistake(found[path], path, places) for path in ordered]
+    return [_mistake(found[path], path, places.describe(path)) for path in ordered]
 
 
-def _mistake(reports: Sequence[Any], path: Path, places: Places) -> UserError:
+def _mistake(reports: Sequence[Any], path: Path, where: str) -> UserError:
     dotted, first = ".".join(map(str, path)) or "recipe", reports[0]
-    if any(each["type"] == "extra_forbidden" for each in reports):
-        return _unknown_field(path, places)
-    code = "R012" if "type" in first["type"] or "parsing" in first["type"] else "R013"
-    forms = ", or ".join(dict.fromkeys(map(_plain, reports)))
-    what = f"{dotted} is {_shortened(repr(first.get('input')))}: {forms}"
-    fix = _fix(first, dotted) if len(reports) == 1 else f"give {dotted} a value of one of these forms"
-    return UserError(code, what, where=places.describe(path), fix=fix)
-
-
-def _unknown_field(path: Path, places: Places) -> UserError:
+    if not any(each["type"] == "extra_forbidden" for each in reports):
+        code = "R012" if "type" in first["type"] or "parsing" in first["type"] else "R013"
+        messages = (str(each["msg"]).removeprefix("Value error, ").removeprefix("Input ") for each in reports)
+        forms = ", or ".join(dict.fromkeys(message.rstrip(".") for message in messages))
+        what = f"{dotted} is {_shortened(repr(first.get('input')))}: {forms}"
+        fix = _fix(first, dotted) if len(reports) == 1 else f"give {dotted} a value of one of these forms"
+        return UserError(code, what, where=where, fix=fix)
     section = ".".join(str(part) for part in path[:-1] if isinstance(part, str))
     names, meant = _fields_at(path[:-1]), field_for(str(path[-1]), section)
     inside = meant.rpartition(".")[0] == section
     near = f" (did you mean '{meant.rpartition('.')[2] if inside else meant}'?)" if meant else ""
     listed = f"the fields here are {', '.join(names)}"
     fix = listed if inside or not meant else f"set {meant} instead; {listed}"
-    return UserError("R011", f"there is no field '{path[-1]}'{near}", where=places.describe(path), fix=fix)
+    return UserError("R011", f"there is no field '{path[-1]}'{near}", where=where, fix=fix)
 
 
 def _real_path(location: Path, tree: dict[str, Any]) -> Path:
@@ -328,11 +318,6 @@ def _fields_at(path: Path) -> list[str]:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text):,} characters)"
-
-
-def _plain(mistake: Mapping[str, Any]) -> str:
-    message = str(mistake["msg"])
-    return message.removeprefix("Value error, ").removeprefix("Input ").rstrip(".")
 
 
 def _fix(mistake: Mapping[str, Any], dotted: str) -> str:

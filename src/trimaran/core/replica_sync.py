@@ -55,13 +55,11 @@ class OuterOptimizer(BaseModel):
 
     @property
     def resolved_lr(self) -> float:
-        default = 0.7 if self.optimizer == "nesterov" else 1.0
-        return default if self.lr is None else self.lr
+        return (0.7 if self.optimizer == "nesterov" else 1.0) if self.lr is None else self.lr
 
     @property
     def resolved_momentum(self) -> float:
-        default = 0.9 if self.optimizer == "nesterov" else 0.0
-        return default if self.momentum is None else self.momentum
+        return (0.9 if self.optimizer == "nesterov" else 0.0) if self.momentum is None else self.momentum
 
 
 class LocalSteps(BaseModel):

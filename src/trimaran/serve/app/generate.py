@@ -80,9 +80,10 @@ def generate(
         text = prompt_of_run(weights.run)
     refuse_unusable(os.environ)
     from trimaran.data import cache_folder
-    from trimaran.serve.app.talk import answer_once, continue_text, talk
+    from trimaran.serve.app.talk import show_whole, talk
+    from trimaran.serve.conversation import Conversation, continuation
     from trimaran.serve.trained_model import open_trained
-    from trimaran.train import Sampling
+    from trimaran.train import Sampling, TokenSampler
 
     if greedy and temperature:
         raise UserError("A001", "--greedy is --temperature 0", where="--temperature",
@@ -92,13 +93,16 @@ def generate(
     trained, images = open_trained(weights, dtype, cache=cache_folder(os.environ)), image or []
     if chat and text is None:
         return talk(trained, sampling, system=system, images=images, max_tokens=tokens)
-    shown = None if as_json else sys.stdout
+    shown, sampler = None if as_json else sys.stdout, TokenSampler(sampling)
     if chat:
-        result = answer_once(
-            trained, sampling, text or "", system=system, images=images, max_tokens=tokens, shown=shown
-        )
+        conversation = Conversation(trained, system=system)
+        generation = conversation.ask(text or "", images, sampler, max_tokens=tokens)
     else:
-        result = continue_text(trained, sampling, text or "", images=images, max_tokens=tokens, shown=shown)
+        generation = continuation(trained, text or "", images, sampler, max_tokens=tokens)
+        if shown is not None:
+            shown.write(text or "")
+            shown.flush()
+    result = show_whole(generation, trained.tokenizer, shown)
     if as_json:  # `text` includes a prompt that was continued, and is the answer in a chat
         facts = {"run_dir": str(weights.run.path) if weights.run else None, "model": str(weights.path)}
         facts |= {"step": weights.step, "prompt": text or "", "text": result.text if chat else f"{text}{result.text}"}

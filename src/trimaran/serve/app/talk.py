@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from trimaran.app.show.terminal import raw_stream
 from trimaran.core import UserError
-from trimaran.serve.conversation import Conversation, continuation
+from trimaran.serve.conversation import Conversation, TextStream
 from trimaran.serve.trained_model import TrainedModel
 from trimaran.train import Sampling, TokenSampler
 
@@ -60,8 +60,6 @@ class GeneratedText:
 
 def show_generation(generation: "Generation", tokenizer: "Tokenizer", out: TextIO | None) -> GeneratedText:
     """Return the text of a generation, written to `out` as it comes. Ctrl-C ends it, and what is there stays."""
-    from trimaran.serve.conversation import TextStream
-
     stream, parts, began = TextStream(tokenizer, generation.ids), [], time.perf_counter()
 
     def show(part: str) -> None:
@@ -93,26 +91,6 @@ with suppress(ImportError):  # not every Python has it; then lines cannot be edi
     import readline  # noqa: F401
 
 
-def continue_text(
-    trained: TrainedModel, sampling: Sampling, prompt: str, *, images: Sequence[Path], max_tokens: int,
-    shown: TextIO | None
-) -> GeneratedText:  # fmt: skip
-    generation = continuation(trained, prompt, images, TokenSampler(sampling), max_tokens=max_tokens)
-    if shown is not None:
-        shown.write(prompt)
-        shown.flush()
-    return _shown(show_generation(generation, trained.tokenizer, shown), shown)
-
-
-def answer_once(
-    trained: TrainedModel, sampling: Sampling, question: str, *, system: str, images: Sequence[Path],
-    max_tokens: int, shown: TextIO | None
-) -> GeneratedText:  # fmt: skip
-    conversation = Conversation(trained, system=system)
-    generation = conversation.ask(question, images, TokenSampler(sampling), max_tokens=max_tokens)
-    return _shown(show_generation(generation, trained.tokenizer, shown), shown)
-
-
 def talk(trained: TrainedModel, sampling: Sampling, *, system: str, images: Sequence[Path], max_tokens: int) -> int:
     """Talk with the user until they end it. `images` belong to the first question. Returns the exit code.
 
@@ -134,16 +112,18 @@ def talk(trained: TrainedModel, sampling: Sampling, *, system: str, images: Sequ
                 raise
             sys.stderr.write(f"{error}\n")
             continue
-        answer = _shown(show_generation(generation, trained.tokenizer, sys.stdout), sys.stdout)
+        answer = show_whole(generation, trained.tokenizer, sys.stdout)
         conversation.add_answer(answer.text)
         waiting, number = [], number + 1
     return 0
 
 
-def _shown(result: GeneratedText, shown: TextIO | None) -> GeneratedText:
-    if shown is not None:
-        shown.write("\n")
-        shown.flush()
+def show_whole(generation: "Generation", tokenizer: "Tokenizer", out: TextIO | None) -> GeneratedText:
+    """Return the text of a generation; its end and a remark, if there is one, are shown, too."""
+    result = show_generation(generation, tokenizer, out)
+    if out is not None:
+        out.write("\n")
+        out.flush()
     if result.remark:
         sys.stderr.write(f"({result.remark})\n")
     return result

@@ -66,7 +66,21 @@ def show_view(view: PlanView, console: Console) -> None:
 def _figure(figure: Figure) -> Iterator[RichTable | Text | str]:
     match figure:
         case Bars():
-            yield from _bars(figure)
+            totals = [sum(each.values[at] or 0.0 for each in figure.series) for at in range(len(figure.categories))]
+            most = max([*totals, *figure.limits.values()], default=0.0) or 1.0
+            colors = {series.name: COLORS[number % len(COLORS)] for number, series in enumerate(figure.series)}
+            table = RichTable.grid(padding=(0, 2, 0, 0))
+            for at, (category, total) in enumerate(zip(figure.categories, totals, strict=True)):
+                parts = {series.name: series.values[at] or 0.0 for series in figure.series}
+                bar = stacked_bar(parts, colors, width=max(1, round(BAR_CELLS * total / most)))
+                table.add_row(category, bar, show_value(total, figure.unit))
+            yield table
+            legend = Text()
+            for name, color in colors.items() if len(colors) > 1 else ():
+                legend.append("█ ", style=color).append(f"{name}  ")
+            for name, limit in figure.limits.items():
+                legend.append(f"{name}: {show_value(limit, figure.unit)}")
+            yield legend
         case Table():
             yield _table(figure.columns, figure.rows)
         case Matrix():
@@ -77,7 +91,15 @@ def _figure(figure: Figure) -> Iterator[RichTable | Text | str]:
             yield _table(columns, [(each.name, show_value(each.x, figure.x_unit), show_value(each.y, figure.y_unit),
                                     each.kind) for each in figure.points])  # fmt: skip
         case Lines():
-            yield from _lines(figure)
+            for series in figure.series:
+                values = [each for each in series.values if each is not None]
+                ends = f"{show_value(min(values), figure.unit)} to {show_value(max(values), figure.unit)}"
+                yield Text(f"{series.name}: {ends}")
+                yield "\n".join(curve(values, width=CURVE_CELLS, height=CURVE_LINES))
+            ends = f"{show_value(figure.x[0], figure.x_unit)} to {show_value(figure.x[-1], figure.x_unit)}"
+            yield Text(f"{figure.x_name}: {ends}", style="dim")
+            for name, limit in figure.limits.items():
+                yield Text(f"{name}: {show_value(limit, figure.unit)}", style="dim")
         case Timeline():
             # One line of characters for each row: the number of what is done in each moment.
             end = max((each.end for each in figure.spans), default=1.0)
@@ -104,18 +126,6 @@ def _figure(figure: Figure) -> Iterator[RichTable | Text | str]:
             yield Text(figure.content)
 
 
-def _lines(figure: Lines) -> Iterator[Text | str]:
-    for series in figure.series:
-        values = [each for each in series.values if each is not None]
-        ends = f"{show_value(min(values), figure.unit)} to {show_value(max(values), figure.unit)}"
-        yield Text(f"{series.name}: {ends}")
-        yield "\n".join(curve(values, width=CURVE_CELLS, height=CURVE_LINES))
-    ends = f"{show_value(figure.x[0], figure.x_unit)} to {show_value(figure.x[-1], figure.x_unit)}"
-    yield Text(f"{figure.x_name}: {ends}", style="dim")
-    for name, limit in figure.limits.items():
-        yield Text(f"{name}: {show_value(limit, figure.unit)}", style="dim")
-
-
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> RichTable:
     table = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in columns:
@@ -125,21 +135,3 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> RichTable:
     if len(rows) > MAX_ROWS:
         table.add_row(Text(f"and {len(rows) - MAX_ROWS} more", style="dim"))
     return table
-
-
-def _bars(figure: Bars) -> Iterator[RichTable | Text]:
-    totals = [sum(series.values[at] or 0.0 for series in figure.series) for at in range(len(figure.categories))]
-    most = max([*totals, *figure.limits.values()], default=0.0) or 1.0
-    colors = {series.name: COLORS[number % len(COLORS)] for number, series in enumerate(figure.series)}
-    table = RichTable.grid(padding=(0, 2, 0, 0))
-    for at, (category, total) in enumerate(zip(figure.categories, totals, strict=True)):
-        parts = {series.name: series.values[at] or 0.0 for series in figure.series}
-        bar = stacked_bar(parts, colors, width=max(1, round(BAR_CELLS * total / most)))
-        table.add_row(category, bar, show_value(total, figure.unit))
-    yield table
-    legend = Text()
-    for name, color in colors.items() if len(colors) > 1 else ():
-        legend.append("█ ", style=color).append(f"{name}  ")
-    for name, limit in figure.limits.items():
-        legend.append(f"{name}: {show_value(limit, figure.unit)}")
-    yield legend

@@ -28,13 +28,10 @@ class Fields:
     usual: Mapping[str, Any] = field(default_factory=dict)
 
     def has(self, *names: str) -> bool:
-        return any(self._found(name) is not None for name in names)
+        return any(each.get(name) is not None for each in (self.config, self.usual) for name in names)
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        name, value = self._value(names, default)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise bad_field(name, f"{show(value)} is not a whole number", self.where)
-        return value
+        return self._typed(names, default, int, "not a whole number")
 
     def size(self, *names: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
         """Return an integer field within `least` and `most`."""
@@ -50,16 +47,10 @@ class Fields:
         return float(value)
 
     def boolean(self, *names: str, default: bool) -> bool:
-        name, value = self._value(names, default)
-        if not isinstance(value, bool):
-            raise bad_field(name, f"{show(value)} is neither true nor false", self.where)
-        return value
+        return self._typed(names, default, bool, "neither true nor false")
 
     def word(self, *names: str, default: str) -> str:
-        name, value = self._value(names, default)
-        if not isinstance(value, str):
-            raise bad_field(name, f"{show(value)} is not a string", self.where)
-        return value
+        return self._typed(names, default, str, "not a string")
 
     def numbers(self, *names: str) -> tuple[int, ...]:
         """Return a list of integers; a single number is a list of one, and a missing field an empty list."""
@@ -90,9 +81,17 @@ class Fields:
         """Return the entries of `needed` that are missing, each with the names that were tried."""
         return [f"{what} ({' | '.join(names)})" for what, names in needed.items() if not self.has(*names)]
 
-    def _found(self, name: str) -> Any:
-        value = self.config.get(name)
-        return self.usual.get(name) if value is None else value
+    def divided(self, hidden: int, heads: int) -> int:
+        """Return the width of a head."""
+        if heads < 1 or hidden % heads:
+            raise bad_field("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}", self.where)
+        return hidden // heads
+
+    def _typed(self, names: Names, default: Any, kind: type, wrong: str) -> Any:
+        name, value = self._value(names, default)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise bad_field(name, f"{show(value)} is {wrong}", self.where)
+        return value
 
     def _value(self, names: Names, default: Any) -> tuple[str, Any]:
         for mapping in (self.config, self.usual):

@@ -23,6 +23,7 @@ from trimaran.models.outline_hf import outline_from_hf
 from trimaran.models.plugin_family import build_family
 
 LISTS = (nn.ModuleList, nn.Sequential)
+BYTES = ("saved_bytes", "moved_bytes", "output_bytes")  # of a record and of its block
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -189,7 +190,16 @@ def _outline(fake_module: nn.Module, log: _BlockLog, *, num_samples: int) -> Out
     name, towers = type(fake_module).__name__, []
     for frozen, group in groupby(log.records, lambda record: record.frozen):
         records = list(group)
-        blocks = [_opaque(record, num_samples) for record in records]
+        blocks = [
+            Opaque(
+                name=record.name,
+                parameters=record.parameters,
+                sample_flops=Flops(record.flops / num_samples),
+                num_kernels=record.num_kernels,
+                **{each: Bytes(ceil(getattr(record, each) / num_samples)) for each in BYTES},
+            )
+            for record in records
+        ]
         common = {record.path.split(".")[0] for record in records}
         label = common.pop() if len(common) == 1 and len(records) > 1 else "network"
         taken = sum(tower.name.split("-")[0] == label for tower in towers)
@@ -204,19 +214,6 @@ def _outline(fake_module: nn.Module, log: _BlockLog, *, num_samples: int) -> Out
     left = _count(fake_module.parameters()) - sum(tower.parameters for tower in towers)
     towers[-1] = replace(towers[-1], extras=left)
     return Outline(name=name, towers=tuple(towers))
-
-
-def _opaque(record: _Record, num_samples: int) -> Opaque:
-    """Return the block, scaled to one sample."""
-    return Opaque(
-        name=record.name,
-        parameters=record.parameters,
-        sample_flops=Flops(record.flops / num_samples),
-        saved_bytes=Bytes(ceil(record.saved_bytes / num_samples)),
-        moved_bytes=Bytes(ceil(record.moved_bytes / num_samples)),
-        output_bytes=Bytes(ceil(record.output_bytes / num_samples)),
-        num_kernels=record.num_kernels,
-    )
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:

@@ -240,7 +240,9 @@ def language_tower(fields: Fields, *, tied: bool | None = None, nested: bool = F
     kind = fields.word("model_type", default="")
     traits = FAMILY_TRAITS.get(kind) or _guess(fields)
     usual = {name: value for name, value in traits.usual.items() if nested or name not in _SIZES}
-    fields, traits = _ODD_FIELDS.get(kind, _unchanged)(fields.assuming(usual), traits)
+    fields = fields.assuming(usual)
+    if kind in _ODD_FIELDS:
+        fields, traits = _ODD_FIELDS[kind](fields, traits)
     _refuse_unsupported(fields, traits, kind)
     layers = fields.size(*LAYERS, most=MOST_LAYERS)
     layer = _layer(fields, traits)
@@ -248,15 +250,23 @@ def language_tower(fields: Fields, *, tied: bool | None = None, nested: bool = F
         layer = with_operators(layer, EAGER_ATTENTION)
     experts = experts_of(fields, layer.ffn)
     windows, sparse = _windows(fields, layers), _sparse(fields, layers) if experts else [False] * layers
-    extra = _ODD_EXTRAS.get(kind, lambda _: 0)
     blocks = []
     for window, mixed in zip(windows, sparse, strict=True):
         block = replace(layer, window=window, experts=experts if mixed else None)
-        blocks.append(replace(block, extras=_extras(block, traits, fields) + extra(block)))
+        extras = _extras(block, traits, fields)
+        if kind == "olmo2":  # norms over all heads
+            extras += (block.heads + block.kv_heads) * block.head_dim
+        elif kind == "gpt_oss":  # an attention sink of each head, and biases of the router and of every expert
+            of_expert = 1 + 2 * block.experts.ffn + block.hidden if block.experts else 0
+            extras += block.heads + (block.experts.num_experts * of_expert if block.experts else 0)
+        blocks.append(replace(block, extras=extras))
     if kind in LINEAR_FAMILIES:
         blocks = [_next_layer(block, fields, number) for number, block in enumerate(blocks)]
     vocab, norm = fields.size(*VOCAB), layer.hidden * (1 + traits.shifted)
     table = 0 if traits.learned is None else layer.hidden * (fields.size(*CONTEXT) + traits.learned)
+    # An explicit null means that the logits are not scaled or capped, whatever the default.
+    scales = (fields.config.get(name, fields.usual.get(name)) for name in LOGIT_SCALING_FIELDS)
+    scales_logits = kind.startswith(LOGIT_SCALING_FAMILIES) or any(each is not None for each in scales)
     if tied is None:
         tied = fields.boolean("tie_word_embeddings", default=traits.tied)
     return Tower(
@@ -265,16 +275,10 @@ def language_tower(fields: Fields, *, tied: bool | None = None, nested: bool = F
         hidden=layer.hidden,
         vocab=vocab,
         outputs=vocab,
-        bare_head=not traits.head_bias and not _scales_logits(fields, kind),
+        bare_head=not traits.head_bias and not scales_logits,
         tied=tied,
         extras=norm * (1 + traits.stem_norm) + table + vocab * traits.head_bias,
     )
-
-
-def _scales_logits(fields: Fields, kind: str) -> bool:
-    """Return whether the logits are scaled or capped. An explicit null means no, whatever the default."""
-    values = (fields.config.get(name, fields.usual.get(name)) for name in LOGIT_SCALING_FIELDS)
-    return kind.startswith(LOGIT_SCALING_FAMILIES) or any(each is not None for each in values)
 
 
 def longest(fields: Fields) -> int:
@@ -314,7 +318,7 @@ def _layer(fields: Fields, traits: FamilyTraits) -> OutlineLayer:
         kv_heads, head_dim = heads, fields.size("qk_nope_head_dim") + latent.rope_dim
     else:
         kv_heads = fields.size(*KV_HEADS, default=heads)
-        head_dim = fields.size("head_dim", default=0, least=0) or _head_dim(hidden, heads, fields.where)
+        head_dim = fields.size("head_dim", default=0, least=0) or fields.divided(hidden, heads)
     if heads % kv_heads:
         raise bad_field("num_key_value_heads", f"{kv_heads} key-value heads do not divide {heads} heads", fields.where)
     ffn = fields.size(*FFN, default=None if traits.gated else 4 * hidden)
@@ -322,12 +326,6 @@ def _layer(fields: Fields, traits: FamilyTraits) -> OutlineLayer:
         hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, gated=traits.gated, latent=latent,
         qk_norm=traits.head_norms,
     )  # fmt: skip
-
-
-def _head_dim(hidden: int, heads: int, where: str) -> int:
-    if hidden % heads:
-        raise bad_field("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}", where)
-    return hidden // heads
 
 
 def is_on(switch: Switch, fields: Fields) -> bool:
@@ -389,10 +387,6 @@ def _guess(fields: Fields) -> FamilyTraits:
     )  # fmt: skip
 
 
-def _unchanged(fields: Fields, traits: FamilyTraits) -> tuple[Fields, FamilyTraits]:
-    return fields, traits
-
-
 def _next_layer(layer: OutlineLayer, fields: Fields, number: int) -> OutlineLayer:
     """Return a layer of Qwen3-Next: its full attention has a gate as wide as the queries, the others are linear.
 
@@ -445,16 +439,3 @@ _ODD_FIELDS: dict[str, Callable[[Fields, FamilyTraits], tuple[Fields, FamilyTrai
     "hunyuan_v1_moe": _hunyuan,
     "opt": _opt,
 }
-
-
-def _wide_norms(layer: OutlineLayer) -> int:
-    return (layer.heads + layer.kv_heads) * layer.head_dim
-
-
-def _sinks_and_biases(layer: OutlineLayer) -> int:
-    """Count GPT-OSS's attention sink of each head, and the biases of the router and of every expert."""
-    experts = layer.experts
-    return layer.heads + (experts.num_experts * (1 + 2 * experts.ffn + layer.hidden) if experts else 0)
-
-
-_ODD_EXTRAS: dict[str, Callable[[OutlineLayer], int]] = {"olmo2": _wide_norms, "gpt_oss": _sinks_and_biases}

@@ -137,8 +137,7 @@ def patches_of(fields: Fields, size: int | None, *, multiple: int = 1) -> int:
 def vision_tower(fields: Fields, traits: VisionTraits, view: View) -> Tower:
     """Return the vision tower for samples with this `view`."""
     hidden, heads = fields.size(*HIDDEN), fields.size(*HEADS)
-    if hidden % heads:
-        raise bad_field("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}", fields.where)
+    head_dim = fields.divided(hidden, heads)
     gated, ffn = traits.gated, _ffn(fields, hidden)
     if fields.boolean("use_swiglu_ffn", default=False):  # Dinov2 giant: two thirds as wide, rounded to a multiple of 8
         gated, ffn = True, (ffn * 2 // 3 + 7) // 8 * 8
@@ -150,7 +149,7 @@ def vision_tower(fields: Fields, traits: VisionTraits, view: View) -> Tower:
         hidden=hidden,
         heads=heads,
         kv_heads=heads,
-        head_dim=hidden // heads,
+        head_dim=head_dim,
         ffn=ffn,
         gated=gated,
         causal=False,
@@ -207,20 +206,6 @@ def _around(fields: Fields, traits: VisionTraits, hidden: int, layers: int) -> i
     return total
 
 
-def head_parameters(fields: Fields, hidden: int) -> int:
-    """Return the parameters of a stand-alone vision model's head: classes, boxes, a pooler, or nothing."""
-    built = fields.config.get("architectures")
-    name = str(built[0]) if isinstance(built, list) and built else ""
-    names = fields.config.get("id2label")
-    labels = len(names) if isinstance(names, dict) else fields.size("num_labels", default=2)
-    if name.endswith("ForImageClassification"):
-        return labels * ((2 if name.startswith("Dinov2") else 1) * hidden + 1)
-    # Two feed-forwards of three matmuls: classes with "no object", and four box sides.
-    if name.endswith("ForObjectDetection"):
-        return 4 * hidden * (hidden + 1) + (labels + 1 + 4) * (hidden + 1)
-    return hidden * (hidden + 1) if name in ("ViTModel", "YolosModel") else 0
-
-
 ONE_IMAGE = ImageLimits()
 MOST_TILES = 12  # default of InternVL's processor
 
@@ -273,7 +258,18 @@ def _vision_alone(fields: Fields, images: ImageLimits) -> Tower:
     fields, traits = with_vision_traits(fields)
     dynamic = DYNAMIC_SIZE if images.size is None and not fields.has("image_size") else images.size
     tower = vision_tower(fields, traits, View(images.count, patches_of(fields, dynamic), traits.tokens))
-    return replace(tower, extras=tower.extras + head_parameters(fields, tower.hidden))
+    # A stand-alone model's head: classes, boxes, a pooler, or nothing.
+    built, names, hidden = fields.config.get("architectures"), fields.config.get("id2label"), tower.hidden
+    name = str(built[0]) if isinstance(built, list) and built else ""
+    labels, head = len(names) if isinstance(names, dict) else fields.size("num_labels", default=2), 0
+    if name.endswith("ForImageClassification"):
+        head = labels * ((2 if name.startswith("Dinov2") else 1) * hidden + 1)
+    elif name.endswith("ForObjectDetection"):
+        # Two feed-forwards of three matmuls: classes with "no object", and four box sides.
+        head = 4 * hidden * (hidden + 1) + (labels + 1 + 4) * (hidden + 1)
+    elif name in ("ViTModel", "YolosModel"):
+        head = hidden * (hidden + 1)
+    return replace(tower, extras=tower.extras + head)
 
 
 def _text_of(fields: Fields, kind: str) -> Fields:

@@ -69,11 +69,9 @@ def check_plugin_family(plan: Plan, recipe: Recipe) -> None:
     if not recipe.model.kind.is_plugin:
         return
     reasons = {f"plan.mesh.{axis}": getattr(plan.mesh, axis) > 1 for axis in AXES_OF_OURS}
-    reasons["plan.precision"] = plan.precision == "fp8"
-    reasons["model.adapter"] = recipe.model.adapter is not None
-    reasons["model.freeze"] = bool(recipe.model.freeze)
-    for field, is_set in reasons.items():
-        if is_set:
-            raise UserError("K080", f"a plug-in's network family is trained whole on data-parallel ranks: it does not "
-                            f"support {field}", where=field, fix=f"leave {field} out; dp_replicate, dp_shard, every "
-                            "sharding, accumulation, recompute and offload work")  # fmt: skip
+    reasons |= {"plan.precision": plan.precision == "fp8", "model.adapter": recipe.model.adapter is not None}
+    reasons |= {"model.freeze": bool(recipe.model.freeze)}
+    if field := next((each for each, is_set in reasons.items() if is_set), ""):
+        raise UserError("K080", f"a plug-in's network family is trained whole on data-parallel ranks: it does not "
+                        f"support {field}", where=field, fix=f"leave {field} out; dp_replicate, dp_shard, every "
+                        "sharding, accumulation, recompute and offload work")  # fmt: skip

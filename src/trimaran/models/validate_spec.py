@@ -44,7 +44,6 @@ def _invalid_fields(spec: ModelSpec) -> Iterator[InvalidField]:
         yield from _rope_flaws(attention.local_rope, spec.head_dim)
     if experts:
         yield from _expert_flaws(experts, spec.hidden)
-        yield from _router_flaws(experts)
         for number in experts.dense_layers:
             yield from out_of_bounds(("experts.dense_layers", number, 0, spec.layers - 1))
         if experts.dense_layers:
@@ -85,9 +84,6 @@ def _expert_flaws(experts: ExpertSpec, hidden: int) -> Iterator[InvalidField]:
         yield "experts.ffn", f"{experts.ffn} is not a multiple of 8"
     if hidden % 8:
         yield "hidden", f"{hidden} is not a multiple of 8, which experts need"
-
-
-def _router_flaws(experts: ExpertSpec) -> Iterator[InvalidField]:
     router, unit = experts.router, experts.unit
     yield from out_of_bounds(
         ("experts.router.groups", router.groups, 1, experts.num_experts),

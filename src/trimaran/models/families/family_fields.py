@@ -288,10 +288,7 @@ def read_head_dim(fields: Fields) -> int:
     """Return the width of a head, which is the hidden size divided by the heads if config.json does not say."""
     if width := fields.integer("head_dim", default=0):
         return width
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    if heads < 1 or hidden % heads:
-        raise bad_field("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}", fields.where)
-    return hidden // heads
+    return fields.divided(fields.integer("hidden_size"), fields.integer("num_attention_heads"))
 
 
 def local_experts(usual: int | None, top_k: int) -> tuple[Row, ...]:

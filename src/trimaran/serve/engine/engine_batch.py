@@ -163,6 +163,12 @@ class BatchBuilder:
         adapters = [
             traits.adapters.index(each.request.adapter) + 1 if each.request.adapter else 0 for each in sequences
         ]
+        new = [image for sequence, count in parts for image in sequence.request.images
+               if sequence.num_computed <= image.first < sequence.num_computed + count]  # fmt: skip
+        images = None
+        if new:
+            grids = np.concatenate([each.grids for each in new]).astype(np.int64)
+            images = StepImages(np.concatenate([each.patches for each in new]), grids)
         return EngineBatch(
             tokens=np.array(tokens, dtype=np.int64),
             positions=positions,
@@ -175,7 +181,7 @@ class BatchBuilder:
             sequences=np.array([each.number for each in sequences], dtype=np.int64),
             finished=np.array(ended, dtype=np.int64),
             grid=self._grid(parts, positions) if traits.has_grid else None,
-            images=_images(parts),
+            images=images,
         )
 
     def forget(self, request: str) -> None:
@@ -225,16 +231,3 @@ def part_wants(part: ScheduledPart, *, has_prompt_logprobs: bool) -> int:
     if request.prompt_logprobs and not has_prompt_logprobs:
         return ALL
     return LAST if sequence.num_computed + part.num_tokens == sequence.length else NOTHING
-
-
-def _images(parts: Sequence[ScheduledPart]) -> StepImages | None:
-    new = [
-        image
-        for sequence, count in parts
-        for image in sequence.request.images
-        if sequence.num_computed <= image.first < sequence.num_computed + count
-    ]
-    if not new:
-        return None
-    patches, grids = (np.concatenate([getattr(each, name) for each in new]) for name in ("patches", "grids"))
-    return StepImages(patches, grids.astype(np.int64))

@@ -147,6 +147,10 @@ class EngineSequence:
                 return image.first
         return stop
 
+    def part_end(self, budget: int) -> int:
+        """Return the end of the next part of at most `budget` tokens."""
+        return self.whole_images(min(self.num_computed + budget, self.length))
+
     def digest(self, page: int, page_size: int) -> bytes:
         """Return the digest of a full page; those of all pages before it are computed first."""
         while len(self.digests) <= page:
@@ -268,10 +272,14 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.number < 0 or sequence.number in planned or budget < 1:
                 continue
-            start, wanted = sequence.num_computed, self._part_end(sequence, budget)
+            start, wanted = sequence.num_computed, sequence.part_end(budget)
             if wanted == start:
                 continue  # the next image is larger than what is left of this step
-            while (stop := self._reachable(sequence, wanted)) == start:
+            while True:  # as far as the free pages go
+                most = (len(sequence.pages) + self.pool.num_free) * self.page_size
+                stop = wanted if most >= wanted else max(start, sequence.whole_images(most))
+                if stop != start:
+                    break
                 victim = self._youngest(planned)
                 if victim is sequence:
                     return parts, True
@@ -293,7 +301,7 @@ class Scheduler:
                 break  # preempted just now
             self._share_prefix(sequence)
             needed = -(-sequence.length // self.page_size) - len(sequence.pages)
-            stop = self._part_end(sequence, budget)
+            stop = sequence.part_end(budget)
             # One page for each of the others, so that the new one is not preempted at once.
             is_short = bool(self.running) and needed + len(self.running) > self.pool.num_free
             if is_short or stop == sequence.num_computed:
@@ -325,14 +333,6 @@ class Scheduler:
         self.pool.release(sequence.pages[kept:])
         del sequence.pages[kept:]
         sequence.num_computed = whole
-
-    def _part_end(self, sequence: EngineSequence, budget: int) -> int:
-        return sequence.whole_images(min(sequence.num_computed + budget, sequence.length))
-
-    def _reachable(self, sequence: EngineSequence, stop: int) -> int:
-        """Return how far up to `stop` the sequence can go with the free pages."""
-        most = (len(sequence.pages) + self.pool.num_free) * self.page_size
-        return stop if most >= stop else max(sequence.num_computed, sequence.whole_images(most))
 
     def _grow(self, sequence: EngineSequence, length: int) -> bool:
         """Take pages for `length` tokens; return False, and take none, if there are not enough."""

@@ -139,10 +139,15 @@ def _rank_memory(outline: Outline, part: RankPart, layout: Layout, device: Devic
     element_bytes = FP32_BYTES if computed_in(layout.weights, device) == "fp32" else 2
     layers = [(group.block, group) for group in part.layer_groups if isinstance(group.block, OutlineLayer)]
     linear = sum(group.count * layer.dense_weights // layout.tp for layer, group in layers)  # these can be quantised
+    outside = PROCESS_BYTES  # of the process; on a GPU, what the driver, the allocator and NCCL hold
+    if device.traits.has_own_memory:
+        groups = (layout.tp > 1) + (layout.pp > 1)
+        graphs = NUM_GRAPHS * GRAPH_BYTES if captures_steps(outline, layout, device) else 0
+        outside = CONTEXT_BYTES + SEGMENT_BYTES + graphs + COMMUNICATOR_BYTES * (1 + groups if groups else 0)
     terms = {
         "weights": Bytes(int(WEIGHT_BYTES[layout.weights] * linear + element_bytes * (part.parameters - linear))),
         "buffers": Bytes(_buffer_bytes(outline, part, layout, element_bytes, traffic)),
-        "driver" if device.traits.has_own_memory else "process": Bytes(_outside_bytes(outline, layout, device)),
+        "driver" if device.traits.has_own_memory else "process": Bytes(outside),
     }
     per_token = sum(
         group.count * cache_bytes_per_token(layer, layout.tp, element_bytes)
@@ -171,12 +176,3 @@ def _buffer_bytes(outline: Outline, part: RankPart, layout: Layout, element_byte
     # Logits in the compute dtype, then all columns in fp32 for the sampler.
     logits = traffic.max_sequences * outline.main.outputs * (element_bytes + FP32_BYTES) if part.head_tower else 0
     return (rows * widest + expanded) * element_bytes + logits + WORKSPACE_BYTES // 2
-
-
-def _outside_bytes(outline: Outline, layout: Layout, device: Device) -> int:
-    """Return what the driver, the allocator and NCCL hold; on a CPU, the process itself."""
-    if not device.traits.has_own_memory:
-        return PROCESS_BYTES
-    groups = (layout.tp > 1) + (layout.pp > 1)
-    graphs = NUM_GRAPHS * GRAPH_BYTES if captures_steps(outline, layout, device) else 0
-    return CONTEXT_BYTES + SEGMENT_BYTES + graphs + COMMUNICATOR_BYTES * (1 + groups if groups else 0)

@@ -19,7 +19,7 @@ from trimaran.core import UserError, did_you_mean
 from trimaran.serve.engine.engine_request import EngineLimits, EngineRequest
 from trimaran.serve.server.answer_response import AnswerResponse, PendingAnswer
 from trimaran.serve.server.answers import AnswerChoice, AnswerFormat, AnswerHead, ChatFormat, CompletionFormat, usage_of
-from trimaran.serve.server.api_error import error_response, json_response, starting, stopping
+from trimaran.serve.server.api_error import error_response, json_response, stopping
 from trimaran.serve.server.calls import (
     MAX_SEED,
     Call,
@@ -225,7 +225,8 @@ class OpenAiApi:
         if self.is_draining:
             raise stopping()
         if self._client.limits is None:
-            raise starting()
+            raise UserError("U009", "the engine is not ready yet", where="the server",
+                            fix="try again when GET /ready answers with 200")  # fmt: skip
         return self._client.limits
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

@@ -84,23 +84,3 @@ def _finite(value: Any) -> Any:
 def stopping() -> UserError:
     return UserError("U009", "the server is stopping and takes no new request", where="the server",
                      fix="send the request to another server, or again when this one is back")  # fmt: skip
-
-
-def starting() -> UserError:
-    return UserError("U009", "the engine is not ready yet", where="the server",
-                     fix="try again when GET /ready answers with 200")  # fmt: skip
-
-
-def engine_gone() -> UserError:
-    return UserError("U009", "the engine cannot be started again", where="the server",
-                     fix="see its log on the server's terminal")  # fmt: skip
-
-
-def crashed_twice() -> UserError:
-    return UserError("U010", "the engine died twice while this request was running", where="the request",
-                     fix="send it again; if that fails too, report it with the server's log")  # fmt: skip
-
-
-def weights_changed() -> UserError:
-    return UserError("U010", "the engine died, and the weights that this answer began with are gone",
-                     where="the request", fix="send it again: newer weights answer")  # fmt: skip

@@ -21,7 +21,7 @@ from trimaran.serve.engine.engine_request import (
     output_from_json,
     request_to_json,
 )
-from trimaran.serve.server.api_error import engine_gone, stopping
+from trimaran.serve.server.api_error import stopping
 from trimaran.serve.server.request_queue import RequestQueue, Ticket
 from trimaran.serve.server.serving_metrics import ServingMetrics
 from trimaran.serve.settings import RestartPolicy, TrainedWeights
@@ -158,7 +158,8 @@ class EngineClient:
             self._queue.crash()
             self._drop_load()
             if not await self._restart():
-                self._queue.fail_all(engine_gone())
+                self._queue.fail_all(UserError("U009", "the engine cannot be started again", where="the server",
+                                               fix="see its log on the server's terminal"))  # fmt: skip
                 return
 
     async def stop(self) -> None:

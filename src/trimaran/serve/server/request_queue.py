@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 from trimaran.core import UserError
 from trimaran.serve.engine.engine_request import EngineRequest, TokenOutput
-from trimaran.serve.server.api_error import crashed_twice, weights_changed
 
 MAX_CRASHES = 2  # of the engine, while a request runs
 
@@ -184,7 +183,9 @@ class RequestQueue:
             active.crashes += 1
             if active.crashes >= MAX_CRASHES:
                 self._close(active)
-                active.ticket.fail(crashed_twice())
+                active.ticket.fail(UserError(
+                    "U010", "the engine died twice while this request was running", where="the request",
+                    fix="send it again; if that fails too, report it with the server's log"))  # fmt: skip
             else:
                 self._waiting.appendleft(active)
         self._running.clear()
@@ -195,7 +196,9 @@ class RequestQueue:
         for active in self._waiting:
             if active.has_output and active.weights != weights:
                 self._close(active)
-                active.ticket.fail(weights_changed())
+                active.ticket.fail(UserError(
+                    "U010", "the engine died, and the weights that this answer began with are gone",
+                    where="the request", fix="send it again: newer weights answer"))  # fmt: skip
             else:
                 active.weights = weights if active.weights else ""
                 kept.append(active)

@@ -362,35 +362,32 @@ def machine_tables(facts: Tree) -> Html:
     nodes.sort(key=lambda each: each["node"] if is_number(each.get("node")) else 0)
     if not nodes:
         return Html("")
-    rows = [_node(each) for each in nodes[:MAX_NODES]]
+    rows = []
+    for each in nodes[:MAX_NODES]:
+        free, at = each.get("disk_free"), each.get("time")
+        rows.append([str(each.get("host", "")), _formatted(each.get("cores"), "{:.0f}"),
+                     _formatted(each.get("load"), "{:.1f}"), _formatted(each.get("cpu"), "{:.0%}"),
+                     _used(each.get("ram_used"), each.get("ram")), show_bytes(free) if is_number(free) else "-",
+                     clock(at) if is_number(at) else "-"])  # fmt: skip
     gpus = [(str(each.get("host", "")), tree(gpu)) for each in nodes for gpu in each.get("gpus") or ()]
     columns = ("node", "cores", "load", "CPU", "RAM in use", "free disk", "sampled")
     parts = [table([say(each) for each in columns], rows)]
     if gpus:
         names = ("GPU", "node", "busy", "memory in use", "power", "temperature", "clock", "slowed by")
-        parts.append(table([say(each) for each in names], [_gpu(host, gpu) for host, gpu in gpus[:MAX_GPUS]]))
+        rows = []
+        for host, gpu in gpus[:MAX_GPUS]:
+            reasons = gpu.get("throttle")
+            rows.append([f"{gpu.get('index', '')} {gpu.get('name', '')}".strip(), host,
+                         _formatted(gpu.get("utilisation"), "{:.0%}"), _used(gpu.get("memory_used"), gpu.get("memory")),
+                         _formatted(gpu.get("power"), "{:.0f} W"), _formatted(gpu.get("temperature"), "{:.0f} °C"),
+                         _used(gpu.get("sm_clock"), gpu.get("sm_clock_max"), "{share:.0%}"),
+                         ", ".join(map(str, reasons)) if isinstance(reasons, list) else ""])  # fmt: skip
+        parts.append(table([say(each) for each in names], rows))
     left = max(0, len(nodes) - MAX_NODES), max(0, len(gpus) - MAX_GPUS)
     if any(left):
         parts.append(note(say("{nodes} more nodes and {gpus} more GPUs: trimaran watch RUN --json", nodes=left[0],
                               gpus=left[1])))  # fmt: skip
     return Html("".join(parts))
-
-
-def _node(each: Tree) -> list[str]:
-    at = each.get("time")
-    return [str(each.get("host", "")), _formatted(each.get("cores"), "{:.0f}"), _formatted(each.get("load"), "{:.1f}"),
-            _formatted(each.get("cpu"), "{:.0%}"), _used(each.get("ram_used"), each.get("ram")),
-            show_bytes(free) if is_number(free := each.get("disk_free")) else "-",
-            clock(at) if is_number(at) else "-"]  # fmt: skip
-
-
-def _gpu(host: str, gpu: Tree) -> list[str]:
-    reasons = gpu.get("throttle")
-    return [f"{gpu.get('index', '')} {gpu.get('name', '')}".strip(), host, _formatted(gpu.get("utilisation"), "{:.0%}"),
-            _used(gpu.get("memory_used"), gpu.get("memory")), _formatted(gpu.get("power"), "{:.0f} W"),
-            _formatted(gpu.get("temperature"), "{:.0f} °C"),
-            _used(gpu.get("sm_clock"), gpu.get("sm_clock_max"), "{share:.0%}"),
-            ", ".join(map(str, reasons)) if isinstance(reasons, list) else ""]  # fmt: skip
 
 
 def _formatted(value: object, form: str) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.parallel.fp8_blocks import Blocks, cast_rows, cast_weight, multiply
-from trimaran.parallel.fp8_linear import LAYERS
+from trimaran.parallel.fp8_linear import as_fp8
 
 ROUNDS, WARM = 20, 5
 
@@ -27,7 +27,7 @@ def layer_call(kind: str, rows: Tensor, gradient: Tensor) -> Callable[[], Any]:
     """Return forward and backward of a compiled layer."""
     layer = nn.Linear(rows.shape[1], gradient.shape[1], bias=False, device="cuda", dtype=torch.bfloat16)
     if kind != "bf16":
-        layer.__class__ = LAYERS[kind]
+        as_fp8(layer, kind)
     run = torch.compile(layer, fullgraph=True)
 
     def call() -> None:

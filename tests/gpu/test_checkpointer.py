@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from trimaran.checkpoint import Copier, CopyMetadata, DeviceCopier, MemorySource, RankMemory
 from trimaran.core import Plan, Recipe
-from trimaran.parallel import RankShare, SplitWeight, TensorLike, TensorShard, build_share, copy_to_memory, split_fp32
+from trimaran.parallel import RankShare, SplitWeight, TensorShard, build_share, copy_to_memory, split_fp32
 from trimaran.runs import RunDirectory, create_run
 
 pytestmark = pytest.mark.gpu
@@ -208,7 +208,7 @@ def test_batched_copies_equal_copies_one_by_one(chunk_bytes: int) -> None:
     os.close(fd)
 
 
-def moved(tensor: torch.Tensor | TensorLike) -> torch.Tensor | TensorLike:
+def moved(tensor: torch.Tensor | SplitWeight) -> torch.Tensor | SplitWeight:
     if isinstance(tensor, SplitWeight):
         return SplitWeight(tensor.upper.clone(), tensor.lower.clone())
     assert isinstance(tensor, torch.Tensor)

@@ -15,10 +15,10 @@ from trimaran.core import Plan, UserError
 from trimaran.models import PRESETS
 from trimaran.nets import Network, decoder_network, initialise
 from trimaran.parallel import (
-    LAYERS,
     MIN_CAPABILITY,
     RECIPE_MAJOR,
     Fp8Linear,
+    as_fp8,
     autocast,
     cast_rows,
     cast_weight,
@@ -161,7 +161,7 @@ def test_casts_to_blocks_are_those_of_torch_bit_for_bit(dtype: torch.dtype) -> N
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 def test_blocks_are_as_exact_in_backward_as_in_forward(compiled: bool) -> None:
     layer = nn.Linear(512, 768, device="cuda")
-    layer.__class__ = LAYERS["block"]
+    as_fp8(layer, "block")
     run = torch.compile(layer, fullgraph=True) if compiled else layer
     for rows in (1024, 1000):
         layer.zero_grad()

@@ -60,8 +60,6 @@ def test_result_is_that_of_stored_scores(softcap: float | None, has_sinks: bool)
     query, key, value = (torch.randn(1, heads, LENGTH, 16) for heads in (4, 2, 2))
     sinks, ids = torch.randn(4) if has_sinks else None, CASES["documents"]
     assert ids is not None
-    found = flexible_attention(
-        query, key, value, Segments.of_documents(ids), window=150, softcap=softcap, sinks=sinks, scale=0.3
-    )
-    options = AttentionOptions(scale=0.3, softcap=softcap, sinks=sinks)
+    options = AttentionOptions(scale=0.3, window=150, softcap=softcap, sinks=sinks)
+    found = flexible_attention(query, key, value, Segments.of_documents(ids), options)
     torch.testing.assert_close(found, masked_attention(query, key, value, dense_mask(ids, 150), options))

@@ -115,6 +115,6 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_transformers_the_error_names_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_module, "AutoConfig", None)
+    monkeypatch.setattr(hf_module, "transformers", None)
     with pytest.raises(UserError, match=r"M023[\s\S]*trimaran\[hf\]"):
         load_hf_model(tmp_path, trust_remote_code=False, seed=0)

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -26,9 +25,8 @@ from trimaran.parallel import (
     override_precision,
     split_fp32,
     split_weights,
+    tensor_shards,
 )
-
-split_weights_module = import_module("trimaran.parallel.optimizer.split_weights")  # the package has its function
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
@@ -127,7 +125,7 @@ def test_a_split_weight_is_exported_in_fp32_without_losing_a_bit() -> None:
 @pytest.fixture(params=[7, 40, 2**24])
 def chunk_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the test with small and with large chunks."""
-    monkeypatch.setattr(split_weights_module, "CHUNK_VALUES", request.param)
+    monkeypatch.setattr(tensor_shards, "CHUNK_VALUES", request.param)
 
 
 def odd_values(*shape: int) -> Tensor:

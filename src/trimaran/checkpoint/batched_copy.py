@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trimaran.checkpoint.memory_copies import PAGE_BYTES, MemorySlot, RankMemory
-from trimaran.parallel.tensor_shards import TensorLike
+from trimaran.parallel.tensor_shards import SplitWeight
 
 PIN_CHUNK_BYTES = 1 << 28
 """Bytes pinned per call. A call blocks all other use of the GPU: pinning 15 GB at once stalled training for 8 s."""
@@ -121,8 +121,8 @@ class BackgroundPinning:
 
 
 def split_at_pin_chunks(
-    slot: Tensor, target: Tensor, values: Tensor | TensorLike, chunk_bytes: int = PIN_CHUNK_BYTES
-) -> Iterator[tuple[Tensor, Tensor | TensorLike]]:
+    slot: Tensor, target: Tensor, values: Tensor | SplitWeight, chunk_bytes: int = PIN_CHUNK_BYTES
+) -> Iterator[tuple[Tensor, Tensor | SplitWeight]]:
     """Yield `target`, a slice of the memory of `slot`, and its values in parts that lie in one pinned chunk each.
 
     A GPU copy cannot span two pinned chunks. Only rows that cross the end of a chunk are split.
@@ -180,7 +180,7 @@ class Piece:
     runs: list[Run] = field(default_factory=list)
 
 
-def find_run(start: int, values: Tensor | TensorLike) -> Run | None:
+def find_run(start: int, values: Tensor | SplitWeight) -> Run | None:
     """Return the values as a run that begins at byte `start`; None if only torch can copy them."""
     if isinstance(values, SplitTensor):
         halves = values.upper, values.lower

@@ -12,7 +12,7 @@ from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, encode_i
 from trimaran.parallel.tensor_shards import (
     RankShare,
     ShareItem,
-    TensorLike,
+    SplitWeight,
     TensorShard,
     copy_values,
     item_values,
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from trimaran.checkpoint.device_copier import DeviceCopier
 
-Pairs = tuple[list[Tensor], list[Tensor | TensorLike]]
+Pairs = tuple[list[Tensor], list[Tensor | SplitWeight]]
 """Targets and sources of copies."""
-SourcePairs = list[tuple[ShareItem, Tensor | TensorLike]]
+SourcePairs = list[tuple[ShareItem, Tensor | SplitWeight]]
 
 
 class Copier:

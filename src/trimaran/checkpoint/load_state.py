@@ -26,7 +26,7 @@ from trimaran.checkpoint.shard_index import Overlap, overlaps
 from trimaran.checkpoint.step_files import StepFiles
 from trimaran.core import SpecialFileError, UserError, did_you_mean, open_regular_fd
 from trimaran.parallel.tensor_regions import TensorRegion
-from trimaran.parallel.tensor_shards import TORCH_DTYPES, CheckpointSource, Gather, TensorLike, TensorShard, meta_of
+from trimaran.parallel.tensor_shards import TORCH_DTYPES, CheckpointSource, Gather, SplitWeight, TensorShard, meta_of
 
 MAX_NAMED_TENSORS = 5
 SAME_MODEL = "resume with the model and optimizer that it was saved with"
@@ -170,7 +170,7 @@ class ByteCopy:
     """
 
     begin: int
-    target: Tensor | TensorLike
+    target: Tensor | SplitWeight
 
     @property
     def end(self) -> int:

@@ -69,7 +69,12 @@ def _open_hf(section: ModelSection, seed: int, files: dict[str, Any], dtype: str
             shapes = {name: files[name].get_slice(name).get_shape() for name, _ in source.tensors}
             empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
             targets |= {target: source for target, _ in source.convert(module, empty)}
-    aliases = _aliases(module, targets)
+    # The name that is on disk for each other name of a tied parameter.
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    groups = ((group, next((each for each in group if each in targets), None)) for group in names.values())
+    aliases = {name: found for group, found in groups if found is not None for name in group}
 
     def read(name: str) -> Tensor:
         target = aliases.get(name, name)
@@ -81,12 +86,3 @@ def _open_hf(section: ModelSection, seed: int, files: dict[str, Any], dtype: str
 
     buffers = frozenset(name for name, _ in module.named_buffers() if name in targets)
     return BaseWeights(network, read, dtype, buffers)
-
-
-def _aliases(module: Any, targets: dict[str, Any]) -> dict[str, str]:
-    """Return the name that is on disk for each other name of a tied parameter."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    groups = ((group, next((each for each in group if each in targets), None)) for group in names.values())
-    return {name: found for group, found in groups if found is not None for name in group}

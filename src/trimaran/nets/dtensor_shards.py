@@ -16,7 +16,6 @@ Split = tuple[int, int]  # a dim of the mesh, and the dim of the tensor that it 
 
 
 def shard_with_gradient(parameter: DTensor, *, gradient_is_partial: bool) -> Tensor:
-    """Return this rank's part of `parameter`, whose gradient becomes a DTensor."""
     if torch.compiler.is_compiling():
         return parameter.to_local(grad_placements=_gradient_placements(parameter.placements, gradient_is_partial))
     return LocalShard.apply(parameter, gradient_is_partial)
@@ -63,7 +62,14 @@ class LocalShard(Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, gradient_is_partial: bool) -> Tensor:
-        ctx.spec = _gradient_spec(parameter._spec, gradient_is_partial)
+        # The spec of a parameter's gradients. All of them share one, which the parameter's own spec keeps.
+        spec = parameter._spec
+        key = f"_trimaran_gradient_spec_{gradient_is_partial}"
+        found = spec.__dict__.get(key)
+        if found is None:
+            placements = _gradient_placements(spec.placements, gradient_is_partial)
+            found = spec.__dict__[key] = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+        ctx.spec = found
         local = parameter._local_tensor
         return local.view_as(local)
 
@@ -71,16 +77,6 @@ class LocalShard(Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[DTensor, None]:
         gradient: Tensor = gradients[0].contiguous()
         return DTensor(gradient, ctx.spec, requires_grad=False), None  # pyrefly: ignore
-
-
-def _gradient_spec(spec: DTensorSpec, gradient_is_partial: bool) -> DTensorSpec:
-    """Return the spec of a parameter's gradients. All of them share one, which the parameter's own spec keeps."""
-    key = f"_trimaran_gradient_spec_{gradient_is_partial}"
-    found = spec.__dict__.get(key)
-    if found is None:
-        placements = _gradient_placements(spec.placements, gradient_is_partial)
-        found = spec.__dict__[key] = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
-    return found
 
 
 def has_uneven_shards(value: DTensor) -> bool:

@@ -1,8 +1,8 @@
 """Reads and writes a Decoder's weights as Hugging Face safetensors. No pickle is read: it can run any program."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +23,6 @@ log = logging.getLogger(__name__)
 BASE_PREFIX = "model."  # of the names of all tensors but the head
 EMBEDDING = "embed_tokens.weight"
 ROWS_COMPARED = 4096  # at a time, of an embedding and a head
-
-
-def read_region(source: Any, part: DiskPart, here: tuple[slice, ...]) -> Tensor:
-    """Return the values `here` of the parameter, or of its expert, that `part` holds. Nothing else is read.
-
-    `source` is what safetensors' `get_slice` returns, or a tensor.
-    """
-    here = (*here[:-2], here[-1], here[-2]) if part.transposed else here
-    wanted = iter(here)
-    index: list[slice | int] = []
-    steps: list[slice] = []
-    for size, region in zip(part.shape, _full_region(part), strict=True):
-        if isinstance(region, int):
-            index.append(region)
-            continue
-        (start, stop, step), inner = region.indices(size), next(wanted)
-        del stop
-        index.append(slice(start + inner.start * step, max(start + (inner.stop - 1) * step + 1, start)))
-        steps.append(slice(None, None, step))
-    values = source[tuple(index)]
-    if any(each.step != 1 for each in steps):  # safetensors reads ranges only
-        values = values[tuple(steps)]
-    return values.transpose(-2, -1) if part.transposed else values
-
-
-def parameter_shape(part: DiskPart) -> tuple[int, ...]:
-    """Return the shape of the parameter, or of its expert, that `part` holds."""
-    pairs = zip(part.shape, _full_region(part), strict=True)
-    shape = tuple(len(range(*each.indices(size))) for size, each in pairs if isinstance(each, slice))
-    return (*shape[:-2], shape[-1], shape[-2]) if part.transposed else shape
 
 
 def joined_tensors(items: Iterable[tuple[DiskPart, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -85,8 +55,7 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
     `report_progress` is called after each tensor.
     """
     assert isinstance(module, Decoder), "only our decoder has these names"
-    with ExitStack() as stack, torch.no_grad():
-        sources = open_weights(folder, stack)
+    with open_sources(folder) as sources:
         absent = _absent_layers(module, sources)
         named = loadable_weights(module) | correction_biases(module)
         parameters = {name: each for name, each in named.items() if not name.startswith(absent)}
@@ -96,36 +65,45 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
         if is_on_meta(module):
             return
         log.info("%s is computed by Trimaran's own decoder; model.family=hf uses transformers'", module.spec.name)
-        try:
-            for name, parameter in parameters.items():
-                with weight_to_fill(module, name, parameter) as target:
-                    _copy(target, parts[name], sources)
-                report_progress()
-        except SafetensorError as error:
-            raise damaged(folder, error) from None
+        for name, parameter in parameters.items():
+            with weight_to_fill(module, name, parameter) as target:
+                _copy(target, parts[name], sources)
+            report_progress()
 
 
 def load_named_weights(
     module: nn.Module,
     folder: Path,
-    refuse_mismatch: Callable[[Mapping[str, Any]], None],
+    find_mismatches: Callable[[Mapping[str, Any]], Sequence[str]],
     report_progress: Callable[[], None],
+    *,
+    fix: str,
 ) -> None:
     """Fill a module in place from safetensors with its own parameter names. Each rank reads only its shards.
 
-    `refuse_mismatch` checks the names and shapes on disk before the first value is written; on the meta device nothing
-    else is done. `report_progress` is called after each tensor.
+    `find_mismatches` compares names and shapes before the first value is written; on the meta device nothing else is
+    done. `report_progress` is called after each tensor.
     """
-    with ExitStack() as stack, torch.no_grad():
-        sources = open_weights(folder, stack)
-        refuse_mismatch(sources)
+    with open_sources(folder) as sources:
+        if wrong := find_mismatches(sources):
+            more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            what = f"the weights do not match the model: {', '.join(wrong[:3])}{more}"
+            raise UserError("M021", what, where=str(folder), fix=fix)
         if is_on_meta(module):
             return
+        for name, parameter in module.named_parameters():
+            if (local := local_part(parameter)).numel():
+                local.copy_(sources[name].get_slice(name)[local_slices(parameter)])
+            report_progress()
+
+
+@contextmanager
+def open_sources(folder: Path) -> Iterator[dict[str, Any]]:
+    """Open the weights in a folder to fill a module in place. See `open_weights`."""
+    with ExitStack() as stack, torch.no_grad():
+        sources = open_weights(folder, stack)
         try:
-            for name, parameter in module.named_parameters():
-                if (local := local_part(parameter)).numel():
-                    local.copy_(sources[name].get_slice(name)[local_slices(parameter)])
-                report_progress()
+            yield sources
         except SafetensorError as error:
             raise damaged(folder, error) from None
 
@@ -147,10 +125,7 @@ def decoder_reader(module: nn.Module, spec: ModelSpec, files: Mapping[str, Any])
 
 
 def absent_layers(module: nn.Module, folder: Path) -> tuple[str, ...]:
-    """Return the prefixes of layers that predict later tokens and that the weights in `folder` do not have.
-
-    Many models are published without these layers, and some have fewer than a recipe may ask for.
-    """
+    """Return the prefixes of prediction layers that the folder lacks: many models are published without them."""
     if not isinstance(module, Decoder) or not module.prediction_layers:
         return ()
     with ExitStack() as stack:
@@ -236,25 +211,26 @@ def _refuse_mismatch(
         complete = Decoder(spec)
     layout, named = disk_layout(spec), dict(complete.named_parameters()) | correction_biases(complete)
     expected = {part.name for name, each in named.items() for part in _parts(layout, name, each, spec)}
-    _refuse_base_model(sources, expected, folder)
+    # Is only the head missing, or were the weights saved from the model inside the language model?
+    absent = [each for each in expected if each not in sources]
+    elsewhere = [each for each in absent if each.removeprefix(BASE_PREFIX) in sources]
+    if absent and {*absent} - {*elsewhere} == {HEAD}:
+        raise without_head(f"{HEAD} is not on disk", folder)
+    if absent and len(elsewhere) == len(absent):
+        raise UserError("M021", f"the names of the weights lack the prefix {BASE_PREFIX} that the decoder reads",
+                        where=str(folder), fix="set model.family to hf, which reads these names, too")  # fmt: skip
     # Some checkpoints contain a tied head, which is not read, and the oldest Llamas their rotary tables.
     others = (each for each in sources if each not in expected and each != HEAD and "rotary_emb" not in each)
     unexpected = [each for each in others if not is_extra_layer(each, spec)]
+    refuse_problems(missing, misshapen, unexpected, folder)
+
+
+def refuse_problems(missing: Sequence[str], misshapen: Sequence[str], unexpected: Sequence[str], folder: Path) -> None:
+    """Raise if the weights in a folder do not match the model."""
     lists = {"missing": missing, "wrong shape": misshapen, "unexpected": unexpected}
     if problems := [f"{what}: {first_few(names)}" for what, names in lists.items() if names]:
         raise UserError("M021", f"the weights do not match the model; {'; '.join(problems)}", where=str(folder),
                         fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip
-
-
-def _refuse_base_model(sources: Mapping[str, Any], expected: Collection[str], folder: Path) -> None:
-    """Raise if only the head is missing, or if the weights were saved from the model inside the language model."""
-    absent = [each for each in expected if each not in sources]
-    missing = [each for each in absent if each.removeprefix(BASE_PREFIX) not in sources]
-    if missing == [HEAD]:
-        raise without_head(f"{HEAD} is not on disk", folder)
-    if absent and not missing:
-        raise UserError("M021", f"the names of the weights lack the prefix {BASE_PREFIX} that the decoder reads",
-                        where=str(folder), fix="set model.family to hf, which reads these names, too")  # fmt: skip
 
 
 def without_head(problem: str, folder: Path) -> UserError:
@@ -290,12 +266,24 @@ def _copy(parameter: Tensor, parts: Sequence[DiskPart], sources: Mapping[str, An
 
 def is_stacked(parts: Sequence[DiskPart], ndim: int) -> bool:
     """Return whether the parts of a parameter with so many dims are its experts."""
-    return len(parameter_shape(parts[0])) < ndim
+    return sum(isinstance(each, slice) for each in _full_region(parts[0])) < ndim
 
 
 def read_part(part: DiskPart, here: tuple[slice, ...], sources: Mapping[str, Any]) -> Tensor:
-    """Return the values `here` of the parameter, or of its expert, that `part` holds."""
-    return read_region(sources[part.name].get_slice(part.name), part, here)
+    """Return the values `here` of the parameter, or of its expert, that `part` holds. Nothing else is read."""
+    here = (*here[:-2], here[-1], here[-2]) if part.transposed else here
+    wanted, index, steps = iter(here), list[slice | int](), list[slice]()
+    for size, region in zip(part.shape, _full_region(part), strict=True):
+        if isinstance(region, int):
+            index.append(region)
+            continue
+        (start, _, step), inner = region.indices(size), next(wanted)
+        index.append(slice(start + inner.start * step, max(start + (inner.stop - 1) * step + 1, start)))
+        steps.append(slice(None, None, step))
+    values = sources[part.name].get_slice(part.name)[tuple(index)]
+    if any(each.step != 1 for each in steps):  # safetensors reads ranges only
+        values = values[tuple(steps)]
+    return values.transpose(-2, -1) if part.transposed else values
 
 
 def first_few(names: Sequence[str]) -> str:
@@ -304,9 +292,7 @@ def first_few(names: Sequence[str]) -> str:
 
 
 def damaged(where: Path, error: Exception) -> UserError:
+    problem = getattr(error, "strerror", None) or error
     return UserError(
-        "M022",
-        f"the weights cannot be read: {getattr(error, 'strerror', None) or error}",
-        where=str(where),
-        fix="copy or download them again",
+        "M022", f"the weights cannot be read: {problem}", where=str(where), fix="copy or download them again"
     )

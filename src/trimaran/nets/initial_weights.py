@@ -105,19 +105,17 @@ def initialise_adapter(module: nn.Module, *, seed: int) -> None:
     """
     for name, layer in module.named_modules():
         if isinstance(layer, LoraLinear):
-            values = uniform_values(layer.lora_A.shape, key=f"{seed}/{name}.{DOWN}")
+            generator, bound = (
+                torch.Generator().manual_seed(_seed(f"{seed}/{name}.{DOWN}")),
+                1 / math.sqrt(layer.lora_A.shape[1]),
+            )
+            values = torch.empty(layer.lora_A.shape, device="cpu", dtype=torch.float32)
+            values.uniform_(-bound, bound, generator=generator)
             local_part(layer.lora_A).copy_(values[local_slices(layer.lora_A)])
             local_part(layer.lora_B).zero_()
             if layer.lora_magnitude is not None:
                 norms = base_row_norms(layer)
                 local_part(layer.lora_magnitude).copy_(norms[local_slices(layer.lora_magnitude)])
-
-
-def uniform_values(shape: torch.Size, *, key: str) -> Tensor:
-    """Return values between plus and minus 1 / sqrt(inputs), drawn on the CPU, that depend only on `key`."""
-    generator = torch.Generator().manual_seed(_seed(key))
-    bound = 1 / math.sqrt(shape[1])
-    return torch.empty(shape, device="cpu", dtype=torch.float32).uniform_(-bound, bound, generator=generator)
 
 
 def base_row_norms(layer: LoraLinear) -> Tensor:

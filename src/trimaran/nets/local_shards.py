@@ -19,12 +19,10 @@ DTYPE_ATTRIBUTE = "_own_dtype"
 
 
 def is_dtensor(value: Any) -> "TypeIs[DTensor]":
-    """Return whether `value` is a DTensor."""
     return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def is_fsdp_module(module: Any) -> "TypeIs[FSDPModule]":
-    """Return whether `module` is a unit of FSDP2."""
     return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
 
 
@@ -127,10 +125,7 @@ def kept_shard_casts() -> Iterator[None]:
 
 
 def local_bias(linear: nn.Linear, *, gradient_is_partial: bool = True) -> Tensor | None:
-    """Return this rank's part of the bias that its matmul adds.
-
-    None for a layer that is sharded by its inputs: `parallel.axes.tp` adds that bias to the sum over the ranks.
-    """
+    """Return this rank's part of the bias that its matmul adds; None if `parallel.axes.tp` adds it after the sum."""
     bias: Tensor | None = linear.bias
     if bias is None or is_sharded_by_inputs(linear):
         return None
@@ -147,8 +142,10 @@ def is_sharded_by_inputs(linear: nn.Linear) -> bool:
     return has_column_shards(weight)
 
 
-def replicated_forward(forward: Callable[..., Tensor], input: "DTensor") -> Tensor:
-    """Return the output of a layer that every rank holds in full, as a DTensor with the placements of its input."""
+def forward_of_shard(forward: Callable[..., Tensor], input: Tensor) -> Tensor:
+    """Return the output of a layer; a DTensor with the placements of its input if every rank holds all of the layer."""
+    if not is_dtensor(input):
+        return forward(input, gradient_is_partial=True)
     from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415  see `is_dtensor`
 
     out = forward(input.to_local(), gradient_is_partial=input.placements != (Replicate(),))

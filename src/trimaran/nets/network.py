@@ -35,7 +35,6 @@ def tower_of(name: str, towers: Mapping[str, str]) -> str:
 
 
 def refuse_unknown_tower(name: str, towers: Iterable[str], *, code: str, where: str) -> None:
-    """Raise unless the tower exists."""
     known = list(towers)
     if name not in known:
         raise UserError(code, f"the network has no tower '{name}'{did_you_mean(name, known)}", where=where,
@@ -86,10 +85,7 @@ class Network:
         return KeyValueCache()
 
     def extend(self, cache: KeyValueCache, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return the logits [rows, 1, vocab] of the token that follows each row, and append `inputs` to the cache.
-
-        `inputs` has the new `tokens` [rows, T] of each row, and what belongs to them: images, and grid positions.
-        """
+        """Return the logits [rows, 1, vocab] of the token that follows each row, and append `inputs` to the cache."""
         return self.module(tokens=inputs["tokens"], extension=cache.extend(inputs["tokens"]))[0]
 
     def paged_difference(self, device: torch.device) -> str:
@@ -119,7 +115,6 @@ class Network:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether transformers built the network."""
         return False
 
     @property
@@ -129,10 +124,7 @@ class Network:
 
     @property
     def tied_embedding(self) -> nn.Parameter | None:
-        """This stage's copy of the embedding, if another stage has the other copy; else None.
-
-        That is so if it is tied to the head, and if the last stage predicts later tokens.
-        """
+        """This stage's copy of an embedding that another stage has, for a tied head or later tokens; else None."""
         decoder = self._stage_decoder
         if decoder is None or not decoder.spec.shares_embedding or decoder.is_first == decoder.is_last:
             return None
@@ -184,23 +176,20 @@ class Network:
 
     @property
     def vocabulary(self) -> int:
-        """The number of token ids."""
-        return self._decoder_spec.vocab
+        assert isinstance(self.spec, ModelSpec | VlmSpec), "other networks override these methods"
+        return self.spec.vocab
 
     @property
     def max_seq_len(self) -> int:
-        """The maximum length of a sequence."""
-        return self._decoder_spec.max_seq_len
+        assert isinstance(self.spec, ModelSpec | VlmSpec), "other networks override these methods"
+        return self.spec.max_seq_len
 
     def refuse_documents(self, seq_len: int) -> None:
         """Raise UserError if rows of this length cannot hold documents that do not attend to each other."""
 
     @property
     def long_after(self) -> int:
-        """The length after which all positions of a sequence get other rotary frequencies; the largest int if none.
-
-        Keys that a cache holds by then were rotated by other angles.
-        """
+        """The length after which positions get other rotary frequencies than cached keys; the largest int if none."""
         language = language_of(self.spec)
         if language is None or language.block.rope.longrope is None:
             return sys.maxsize
@@ -216,7 +205,6 @@ class Network:
         return hf_tensors(self.module, self._decoder_spec, read)
 
     def disk_config(self) -> dict[str, Any]:
-        """Return the config.json for `disk_tensors`."""
         from trimaran.models import spec_to_hf  # noqa: PLC0415  when a model is saved
 
         return spec_to_hf(self._decoder_spec)

@@ -38,7 +38,6 @@ class Nf4Weight(nn.Linear):
         self.weight_scales.data.copy_(scales.view_as(self.weight_scales))
 
     def base_weight(self) -> Tensor:
-        """Return the weight, unpacked."""
         return _unpack(self.weight_codes, self.weight_scales, self.weight_dtype)
 
     def base_forward(self, x: Tensor) -> Tensor:
@@ -62,10 +61,7 @@ class Nf4LoraLinear(Nf4Weight, LoraLinear):
 
 
 def pack_frozen_weights(linears: Iterable[nn.Linear]) -> None:
-    """Give these frozen layers 4-bit weights in place, not yet filled. Runs before the plan is applied.
-
-    Layers whose rows do not consist of whole blocks stay as they are.
-    """
+    """Give frozen layers whose rows are whole blocks 4-bit weights, not yet filled. Runs before the plan is applied."""
     try:
         importlib.import_module("bitsandbytes")  # defines the operators; takes a second, so only a 4-bit base does it
     except ImportError:
@@ -73,19 +69,15 @@ def pack_frozen_weights(linears: Iterable[nn.Linear]) -> None:
                         fix="pip install 'trimaran[quant]', or set model.adapter.base to auto") from None  # fmt: skip
     for each in linears:
         if each.in_features % BLOCK == 0 and not each.weight.requires_grad:
-            _pack(each)
-
-
-def _pack(linear: nn.Linear) -> None:
-    rows, columns, weight = linear.out_features, linear.in_features, linear.weight
-    linear.__class__ = Nf4LoraLinear if isinstance(linear, LoraLinear) else Nf4Linear
-    assert isinstance(linear, Nf4Weight)
-    del linear.weight
-    linear.weight_dtype = weight.dtype
-    codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(rows, columns // BLOCK, dtype=torch.float32, device=weight.device)
-    linear.weight_codes = nn.Parameter(codes, requires_grad=False)
-    linear.weight_scales = nn.Parameter(scales, requires_grad=False)
+            rows, columns, weight = each.out_features, each.in_features, each.weight
+            each.__class__ = Nf4LoraLinear if isinstance(each, LoraLinear) else Nf4Linear
+            assert isinstance(each, Nf4Weight)
+            del each.weight
+            each.weight_dtype = weight.dtype
+            codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
+            scales = torch.empty(rows, columns // BLOCK, dtype=torch.float32, device=weight.device)
+            each.weight_codes = nn.Parameter(codes, requires_grad=False)
+            each.weight_scales = nn.Parameter(scales, requires_grad=False)
 
 
 def packed_parameters(module: nn.Module) -> set[nn.Parameter]:
@@ -95,11 +87,7 @@ def packed_parameters(module: nn.Module) -> set[nn.Parameter]:
 
 
 def loadable_weights(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
-    """Return the parameters of the network without its adapter, by name; a tied one under its first name or all.
-
-    The entry of a 4-bit weight is a meta tensor with the shape of the unpacked weight. `weight_to_fill` fills both
-    kinds.
-    """
+    """Return all parameters but the adapter's, by name; a meta tensor for a 4-bit weight. See `weight_to_fill`."""
     found: dict[str, Tensor] = {}
     for name, each in module.named_parameters(remove_duplicate=remove_duplicate):
         owner, _, leaf = name.rpartition(".")

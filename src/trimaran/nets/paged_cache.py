@@ -160,7 +160,15 @@ def attend_decodes(
 ) -> Tensor:
     """Return the output of the sequences with one new token, [1, heads, S, width], given `pages_of_decodes`."""
     sequences, heads = key.shape[:2]
-    mask = _decode_mask(extension, options)
+    # Which of the gathered keys each decode attends to, [S, 1, 1, keys].
+    kind = ("decode_mask", options.window, options.chunk)
+    if kind not in extension.shared:
+        decodes = extension.num_decodes
+        count = len(_decode_index(extension)) // decodes * extension.cache.page_size
+        lengths = extension.context_lengths[:decodes, None]
+        keys = torch.arange(count, device=lengths.device)
+        extension.shared[kind] = cached_mask(lengths - 1, keys, options)[:, None]
+    mask = extension.shared[kind]
     # The query heads of one key head become queries of it, so that keys are not repeated.
     grouped = query[0].transpose(0, 1).reshape(sequences, heads, -1, query.shape[3])
     sinks = None if options.sinks is None else options.sinks.view(heads, -1)
@@ -176,18 +184,6 @@ def _decode_index(extension: PagedExtension) -> Tensor:
         tables = extension.page_tables[: extension.num_decodes, :num_pages]
         extension.shared["decode_index"] = tables.reshape(-1)
     return extension.shared["decode_index"]
-
-
-def _decode_mask(extension: PagedExtension, options: AttentionOptions) -> Tensor:
-    """Return which of the gathered keys each decode attends to, [S, 1, 1, keys]."""
-    kind = ("decode_mask", options.window, options.chunk)
-    if kind not in extension.shared:
-        decodes = extension.num_decodes
-        count = len(_decode_index(extension)) // decodes * extension.cache.page_size
-        lengths = extension.context_lengths[:decodes, None]
-        keys = torch.arange(count, device=lengths.device)
-        extension.shared[kind] = cached_mask(lengths - 1, keys, options)[:, None]
-    return extension.shared[kind]
 
 
 def pages_of_one(number: int, pages: Tensor, extension: PagedExtension) -> Tensor:

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.core import UserError
 from trimaran.core.input_rules import CAMERA_METRES, SceneRules
 from trimaran.models.perception_spec import (
     BOX_OUTPUTS,
@@ -36,6 +35,7 @@ RADAR_DBSM_MEAN, RADAR_DBSM_STD, RADAR_METRES_A_SECOND = 5.0, 10.0, 5.0
 TARGET_METRES = 0.6  # above the ground: the middle of most objects
 MIN_BIAS = -20.0  # effectively no attention; much lower scores would give denormals, which are slow on a CPU
 ROW_TOLERANCE = 2.0  # a cell's bias is wider over rows than over columns, because objects differ in height
+# The inputs of the towers of points: the points of all scenes, and the scene of each.
 POINTS = {"lidar": ("points", "point_rows"), "radar": ("radar_points", "radar_point_rows")}
 # Between these modules queries and tokens are replicated, and every rank computes all the rest.
 TENSOR_PLAN = {
@@ -52,16 +52,16 @@ class GroupNorm(nn.GroupNorm):
     """GroupNorm that returns the input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
-        x = input
-        return F.group_norm(x, self.num_groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        weight, bias = (each.to(input.dtype) for each in (self.weight, self.bias))
+        return F.group_norm(input, self.num_groups, weight, bias, self.eps)
 
 
 class SceneLayerNorm(nn.LayerNorm):
     """LayerNorm that returns the input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
-        x = input
-        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        weight, bias = (each.to(input.dtype) for each in (self.weight, self.bias))
+        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 def norm_of(channels: int) -> GroupNorm:
@@ -148,27 +148,13 @@ class PillarStem(nn.Module):
         return pillars.view(num_scenes, cells, cells, -1).permute(0, 3, 1, 2).contiguous()
 
 
-class LidarStem(PillarStem):
-    """Pillars of LiDAR points [P, 4]: x, y, z, intensity."""
-
-    def __init__(self, spec: PerceptionSpec) -> None:
-        super().__init__(spec, POINT_FEATURES, lidar_values)
-
-
-class RadarStem(PillarStem):
-    """Pillars of radar points [P, 7]: x, y, z, radar cross-section, radial velocity (vx, vy), age."""
-
-    def __init__(self, spec: PerceptionSpec) -> None:
-        super().__init__(spec, RADAR_FEATURES, radar_values)
-
-
 def lidar_values(points: Tensor) -> Tensor:
-    """Return height and intensity of each point, scaled to about 1."""
+    """Return height and intensity of LiDAR points [P, 4]: x, y, z, intensity; scaled to about 1."""
     return points[:, 2:] - 0.5
 
 
 def radar_values(points: Tensor) -> Tensor:
-    """Return height, cross-section, velocity and age of each point, scaled to about 1."""
+    """Return the same of radar points [P, 7]: x, y, z, cross-section, velocity (vx, vy), age."""
     z, cross_section, *velocity, age = points[:, 2:].unbind(1)
     velocity = [each / RADAR_METRES_A_SECOND for each in velocity]
     return torch.stack([z - 0.5, (cross_section - RADAR_DBSM_MEAN) / RADAR_DBSM_STD, *velocity, 2 * age], dim=1)
@@ -284,9 +270,6 @@ class Heads(nn.Module):
         return torch.cat([heat, numbers, self.segmentation(grid).float()], dim=1)
 
 
-"""The inputs of the towers of points: the points of all scenes, and the scene of each."""
-
-
 class Perception(nn.Module):
     """Maps camera images, LiDAR and radar points to predictions for every ground cell; or one pipeline stage.
 
@@ -308,7 +291,6 @@ class Perception(nn.Module):
 
     @property
     def blocks(self) -> tuple[nn.Module, ...]:
-        """The blocks of this stage, in the order of the forward."""
         return tuple(self.get_submodule(self.spec.block_names[number]) for number in self.held)
 
     def forward(self, *stream: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -416,8 +398,8 @@ def _block(spec: PerceptionSpec, name: str) -> nn.Module:
     kinds: dict[str, Any] = {
         "camera.stem": CameraStem,
         "camera.neck": CameraNeck,
-        "lidar.stem": LidarStem,
-        "radar.stem": RadarStem,
+        "lidar.stem": partial(PillarStem, num_features=POINT_FEATURES, values=lidar_values),
+        "radar.stem": partial(PillarStem, num_features=RADAR_FEATURES, values=radar_values),
         "fusion.stem": FusionStem,
         "fusion.layers": FusionLayer,
         "heads": Heads,
@@ -470,35 +452,22 @@ class PerceptionNetwork(Network):
         return perception_config(self.spec)
 
     def load(self, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
-        load_perception_weights(self.module, folder, report_progress)
+        """Fill the model, or a stage of it, in place from the safetensors in `folder`. Each rank reads its shards."""
+        fix = "use the config.json that belongs to the weights, and leave model.shape empty"
+        load_named_weights(self.module, folder, self._mismatches, report_progress, fix=fix)
+
+    def _mismatches(self, sources: Mapping[str, Any]) -> list[str]:
+        with torch.device("meta"):
+            shapes = {name: list(each.shape) for name, each in Perception(self.spec).named_parameters()}
+        wrong = [f"{name} is missing" for name in shapes if name not in sources]
+        wrong += [f"{name} is unexpected" for name in sources if name not in shapes]
+        for name, shape in shapes.items():
+            if name in sources and (found := sources[name].get_slice(name).get_shape()) != shape:
+                wrong.append(f"{name} has shape {found} instead of {shape}")
+        return wrong
 
 
 def perception_network(spec: PerceptionSpec, blocks: range | None = None) -> PerceptionNetwork:
     """Return the model, or the stage with these blocks, on the default device, uninitialised."""
     module = Perception(spec, blocks)
     return PerceptionNetwork(module, module.blocks, spec)
-
-
-def load_perception_weights(
-    module: Perception, folder: Path, report_progress: Callable[[], None] = lambda: None
-) -> None:
-    """Fill the model, or a stage of it, in place from the safetensors in `folder`. Each rank reads only its shards.
-
-    Names and shapes are checked before the first value is written; on the meta device nothing else is done.
-    `report_progress` is called after each tensor.
-    """
-    load_named_weights(module, folder, partial(_refuse_mismatch, module, folder), report_progress)
-
-
-def _refuse_mismatch(module: Perception, folder: Path, sources: Mapping[str, Any]) -> None:
-    with torch.device("meta"):
-        shapes = {name: list(each.shape) for name, each in Perception(module.spec).named_parameters()}
-    wrong = [f"{name} is missing" for name in shapes if name not in sources]
-    wrong += [f"{name} is unexpected" for name in sources if name not in shapes]
-    for name, shape in shapes.items():
-        if name in sources and (found := sources[name].get_slice(name).get_shape()) != shape:
-            wrong.append(f"{name} has shape {found} instead of {shape}")
-    if wrong:
-        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise UserError("M021", f"the weights do not match the model: {', '.join(wrong[:3])}{more}", where=str(folder),
-                        fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trimaran.core import ModelSection, UserError
+from trimaran.core import ModelSection
 from trimaran.models.plugin_family import FamilyModule, build_family
 from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.hf_weights import load_named_weights
@@ -71,21 +70,16 @@ class PluginNetwork(Network):
 
     def load(self, folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
         """Fill the module in place from the safetensors in `folder`. Each rank reads only its shards."""
-        load_named_weights(self.module, folder, partial(_refuse_mismatch, self.module, folder), report_progress)
+        fix = "use the model.preset and model.shape that belong to the weights"
+        load_named_weights(self.module, folder, self._mismatches, report_progress, fix=fix)
+
+    def _mismatches(self, sources: Mapping[str, Any]) -> list[str]:
+        shapes = {name: list(each.shape) for name, each in self.module.named_parameters()}
+        found = {name: list(each.get_slice(name).get_shape()) for name, each in sources.items()}
+        return sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
 
 
 def plugin_network(section: ModelSection) -> PluginNetwork:
     """Return the network of a plug-in's family on the default device, uninitialised."""
     built = build_family(section)
     return PluginNetwork(built.module, tuple(built.blocks), None, built, section)
-
-
-def _refuse_mismatch(module: nn.Module, folder: Path, sources: Mapping[str, Any]) -> None:
-    """Raise unless the names and shapes of the weights on disk are those of the module's parameters."""
-    shapes = {name: list(each.shape) for name, each in module.named_parameters()}
-    found = {name: list(each.get_slice(name).get_shape()) for name, each in sources.items()}
-    wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
-    if wrong:
-        raise UserError("M021", f"the weights do not match the model: {', '.join(wrong[:3])}"
-                        + (f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""), where=str(folder),
-                        fix="use the model.preset and model.shape that belong to the weights")  # fmt: skip

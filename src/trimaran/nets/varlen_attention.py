@@ -97,18 +97,11 @@ def segment_attention(
     distinct length, and a mask. None of them synchronises with the device.
     """
     if segments.has_kernel(query, value):
-        return _varlen_attention(query, key, value, segments, (-1, 0 if causal else -1), scale)
+        return varlen_attention(query, key, value, segments, (-1, 0 if causal else -1), scale)
     lengths = None if torch.compiler.is_compiling() else segments.lengths
     if lengths is not None and _by_length_is_cheaper(query, lengths, causal=causal):
         return _attention_by_length(query, key, value, lengths, causal=causal, scale=scale)
     return attention(query, key, value, segments.mask(causal=causal), scale=scale)
-
-
-def windowed_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int, *, scale: float | None = None
-) -> Tensor:
-    """Return causal attention to the last `window` keys inside each segment; only if `segments.has_kernel`."""
-    return _varlen_attention(query, key, value, segments, (window - 1, 0), scale)
 
 
 def attention(
@@ -154,7 +147,6 @@ def _mark_dynamic(tensor: Tensor) -> Tensor:
 
 @cache
 def has_flash(device: torch.device) -> bool:
-    """Return whether the device has the varlen attention kernel."""
     if not DEVICE_TRAITS[device.type].has_kernels or torch.version.hip:
         return False
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -171,7 +163,7 @@ def _ids(lengths: Tensor, total: int) -> Tensor:
     return numbers.repeat_interleave(lengths.long(), output_size=total)[None]
 
 
-def _varlen_attention(
+def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, reach: tuple[int, int], scale: float | None
 ) -> Tensor:
     """Return attention inside segments; `reach` are the keys before and after a query's own, -1 for all."""
@@ -309,15 +301,7 @@ def has_flex_kernel(query: Tensor, value: Tensor) -> bool:
 
 
 def flexible_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments | None,
-    *,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments | None, options: AttentionOptions
 ) -> Tensor:
     """Return causal attention inside each segment, all [B, heads, T, head_dim]; keys may have fewer heads.
 
@@ -325,17 +309,17 @@ def flexible_attention(
     """
     compiling = torch.compiler.is_compiling()
     soft_cap = soft_cap_function if compiling else _shared_soft_cap
-    options: dict[str, Any] = {
-        "score_mod": soft_cap(softcap) if softcap else None,
-        "block_mask": _block_mask_of(query, segments, window),
-        "scale": scale,
+    settings: dict[str, Any] = {
+        "score_mod": soft_cap(options.softcap) if options.softcap else None,
+        "block_mask": _block_mask_of(query, segments, options.window),
+        "scale": options.scale,
         "enable_gqa": key.shape[1] < query.shape[1],
     }
     attend = flex_attention if compiling or not query.is_cuda else _compiled()
-    if sinks is None:
-        return attend(query, key, value, **options)  # pyrefly: ignore[bad-return]
-    out, aux = attend(query, key, value, **options, return_aux=AuxRequest(lse=True))
-    kept = torch.sigmoid(aux.lse - sinks.float()[:, None])
+    if options.sinks is None:
+        return attend(query, key, value, **settings)  # pyrefly: ignore[bad-return]
+    out, aux = attend(query, key, value, **settings, return_aux=AuxRequest(lse=True))
+    kept = torch.sigmoid(aux.lse - options.sinks.float()[:, None])
     return (out * kept.unsqueeze(-1)).to(value.dtype)
 
 
@@ -367,15 +351,13 @@ def _block_mask_of(query: Tensor, segments: Segments | None, window: int | None)
     if torch.compiler.is_compiling():
         return block_mask(None if segments is None else segments.ids, length, window, device)
     if segments is None:
-        return _causal_blocks(length, window, device)
+        return _shared_block_mask(None, length, window, device)
     if window not in segments.block_masks:
         segments.block_masks[window] = block_mask(segments.ids, length, window, device)
     return segments.block_masks[window]
 
 
-@lru_cache(maxsize=8)
-def _causal_blocks(length: int, window: int | None, device: torch.device) -> BlockMask:
-    return block_mask(None, length, window, device)
+_shared_block_mask = lru_cache(maxsize=8)(block_mask)
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:

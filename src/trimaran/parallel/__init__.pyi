@@ -29,8 +29,8 @@ from .fp8_blocks import (
     in_row_blocks as in_row_blocks, in_square_blocks as in_square_blocks, in_tiles as in_tiles,
 )
 from .fp8_linear import (
-    Fp8Linear as Fp8Linear, Fp8Parameter as Fp8Parameter, LAYERS as LAYERS, MIN_CAPABILITY as MIN_CAPABILITY,
-    RECIPE_MAJOR as RECIPE_MAJOR, apply_fp8 as apply_fp8, convert_linears as convert_linears, linear as linear,
+    Fp8Linear as Fp8Linear, Fp8Parameter as Fp8Parameter, MIN_CAPABILITY as MIN_CAPABILITY,
+    RECIPE_MAJOR as RECIPE_MAJOR, apply_fp8 as apply_fp8, as_fp8 as as_fp8, convert_linears as convert_linears, linear as linear,
     require_fp8_device as require_fp8_device,
 )
 from .frozen_weights import store_frozen_weights as store_frozen_weights
@@ -66,8 +66,7 @@ from .optimizer.optimizer_state import (
     lower_bounds as lower_bounds, num_blocks as num_blocks, quantize as quantize,
 )
 from .optimizer.split_weights import (
-    CHUNK_VALUES as CHUNK_VALUES, NO_SPLIT_WEIGHTS as NO_SPLIT_WEIGHTS, SplitWeight as SplitWeight,
-    SplitWeights as SplitWeights, join_fp32 as join_fp32, split_fp32 as split_fp32, split_weights as split_weights,
+    NO_SPLIT_WEIGHTS as NO_SPLIT_WEIGHTS, SplitWeights as SplitWeights, split_weights as split_weights,
 )
 from .optimizer.state_streaming import (
     DiskStream as DiskStream, NUM_STAGING_BUFFERS as NUM_STAGING_BUFFERS, StateStream as StateStream,
@@ -81,10 +80,11 @@ from .tensor_regions import (
     VALUE_BYTES as VALUE_BYTES, overlap as overlap,
 )
 from .tensor_shards import (
-    CheckpointSource as CheckpointSource, CheckpointState as CheckpointState, DTYPE_NAMES as DTYPE_NAMES,
-    RankShare as RankShare, TORCH_DTYPES as TORCH_DTYPES, TensorLike as TensorLike, TensorShard as TensorShard,
+    CHUNK_VALUES as CHUNK_VALUES, CheckpointSource as CheckpointSource, CheckpointState as CheckpointState, DTYPE_NAMES as DTYPE_NAMES,
+    RankShare as RankShare, TORCH_DTYPES as TORCH_DTYPES, SplitWeight as SplitWeight, TensorShard as TensorShard,
     assign_rows as assign_rows, build_share as build_share, copy_to_memory as copy_to_memory,
-    copy_values as copy_values, item_view as item_view, meta_of as meta_of, store_of as store_of,
+    copy_values as copy_values, item_view as item_view, join_fp32 as join_fp32, meta_of as meta_of,
+    split_fp32 as split_fp32, store_of as store_of,
 )
 from .tensor_sums import (
     DeviceNumbers as DeviceNumbers, GradientSquares as GradientSquares, ProgramMap as ProgramMap,

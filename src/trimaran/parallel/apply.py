@@ -1,8 +1,6 @@
 """Applies a plan to a network, in the order of `steps_of`. Parameter names never change."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
@@ -10,9 +8,6 @@ from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.local_shards import is_fsdp_module
 from trimaran.parallel.mesh import RankMesh, sharding_of_module
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
 
 Apply = Callable[[Network, Plan, RankMesh], None]
 
@@ -91,8 +86,15 @@ def gradient_sync(module: nn.Module, plan: Plan) -> Callable[[bool], None]:
     if not hasattr(module, "set_requires_gradient_sync"):
         return lambda _: None
     units = [each for each in module.modules() if is_fsdp_module(each)]
-    if len({sharding_of_module(each, plan) for each in units}) > 1:
-        return partial(_switch_each, units, plan)
+
+    def switch_each(last: bool) -> None:
+        for each in units:
+            assert isinstance(each, nn.Module)
+            sharding = sharding_of_module(each, plan)
+            if sharding in ("none", "optimizer"):
+                each.set_requires_gradient_sync(last, recurse=False)
+            if sharding in ("optimizer", "gradients"):
+                each.set_reshard_after_backward(last, recurse=False)
 
     def switch(last: bool) -> None:
         if plan.sharding in ("none", "optimizer"):
@@ -100,15 +102,4 @@ def gradient_sync(module: nn.Module, plan: Plan) -> Callable[[bool], None]:
         if is_fsdp_module(module) and plan.sharding in ("optimizer", "gradients"):
             module.set_reshard_after_backward(last)
 
-    return switch
-
-
-def _switch_each(units: Sequence["FSDPModule"], plan: Plan, last: bool) -> None:
-    """Switch each FSDP unit by its own sharding; used if towers are sharded differently."""
-    for each in units:
-        assert isinstance(each, nn.Module)
-        sharding = sharding_of_module(each, plan)
-        if sharding in ("none", "optimizer"):
-            each.set_requires_gradient_sync(last, recurse=False)
-        if sharding in ("optimizer", "gradients"):
-            each.set_reshard_after_backward(last, recurse=False)
+    return switch_each if len({sharding_of_module(each, plan) for each in units}) > 1 else switch

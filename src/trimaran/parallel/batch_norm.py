@@ -26,7 +26,12 @@ def apply_batch_norm(model: nn.Module, how: str, group: dist.ProcessGroup, devic
         if not isinstance(layer, AnyBatchNorm):
             continue
         if how == "frozen":
-            _freeze(name, layer)
+            if layer.running_mean is None:
+                raise UserError("P043", f"the BatchNorm layer '{name}' has no running statistics to normalise by",
+                                where="prepare(batch_norm=...)",
+                                fix="build it with track_running_stats=True, or use 'local' or 'sync'")  # fmt: skip
+            layer.eval()
+            layer.train = MethodType(_keep_mode, layer)
         elif how == "sync" and group.size() > 1:
             # torch's SyncBatchNorm does not run on a CPU. Both classes have the same state as the original layer.
             layer.__class__ = DeviceBatchNorm if DEVICE_TRAITS[device.type].has_kernels else GroupBatchNorm
@@ -63,15 +68,6 @@ def batch_norm_warning(model: nn.Module, *, num_ranks: int, num_micro_batches: i
             "statistics are not those of the batch. Use prepare(..., batch_norm='sync') or batch_norm='frozen'."
         )
     return None
-
-
-def _freeze(name: str, layer: AnyBatchNorm) -> None:
-    if layer.running_mean is None:
-        raise UserError("P043", f"the BatchNorm layer '{name}' has no running statistics to normalise by",
-                        where="prepare(batch_norm=...)",
-                        fix="build it with track_running_stats=True, or use 'local' or 'sync'")  # fmt: skip
-    layer.eval()
-    layer.train = MethodType(_keep_mode, layer)
 
 
 def _keep_mode(layer: nn.Module, mode: bool = True) -> nn.Module:

@@ -45,7 +45,14 @@ class DiskStore:
 
     def __init__(self, folder: Path, num_bytes: int, *, write_at: Callable[..., int] = os.pwritev) -> None:
         self._size, self._write_at = max(ALIGNMENT, num_bytes), write_at
-        self._descriptor, self.is_direct = _open_unnamed(folder)
+        # A file without a name. Not every disk has direct I/O, past the page cache.
+        flags, self.is_direct = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, True
+        try:
+            self._descriptor = os.open(folder, flags | os.O_DIRECT, mode=0o600)
+        except OSError as error:
+            if error.errno not in NO_DIRECT_IO:
+                raise
+            self._descriptor, self.is_direct = os.open(folder, flags, mode=0o600), False
         try:
             os.posix_fallocate(self._descriptor, 0, self._size)
         except OSError as error:
@@ -61,7 +68,6 @@ class DiskStore:
         STORES.add(self)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a new tensor of zeros in the file."""
         start, count = self._used, prod(shape)
         self._used += padded(count * dtype.itemsize)
         assert self._used <= self._size, "the store is too small for its tensors"
@@ -133,23 +139,8 @@ def aligned_buffer(num_bytes: int, *, pinned: bool) -> Tensor:
 
 
 def _parts(offset: int, memory: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the requests of one transfer: the place in the file, and the memory."""
     for start in range(0, len(memory), MAX_REQUEST_BYTES):
         yield offset + start, memory[start : start + MAX_REQUEST_BYTES]
-
-
-def _open_unnamed(folder: Path) -> tuple[int, bool]:
-    """Return a descriptor of a new file without a name, and whether it bypasses the page cache."""
-    flags = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
-    try:
-        return os.open(folder, flags | os.O_DIRECT, mode=0o600), True
-    except OSError as error:
-        if error.errno not in NO_DIRECT_IO:
-            raise
-    return os.open(folder, flags, mode=0o600), False
-
-
-# Private in torch: what FSDP2 knows of one parameter.
 
 
 SLOT_BYTES = 16 << 20
@@ -182,7 +173,6 @@ class DiskWeights:
         self._num_bytes += padded(num_bytes)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a shard in the file."""
         if self.store is None:
             self.store = DiskStore(self._folder, self._num_bytes)
         return self.store.allocate(shape, dtype)
@@ -196,7 +186,9 @@ class DiskWeights:
         target = values.view(torch.uint8)
         if not self._reading or self._reading[0][0].data_ptr() != shard.data_ptr():  # another order than expected
             self._reading.clear()
-            self._waiting = deque(part for each in (shard, *following) for part in self._parts_of(each))
+            self._waiting = deque(
+                part for each in (shard, *following) for part in each.view(torch.uint8).split(self._slot_bytes)
+            )
         for start in range(0, len(target), self._slot_bytes):
             self._read_ahead()
             source, slot = self._reading.popleft()
@@ -209,7 +201,6 @@ class DiskWeights:
         return values
 
     def _read_ahead(self) -> None:
-        """Start reads into the free slots."""
         assert self.store is not None
         if not self._slots:
             pinned = DEVICE_TRAITS[self._device.type].has_own_memory
@@ -221,9 +212,6 @@ class DiskWeights:
             source = self._waiting.popleft()
             slot.reads = self.store.read(source, slot.memory, slot.copied)
             self._reading.append((source, slot))
-
-    def _parts_of(self, shard: Tensor) -> Sequence[Tensor]:
-        return shard.view(torch.uint8).split(self._slot_bytes)
 
 
 class DiskParameter(FSDPParam):
@@ -256,20 +244,14 @@ class DiskParameter(FSDPParam):
         store, data = self.disk.store, self._sharded_param_data
         if self.sharded_state != ShardedState.SHARDED or store is None or not store.holds(data):
             return super().all_gather_inputs
-        values = self.disk.load(data, [each for each in self._following() if store.holds(each)])
-        return [values if self.param_dtype is None else values.to(self.param_dtype)]
-
-    def _following(self) -> list[Tensor]:
-        """Return the shards that are gathered after this one."""
         number = next(number for number, each in enumerate(self.unit) if each is self)
-        return [each._sharded_param_data for each in self.unit[number + 1 :]]
+        following = [each._sharded_param_data for each in self.unit[number + 1 :]]
+        values = self.disk.load(data, [each for each in following if store.holds(each)])
+        return [values if self.param_dtype is None else values.to(self.param_dtype)]
 
 
 def put_on_disk(units: Sequence[Sequence[FSDPParam]], folder: Path, device: torch.device) -> None:
-    """Make FSDP keep the shards of these parameters in one file. They must not have values yet.
-
-    The parameters of a unit are gathered together.
-    """
+    """Make FSDP keep these shards, without values yet, in one file. The parameters of a unit are gathered together."""
     disk = DiskWeights(folder, device)
     for unit in units:
         for each in unit:

@@ -58,7 +58,6 @@ def in_mx_blocks(x: Tensor) -> Blocks:
 
 
 def dequantized(blocks: Blocks) -> Tensor:
-    """Return the values of a matrix in fp32."""
     scales = blocks.scales
     if scales.dtype == torch.uint8:
         scales = (scales.to(torch.int32) << 23).view(torch.float32)
@@ -122,7 +121,6 @@ def cast_rows(
 
 
 def cast_weight(weight: Tensor, is_mx: bool = False, *, turned: bool = False) -> Blocks:
-    """Return a weight, or its transpose, in fp8."""
     if is_mx or not has_kernels(weight.device.type):
         return (in_mx_blocks if is_mx else in_square_blocks)(weight.t() if turned else weight)
     return Blocks(*torch.ops.trimaran.fp8_square_blocks(weight, turned))
@@ -187,7 +185,6 @@ define_operator(
 
 
 def _row_blocks(x: Tensor, plain: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return a matrix in fp8 and its scales, transposed, and the same of its transpose, see `row_blocks`."""
     out = _empty_row_blocks(x, plain, turned)
     if not x.is_cpu:
         from trimaran.nets.kernels.fp8_block_casts import row_blocks  # noqa: PLC0415  needs Triton
@@ -213,7 +210,6 @@ def _empty_row_blocks(x: Tensor, plain: bool, turned: bool) -> tuple[Tensor, Ten
 
 
 def _square_blocks(x: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
-    """Return a matrix, or its transpose, in fp8, and the scale of each 128x128 block."""
     values, scales = out = _empty_square_blocks(x, turned)
     if not x.is_cpu:
         from trimaran.nets.kernels.fp8_block_casts import square_blocks  # noqa: PLC0415  needs Triton

@@ -14,7 +14,7 @@ from trimaran.core import Plan, UserError
 from trimaran.core.engine_rules import FP8_BLOCK, MIN_FP8_FEATURES, RECIPE_MULTIPLES, no_fp8_layers, refused_recipe
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.nets import Network
-from trimaran.nets.local_shards import is_dtensor, local_bias, local_for_compute, replicated_forward
+from trimaran.nets.local_shards import forward_of_shard, local_bias, local_for_compute
 from trimaran.parallel.fp8_blocks import BlockMatmul, cast_weight
 from trimaran.parallel.mesh import RankMesh, tower_of_blocks
 from trimaran.parallel.precision import own_dtype
@@ -33,20 +33,18 @@ class GatheredWeight(NamedTuple):
 
 
 class Fp8Linear(nn.Linear):
-    """An `nn.Linear` with bf16 inputs and outputs and fp8 matmuls.
+    """An `nn.Linear` with bf16 inputs and outputs and fp8 matmuls, in one of the recipes of `core.plan.Fp8`.
 
-    Created by changing the class of a linear layer. Weights may be fp32 or bf16, and sharded by tensor parallelism:
-    then each rank computes the scales of its own shards, without communication.
+    Created by `as_fp8`. Weights may be fp32 or bf16, and sharded by tensor parallelism: then each rank computes the
+    scales of its own shards, without communication. `gathered` is the weight as FSDP gathered it, in fp8; None if the
+    layer casts its weight.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
-        if not is_dtensor(input):
-            return self._local_forward(input, gradient_is_partial=True)
-        return replicated_forward(self._local_forward, input)
-
     recipe: str = "tensor"
-    gathered: "GatheredWeight | None" = None
-    """The weight as FSDP gathered it, in fp8; None if the layer casts its weight."""
+    gathered: GatheredWeight | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return forward_of_shard(self._local_forward, input)
 
     def _local_forward(self, x: Tensor, *, gradient_is_partial: bool) -> Tensor:
         weight = local_for_compute(self.weight, gradient_is_partial=gradient_is_partial)
@@ -55,20 +53,10 @@ class Fp8Linear(nn.Linear):
         return out if bias is None else out + bias.to(out.dtype)
 
 
-class BlockFp8Linear(Fp8Linear):
-    """The same with a scale for each 1x128 values of rows and gradients, and for each 128x128 of the weight."""
-
-    recipe = "block"
-
-
-class MxFp8Linear(Fp8Linear):
-    """The same with a power of two for each 1x32 values of every operand (MXFP8), on Blackwell GPUs."""
-
-    recipe = "mx"
-
-
-LAYERS: dict[str, type[Fp8Linear]] = {each.recipe: each for each in (Fp8Linear, BlockFp8Linear, MxFp8Linear)}
-"""The layer of each recipe, see `core.plan.Fp8`."""
+def as_fp8(layer: nn.Module, recipe: str) -> None:
+    """Turn a linear layer into an `Fp8Linear` in place."""
+    layer.__class__ = Fp8Linear
+    layer.recipe = recipe  # pyrefly: ignore[bad-argument-type]
 
 
 def linear(x: Tensor, weight: Tensor, recipe: str = "tensor", gathered: GatheredWeight | None = None) -> Tensor:
@@ -122,29 +110,18 @@ class Fp8Matmul(torch.autograd.Function):
         (gradient,) = gradients
         rows8, row_amax, weight, weight_amax = ctx.saved_tensors
         amax_value = amax(gradient)
-        gradient8, gradient8_transposed = cast_both(gradient, amax_value, GRADIENT_DTYPE)
+        gradient8 = cast(gradient, amax_value, GRADIENT_DTYPE)
         scale, for_rows, for_weight = amax_value / _max_value(GRADIENT_DTYPE), None, None
         # Tensor cores need both operands contiguous along the reduced dim.
         if weight is not None:
-            is_cast = weight.dtype == FORWARD_DTYPE
-            weight8_transposed = (
-                weight.t().contiguous() if is_cast else cast_transposed(weight, weight_amax, FORWARD_DTYPE)
-            )
-            for_rows = torch._scaled_mm(
-                gradient8,
-                weight8_transposed.t(),
-                scale,
-                weight_amax / _max_value(FORWARD_DTYPE),
-                out_dtype=torch.bfloat16,
-            )
+            weight8 = weight if weight.dtype == FORWARD_DTYPE else cast(weight, weight_amax, FORWARD_DTYPE)
+            weight_scale = weight_amax / _max_value(FORWARD_DTYPE)
+            columns = weight8.t().contiguous().t()
+            for_rows = torch._scaled_mm(gradient8, columns, scale, weight_scale, out_dtype=torch.bfloat16)
         if rows8 is not None:
-            for_weight = torch._scaled_mm(
-                gradient8_transposed,
-                rows8.t().contiguous().t(),
-                scale,
-                row_amax / _max_value(FORWARD_DTYPE),
-                out_dtype=ctx.weight_dtype,
-            )
+            row_scale, columns = row_amax / _max_value(FORWARD_DTYPE), rows8.t().contiguous().t()
+            turned = gradient8.t().contiguous()
+            for_weight = torch._scaled_mm(turned, columns, scale, row_scale, out_dtype=ctx.weight_dtype)
         return for_rows, for_weight, None, None
 
 
@@ -164,22 +141,8 @@ def cast(x: Tensor, amax_value: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * (_max_value(dtype) / amax_value)).to(dtype).contiguous()
 
 
-def cast_both(x: Tensor, amax_value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return `cast(x)` and its transpose, both contiguous."""
-    plain = cast(x, amax_value, dtype)
-    return plain, plain.t().contiguous()
-
-
-def cast_transposed(x: Tensor, amax_value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the transpose of `cast(x)`, contiguous."""
-    return cast(x, amax_value, dtype).t().contiguous()
-
-
 def _max_value(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
-
-
-# Private in torch: what FSDP2 knows of one parameter.
 
 
 COMPUTE_DTYPE = torch.bfloat16  # in which a layer would get the weight otherwise
@@ -252,19 +215,15 @@ def gather_in_fp8(root: nn.Module, parameters: Sequence[FSDPParam], device: torc
     found = [each for each in parameters if _can_be_fp8(each)]
     for each in found:
         each.__class__ = Fp8Parameter
-        each.in_blocks = _layer_of(each).recipe == "block"  # pyrefly: ignore[missing-attribute]
+        each.in_blocks = each._module_info.module.recipe == "block"  # pyrefly: ignore[missing-attribute]
     per_tensor = [each for each in found if isinstance(each, Fp8Parameter) and not each.in_blocks]
     if per_tensor:
         root.register_forward_pre_hook(SharedMaxima(per_tensor, device).update, prepend=True)
     return len(found)
 
 
-def _layer_of(parameter: FSDPParam) -> Any:
-    return parameter._module_info.module
-
-
 def _can_be_fp8(parameter: FSDPParam) -> bool:
-    layer = _layer_of(parameter)
+    layer: Any = parameter._module_info.module
     is_weight = isinstance(layer, Fp8Linear) and parameter._module_info.param_name == "weight"
     if not is_weight or parameter.is_dtensor or layer.recipe == "mx":
         return False
@@ -276,10 +235,7 @@ def _can_be_fp8(parameter: FSDPParam) -> bool:
 log = logging.getLogger(__name__)
 
 MIN_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
-RECIPE_MAJOR = {
-    "block": 9,
-    "mx": 10,
-}  # the only generation whose tensor cores cuBLAS gives these scales: Hopper, Blackwell
+RECIPE_MAJOR = {"block": 9, "mx": 10}  # the only generation whose tensor cores cuBLAS gives these scales
 
 
 def apply_fp8(network: Network, plan: Plan, ranks: RankMesh) -> None:
@@ -289,8 +245,6 @@ def apply_fp8(network: Network, plan: Plan, ranks: RankMesh) -> None:
     bf16. Not converted: the head, routers, experts, small layers, layers with a precision override, and the vision
     tower, whose matmuls are small and have a varying number of rows.
     """
-    if plan.precision != "fp8":
-        return
     if not ranks.without_device:
         require_fp8_device(ranks.axes.device_type, plan.fp8.recipe)
     if not plan.compile:
@@ -303,7 +257,7 @@ def convert_linears(network: Network, recipe: str = "tensor") -> None:
     if not (layers := fp8_layers(network, recipe)):
         raise no_fp8_layers(recipe)
     for each in layers:
-        each.__class__ = LAYERS[recipe]
+        as_fp8(each, recipe)
 
 
 def fp8_layers(network: Network, recipe: str = "tensor") -> list[nn.Module]:

@@ -4,9 +4,9 @@ The module owns a joint projection, not the optimizer: the optimizer updates eac
 module's forward needs them side by side.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from trimaran.core import Plan
 from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
@@ -32,26 +32,17 @@ def matmul_weights(network: Network) -> Iterator[nn.Parameter]:
     for module in modules:
         for each in module.parameters(recurse=False):
             num_owners[id(each)] = num_owners.get(id(each), 0) + 1
-    in_fp32 = set(fp32_modules(network))
+    # Routers compute in fp32 after all, and stems of vision towers, which first sum their patch weights over frames.
+    in_fp32: set[nn.Module] = {each.gate for each in modules if isinstance(each, MoeLayer)}
+    if "vision" in network.towers:
+        from trimaran.nets.vlm.vision import Stem  # noqa: PLC0415  networks without images do not need it
+
+        in_fp32 |= {each.patch_embed for each in modules if isinstance(each, Stem)}
     for module in modules:
         if isinstance(module, MATMUL_MODULES) and own_dtype(module) is None and module not in in_fp32:
             for each in module.parameters(recurse=False):
                 if each.ndim >= 2 and each.requires_grad and num_owners[id(each)] == 1:
                     yield each
-
-
-def fp32_modules(network: Network) -> Iterator[nn.Module]:
-    """Yield the modules among MATMUL_MODULES that compute in fp32 after all: routers, and stems of vision towers.
-
-    A stem first sums its patch weights over frames.
-    """
-    for each in network.module.modules():
-        if isinstance(each, MoeLayer):
-            yield each.gate
-    if "vision" in network.towers:
-        from trimaran.nets.vlm.vision import Stem  # noqa: PLC0415  networks without images do not need it
-
-        yield from (each.patch_embed for each in network.module.modules() if isinstance(each, Stem))
 
 
 def apply_joint_projections(networks: Sequence[Network], plan: Plan) -> None:
@@ -66,33 +57,26 @@ def apply_joint_projections(networks: Sequence[Network], plan: Plan) -> None:
     for decoder in (each for network in networks for each in network.module.modules() if isinstance(each, Decoder)):
         if type(decoder.norm) is RMSNorm:
             decoder.norm.fused = own_dtype(decoder.norm) is None and not has_hooks([decoder.norm])
-    for layer in _decoder_layers(networks, plan):
+    blocks = [pair for network in networks for pair in tower_of_blocks(network)]
+    for tower, layer in blocks:
+        if not isinstance(layer, DecoderLayer) or recompute_of(tower, plan) in RECOMPUTED_BY_OPERATOR:
+            continue
         norms = layer.plain_norms
         layer.joint = bool(norms) and all(own_dtype(each) is None for each in layer.modules()) and not has_hooks(norms)
         for part in (each for each in layer.modules() if isinstance(each, Attention | FeedForward)):
-            if layer.joint and part.projections and _may_be_joined(part, matrices):
+            linears = (*part.projections, *([part.down_proj] if isinstance(part, FeedForward) else []))
+            weights = (getattr(each, "weight", None) for each in linears)  # 4-bit layers have none
+            if (
+                layer.joint
+                and part.projections
+                and all(each in matrices for each in weights)
+                and not has_hooks(linears)
+            ):
                 part.join_projections()
-        layer.fused = on_cpu and layer.is_fusible and all_joint(layer) and layer.self_attn.o_proj.weight in matrices
-
-
-def all_joint(layer: DecoderLayer) -> bool:
-    """Return whether the whole layer may be fused: its projections and norms are joint, and no module has hooks."""
-    is_joint = layer.joint and layer.self_attn.joint and isinstance(layer.mlp, FeedForward) and layer.mlp.joint
-    return is_joint and not has_hooks(each for each in layer.modules() if each is not layer)
-
-
-def _decoder_layers(networks: Sequence[Network], plan: Plan) -> Iterator[DecoderLayer]:
-    for network in networks:
-        for tower, block in tower_of_blocks(network):
-            if isinstance(block, DecoderLayer) and recompute_of(tower, plan) not in RECOMPUTED_BY_OPERATOR:
-                yield block
-
-
-def _may_be_joined(part: Attention | FeedForward, matrices: Collection[Tensor]) -> bool:
-    down = [part.down_proj] if isinstance(part, FeedForward) else []
-    linears = (*part.projections, *down)
-    weights = (getattr(each, "weight", None) for each in linears)  # 4-bit layers have none
-    return all(each in matrices for each in weights) and not has_hooks(linears)
+        # The whole layer is fused if its projections and norms are joint, and no module in it has hooks.
+        is_joint = layer.joint and layer.self_attn.joint and isinstance(layer.mlp, FeedForward) and layer.mlp.joint
+        is_joint = is_joint and not has_hooks(each for each in layer.modules() if each is not layer)
+        layer.fused = on_cpu and layer.is_fusible and is_joint and layer.self_attn.o_proj.weight in matrices
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:

@@ -70,12 +70,10 @@ class RankMesh:
 
     @cached_property
     def device_traits(self) -> DeviceTraits:
-        """What follows from the kind of the device that this rank computes on."""
         return DEVICE_TRAITS[self.axes.device_type]
 
     @cached_property
     def data_rank(self) -> int:
-        """This rank's number among the ranks with different samples."""
         return self.rank("dp_replicate") * self.degrees.dp_shard + self.rank("dp_shard")
 
     def dropout_seed(self, seed: int, step: int = 0) -> int:
@@ -154,7 +152,6 @@ def freeze_towers(network: Network, names: Iterable[str]) -> None:
 
 
 def sharding_of(tower: str, plan: Plan) -> Sharding:
-    """Return the sharding of the tower."""
     own = plan.towers.get(tower)
     return plan.sharding if own is None or own.sharding is None else own.sharding
 
@@ -165,20 +162,14 @@ def sharding_of_module(module: nn.Module, plan: Plan) -> Sharding:
 
 
 def recompute_of(tower: str, plan: Plan) -> Recompute:
-    """Return the recompute mode of the tower."""
     own = plan.towers.get(tower)
     return plan.recompute if own is None or own.recompute is None else own.recompute
 
 
-def tp_degree(tower: str, plan: Plan) -> int:
-    """Return the tensor-parallel degree of the tower."""
-    own = plan.towers.get(tower)
-    return plan.mesh.tp if own is None or own.tp is None else own.tp
-
-
 def tp_replicated_towers(network: Network, plan: Plan) -> list[str]:
     """Return the towers with tp 1 in a plan with tensor parallelism: their weights are replicated."""
-    return [tower for tower in network.towers if tp_degree(tower, plan) == 1 < plan.mesh.tp]
+    own = {name: tower.tp for name, tower in plan.towers.items()}
+    return [tower for tower in network.towers if own.get(tower) == 1 < plan.mesh.tp]
 
 
 def image_split_towers(network: Network, plan: Plan) -> list[str]:
@@ -193,7 +184,6 @@ def image_split_towers(network: Network, plan: Plan) -> list[str]:
 
 
 def takes_images(network: Network) -> bool:
-    """Return whether the network takes images."""
     return isinstance(getattr(network.module, "image_assignment", None), ImageAssignment)
 
 

@@ -1,7 +1,7 @@
 """The shards of the training state that a rank holds, and the share of it that the rank writes."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import prod
@@ -17,43 +17,94 @@ from trimaran.parallel.tensor_regions import VALUE_BYTES, TensorIndex, TensorMet
 if TYPE_CHECKING:
     from trimaran.parallel.disk_store import DiskStore
 
+HALF_BF16_STEP = 0x8000  # half the distance between two bf16 values, in bits of fp32
+CHUNK_VALUES = 2**24  # values that are joined or split at once: bounds the temporary memory
 
-class TensorLike(Protocol):
-    """A tensor that a rank stores in another format than the checkpoint does.
 
-    Shape, dtype and sizes are those of the tensor in the checkpoint.
+def split_fp32(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the upper half of fp32 `values` as bf16, and the lower half as int16. `join_fp32` restores every bit.
+
+    The upper half is the nearest bf16; of two equally near ones, the larger in magnitude. (A cast takes the even one;
+    there is no other difference.) Values beyond the largest bf16 by half a step or more have an infinite upper half, as
+    with a cast. All bits come back, also those of Inf and NaN; only the upper half of a NaN may not be NaN.
     """
+    bits = values.view(torch.int32)
+    upper = ((bits + HALF_BF16_STEP) >> 16).to(torch.int16)
+    return upper.view(torch.bfloat16), (bits & 0xFFFF).to(torch.int16)
+
+
+def join_fp32(upper: Tensor, lower: Tensor) -> Tensor:
+    """Return the fp32 values that `split_fp32` split.
+
+    A lower half with its sign bit set is half a step or more: then the upper half was rounded away from zero.
+    """
+    # A little-endian fp32 is the two 16-bit words side by side, so no wider temporary is needed.
+    words = torch.stack([lower, upper.view(torch.int16) + (lower >> 15)], dim=-1)
+    return words.view(torch.float32).squeeze(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitWeight:
+    """A view of an fp32 tensor that is stored as two halves. It has the methods of a tensor that checkpoints call."""
+
+    upper: Tensor
+    lower: Tensor
 
     @property
-    def shape(self) -> torch.Size: ...
+    def shape(self) -> torch.Size:
+        return self.upper.shape
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        return torch.float32
 
     @property
-    def ndim(self) -> int: ...
+    def ndim(self) -> int:
+        return self.upper.ndim
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        return self.numel() * self.element_size()
 
     @property
-    def is_cuda(self) -> bool: ...
+    def is_cuda(self) -> bool:
+        return self.upper.is_cuda
 
-    def numel(self) -> int: ...
+    def numel(self) -> int:
+        return self.upper.numel()
 
-    def element_size(self) -> int: ...
+    def element_size(self) -> int:
+        return torch.float32.itemsize
 
     def __getitem__(self, window: Any, /) -> Self:
-        """Return a view of a rectangular region, over the same memory."""
-        ...
+        return type(self)(self.upper[window], self.lower[window])
 
-    def copy_(self, values: Tensor) -> object:
-        """Copy these values in; they may be on another device."""
-        ...
+    @torch.no_grad()
+    def copy_(self, values: Tensor) -> None:
+        for upper, lower, chunk in _in_chunks(self.upper, self.lower, values):
+            halves = split_fp32(chunk.to(upper.device, torch.float32))
+            upper.copy_(halves[0])
+            lower.copy_(halves[1])
 
+    @torch.no_grad()
     def copy_to(self, target: Tensor, *, non_blocking: bool) -> None:
         """Copy the values to `target` in small chunks, so that the device never holds a second full tensor."""
-        ...
+        for upper, lower, chunk in _in_chunks(self.upper, self.lower, target):
+            chunk.copy_(join_fp32(upper, lower.to(upper.device)), non_blocking=non_blocking)  # may be on disk
+
+    def joined(self) -> Tensor:
+        """Return the fp32 values on the CPU."""
+        values = torch.empty(self.shape, dtype=self.dtype)
+        self.copy_to(values, non_blocking=False)
+        return values
+
+
+def _in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same chunk of each of several tensors of one shape; full rows if any is not contiguous."""
+    if all(each.is_contiguous() for each in tensors):
+        return zip(*(each.view(-1).split(CHUNK_VALUES) for each in tensors), strict=True)
+    rows = max(1, CHUNK_VALUES * len(tensors[0]) // max(1, tensors[0].numel()))
+    return zip(*(each.split(rows) for each in tensors), strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +117,7 @@ class TensorShard:
     """
 
     key: str
-    tensor: Tensor | TensorLike
+    tensor: Tensor | SplitWeight
     shape: tuple[int, ...]
     start: tuple[int, ...]
     frozen: bool = False
@@ -201,7 +252,7 @@ def copy_to_memory(share: RankShare, shards: Sequence[TensorShard], memory: Tens
             copy_values(values, item_view(memory, item), non_blocking=non_blocking)
 
 
-def copy_values(values: Tensor | TensorLike, target: Tensor, *, non_blocking: bool = False) -> None:
+def copy_values(values: Tensor | SplitWeight, target: Tensor, *, non_blocking: bool = False) -> None:
     """Copy the values of a shard to `target`, in the format of the checkpoint."""
     if isinstance(values, Tensor):
         target.copy_(values, non_blocking=non_blocking)
@@ -209,7 +260,7 @@ def copy_values(values: Tensor | TensorLike, target: Tensor, *, non_blocking: bo
         values.copy_to(target, non_blocking=non_blocking)
 
 
-def item_values(share: RankShare, shards: Sequence[TensorShard]) -> list[Tensor | TensorLike]:
+def item_values(share: RankShare, shards: Sequence[TensorShard]) -> list[Tensor | SplitWeight]:
     """Return the values of each item of the share, as views of `shards`."""
     held = defaultdict(list)
     for shard in shards:
@@ -219,16 +270,14 @@ def item_values(share: RankShare, shards: Sequence[TensorShard]) -> list[Tensor 
 
 
 def item_view(memory: Tensor, item: ShareItem) -> Tensor:
-    """Return the memory of one item as a tensor of its dtype and shape."""
     return memory[item.offset : item.offset + item.num_bytes].view(TORCH_DTYPES[item.meta.dtype]).view(item.size)
 
 
 def meta_of(shard: TensorShard) -> TensorMeta:
-    """Return dtype and shape of the full tensor that `shard` is a region of."""
     return TensorMeta(DTYPE_NAMES[shard.tensor.dtype], shard.shape)
 
 
-def _slice_item(candidates: list[TensorShard], item: ShareItem) -> Tensor | TensorLike:
+def _slice_item(candidates: list[TensorShard], item: ShareItem) -> Tensor | SplitWeight:
     for shard in candidates:
         first = [mine - its for mine, its in zip(item.start, shard.start, strict=True)]
         spans = zip(first, item.size, shard.tensor.shape, strict=True)
@@ -251,7 +300,13 @@ def assign_rows(
     looks its own up among them: the work is linear in the number of ranks, and no assignment is sent back.
     """
     ids = np.array([_shard_id(shard) for shard in shards], dtype=np.int64)
-    holders = _holders(ids, rank, _gather_ids(ids, gather, world_size))
+    # The ids of all ranks, one row per rank, padded with zeros.
+    counts = gather(np.array([len(ids)], dtype=np.int64))
+    row = np.zeros(int(counts.max()), dtype=np.int64)
+    row[: len(ids)] = ids
+    all_ids = gather(row)
+    assert all_ids.shape == (world_size, len(row)), all_ids.shape
+    holders = _holders(ids, rank, all_ids)
     turns: dict[tuple[int, ...], int] = defaultdict(int)
     rows: list[Rows] = [(0, 0)] * len(shards)
     seen: set[int] = set()
@@ -275,16 +330,6 @@ def _shard_id(shard: TensorShard) -> int:
     """Return a hash of the shard's key, region and dtype. It is never 0, which is padding."""
     text = f"{shard.key}\n{shard.start}\n{tuple(shard.tensor.shape)}\n{shard.tensor.dtype}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), signed=True) or 1
-
-
-def _gather_ids(ids: np.ndarray, gather: Gather, world_size: int) -> np.ndarray:
-    """Return the ids of all ranks, one row per rank, padded with zeros."""
-    counts = gather(np.array([len(ids)], dtype=np.int64))
-    row = np.zeros(int(counts.max()), dtype=np.int64)
-    row[: len(ids)] = ids
-    all_ids = gather(row)
-    assert all_ids.shape == (world_size, len(row)), all_ids.shape
-    return all_ids
 
 
 def _holders(ids: np.ndarray, rank: int, all_ids: np.ndarray) -> dict[int, tuple[int, ...]]:
@@ -319,5 +364,4 @@ def release_pages() -> None:
 
 
 def goes_to_disk(num_bytes: int) -> bool:
-    """Return whether a tensor is large enough for the disk."""
     return num_bytes >= MIN_DISK_BYTES

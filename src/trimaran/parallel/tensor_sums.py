@@ -32,7 +32,6 @@ class DeviceNumbers:
         self._tensor = torch.empty(0, dtype=dtype, device=device)
 
     def set(self, numbers: list[int] | list[float]) -> Tensor:
-        """Return these numbers on the device, flat."""
         if numbers != self._numbers:
             staged = torch.tensor(numbers, dtype=self._dtype, pin_memory=self._is_pinned)
             if len(self._tensor) != len(staged):
@@ -77,7 +76,6 @@ def is_aligned(address: int, num_values: int) -> bool:
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the addresses of tensors, or of this rank's shards of them."""
     return [(each._local_tensor if is_dtensor(each) else each).data_ptr() for each in tensors]
 
 
@@ -103,24 +101,21 @@ class TensorSquares:
     def measure(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the sums as one tensor. The next call may overwrite it."""
         if self._use_kernels and tensors and all(each is None or each.is_cuda for each in tensors):
-            return self._measure_on_gpu(tensors)
+            held = [each if each is None or each.is_contiguous() else each.contiguous() for each in tensors]
+            addresses = [0 if each is None else each.data_ptr() for each in held]
+            known = self._launches.kinds
+            kinds = [
+                # A missing tensor keeps its kind, so that the launches stay the same.
+                (known[index] if index < len(known) else (0, torch.float32, True))
+                if each is None
+                else (each.numel(), each.dtype, is_aligned(address, each.numel()))
+                for index, (each, address) in enumerate(zip(held, addresses, strict=True))
+            ]
+            if kinds != known:
+                self._launches = _SquareLaunches(kinds, self._device)
+            return self._launches.run(self._addresses.set(addresses), self._factors)
         squares = squares_by_foreach(tensors, self._device)
         return squares * self._factors if self._is_scaled else squares
-
-    def _measure_on_gpu(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        held = [each if each is None or each.is_contiguous() else each.contiguous() for each in tensors]
-        addresses = [0 if each is None else each.data_ptr() for each in held]
-        known = self._launches.kinds
-        kinds = [
-            # A missing tensor keeps its kind, so that the launches stay the same.
-            (known[index] if index < len(known) else (0, torch.float32, True))
-            if each is None
-            else (each.numel(), each.dtype, is_aligned(address, each.numel()))
-            for index, (each, address) in enumerate(zip(held, addresses, strict=True))
-        ]
-        if kinds != known:
-            self._launches = _SquareLaunches(kinds, self._device)
-        return self._launches.run(self._addresses.set(addresses), self._factors)
 
 
 class _SquareLaunches:
@@ -224,7 +219,6 @@ class TensorChecksums:
 
 
 def can_sum(tensor: Tensor) -> bool:
-    """Return whether `TensorChecksums` takes this tensor."""
     return has_kernels(tensor.device.type) and tensor.is_contiguous() and tensor.numel() > 0
 
 
@@ -303,10 +297,7 @@ def sum_by_mask(values: Tensor, masks: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the local shard of a parameter's gradient.
-
-    A partial gradient (of a norm that saw some of the positions) is reduced first.
-    """
+    """Return the local shard of a gradient. A partial one (of a norm that saw some positions) is reduced first."""
     gradient = parameter.grad
     assert gradient is not None
     if not is_dtensor(gradient):

@@ -4,7 +4,7 @@ torch's `loss_parallel` does the same, but backward must run inside its context 
 inside torch), and it keeps a second copy of the logits.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,11 @@ def vocab_parallel_token_losses(logits: "DTensor", labels: Tensor, *, ignored: i
     columns = -(-logits.shape[-1] // group.size())  # of every rank but the last ones
     labels = labels.flatten()
     local_labels, valid = labels - group.rank() * columns, labels != ignored
-    if smoothing:
-        target = SmoothedTarget(smoothing, logits.shape[-1])
-        losses = _SmoothedCrossEntropy.apply(local.float(), local_labels, valid, group, target)
-    elif local.is_cuda:
+    if local.is_cuda and not smoothing:
         losses = _FusedCrossEntropy.apply(local, torch.where(valid, local_labels, -1), valid, group)
     else:
-        losses = _VocabParallelCrossEntropy.apply(local.float(), local_labels, valid, group)
+        vocabulary = logits.shape[-1]
+        losses = _VocabParallelCrossEntropy.apply(local.float(), local_labels, valid, group, smoothing, vocabulary)
     is_wrong = valid & ((labels < 0) | (labels >= logits.shape[-1]))
     return losses.masked_fill(is_wrong, float("nan"))
 
@@ -72,64 +70,36 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Forward all-reduces the maximum, the sum of exponentials and the label's logit. Backward is local."""
+    """Forward all-reduces the maximum, the sum of exponentials and the label's logit. Backward is local.
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, local_labels: Tensor, valid: Tensor, group: dist.ProcessGroup) -> Tensor:
-        highest = logits.max(dim=-1).values
-        with axis_span("tp"):
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-        is_local = valid & (local_labels >= 0) & (local_labels < logits.shape[-1])
-        columns = local_labels.clamp(0, logits.shape[-1] - 1)[:, None]
-        exponentials = (logits - highest[:, None]).exp_()
-        label_logits = logits.gather(-1, columns)[:, 0].sub_(highest).mul_(is_local)
-        sums = torch.stack([exponentials.sum(dim=-1), label_logits])
-        with axis_span("tp"):
-            dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(exponentials.div_(sums[0][:, None]), columns, is_local, valid)
-        return (sums[0].log() - sums[1]) * valid
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
-        probabilities, columns, is_local, valid = ctx.saved_tensors
-        gradient = probabilities.scatter_add(-1, columns, -is_local[:, None].to(probabilities.dtype))
-        return gradient.mul_((valid * gradients[0])[:, None]), None, None, None
-
-
-class SmoothedTarget(NamedTuple):
-    """The part of a target that is spread evenly over the vocabulary, and the size of the whole vocabulary."""
-
-    smoothing: float
-    vocabulary: int
-
-
-class _SmoothedCrossEntropy(torch.autograd.Function):
-    """The same with label smoothing: forward also all-reduces the sum of the logits."""
+    With label smoothing it also all-reduces the sum of the logits; `size` is that of the whole vocabulary.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, local_labels: Tensor, valid: Tensor, group: dist.ProcessGroup, target: SmoothedTarget
+        ctx: Any, logits: Tensor, labels: Tensor, valid: Tensor, group: dist.ProcessGroup, smoothing: float, size: int
     ) -> Tensor:
         highest = logits.max(dim=-1).values
         with axis_span("tp"):
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-        is_local = valid & (local_labels >= 0) & (local_labels < logits.shape[-1])
-        columns = local_labels.clamp(0, logits.shape[-1] - 1)[:, None]
+        is_local = valid & (labels >= 0) & (labels < logits.shape[-1])
+        columns = labels.clamp(0, logits.shape[-1] - 1)[:, None]
         shifted = logits - highest[:, None]
-        of_label, total = shifted.gather(-1, columns)[:, 0] * is_local, shifted.sum(dim=-1)
+        parts = [shifted.gather(-1, columns)[:, 0].mul_(is_local), *([shifted.sum(dim=-1)] if smoothing else [])]
         exponentials = shifted.exp_()
-        sums = torch.stack([exponentials.sum(dim=-1), of_label, total])
+        sums = torch.stack([exponentials.sum(dim=-1), *parts])
         with axis_span("tp"):
             dist.all_reduce(sums, group=group)
-        ctx.target = target
+        ctx.smoothing, ctx.size = smoothing, size
         ctx.save_for_backward(exponentials.div_(sums[0][:, None]), columns, is_local, valid)
-        expected = (1 - target.smoothing) * sums[1] + target.smoothing / target.vocabulary * sums[2]
+        expected = (1 - smoothing) * sums[1] + smoothing / size * sums[2] if smoothing else sums[1]
         return (sums[0].log() - expected) * valid
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         probabilities, columns, is_local, valid = ctx.saved_tensors
-        smoothing, vocabulary = ctx.target
-        on_label = (smoothing - 1) * is_local[:, None].to(probabilities.dtype)
-        gradient = probabilities.scatter_add(-1, columns, on_label).sub_(smoothing / vocabulary)
-        return gradient.mul_((valid * gradients[0])[:, None]), None, None, None, None
+        on_label = (ctx.smoothing - 1) * is_local[:, None].to(probabilities.dtype)
+        gradient = probabilities.scatter_add(-1, columns, on_label)
+        if ctx.smoothing:
+            gradient.sub_(ctx.smoothing / ctx.size)
+        return gradient.mul_((valid * gradients[0])[:, None]), None, None, None, None, None

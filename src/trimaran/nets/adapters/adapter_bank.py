@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.core import UserError
-from trimaran.nets.adapters.lora_linear import ADAPTER_PARAMETERS, LoraLinear
+from trimaran.nets.adapters.lora_linear import LoraLinear, remove_adapter
 from trimaran.nets.decoder.latent_attention import LatentAttention
 from trimaran.nets.local_shards import is_sharded_by_inputs, local_part
 from trimaran.nets.network import Network
@@ -59,7 +59,12 @@ class AdapterBank:
         also trains modules in full, or image towers: these exist once for all sequences.
         """
         layers = {path: each for path, each in self._network.module.named_modules() if isinstance(each, LoraLinear)}
-        self._refuse_shared_parts(name, layers)
+        adapted = {id(each) for layer in layers.values() for each in layer.parameters()}
+        named = self._network.module.named_parameters()
+        full = [path for path, each in named if each.requires_grad and id(each) not in adapted]
+        language = [*self._network.towers.values()][-1]
+        outside = [path for path in layers if not path.startswith(language) and layers[path] is not self._head]
+        refuse_shared_parts(name, full, outside)
         if name in self.names:
             number = self.names.index(name) + 1
             for updates in self._updates.values():
@@ -82,8 +87,9 @@ class AdapterBank:
 
     def discard(self) -> None:
         """Remove an adapter that is attached to the network and was not taken."""
-        _remove_adapter({name: each for name, each in self._network.module.named_modules()
-                         if isinstance(each, LoraLinear)})  # fmt: skip
+        for layer in list(self._network.module.modules()):
+            if isinstance(layer, LoraLinear):
+                remove_adapter(layer)
 
     def use(self, adapters: np.ndarray, query_lengths: np.ndarray, kept: np.ndarray, device: torch.device) -> None:
         """Use `adapters` [S] for sequences with that many tokens, one after another, in the next forward.
@@ -97,14 +103,6 @@ class AdapterBank:
         of_tokens = np.repeat(adapters, query_lengths)
         self._groups = _groups(of_tokens, device)
         self._head_groups = _groups(of_tokens[kept], device)
-
-    def _refuse_shared_parts(self, name: str, layers: Mapping[str, LoraLinear]) -> None:
-        adapted = {id(each) for layer in layers.values() for each in layer.parameters()}
-        named = self._network.module.named_parameters()
-        full = [path for path, each in named if each.requires_grad and id(each) not in adapted]
-        language = [*self._network.towers.values()][-1]
-        outside = [path for path in layers if not path.startswith(language) and layers[path] is not self._head]
-        refuse_shared_parts(name, full, outside)
 
     def _weights_of_sequences(
         self, updates: Mapping[int, AdapterUpdate], weight: Tensor, num_sequences: int
@@ -179,12 +177,5 @@ def _taken(layer: LoraLinear) -> AdapterUpdate:
     """Return the update of a layer, which becomes a plain linear layer again."""
     factor = None if layer.lora_magnitude is None else local_part(layer.lora_magnitude / layer.weight_norms())
     found = AdapterUpdate(local_part(layer.lora_A), local_part(layer.lora_B), layer.scaling, factor)
-    _remove_adapter({"": layer})
+    remove_adapter(layer)
     return found
-
-
-def _remove_adapter(layers: Mapping[str, LoraLinear]) -> None:
-    for layer in layers.values():
-        for name in ADAPTER_PARAMETERS:
-            delattr(layer, name)
-        layer.__class__ = layer.base_class  # pyrefly: ignore[bad-argument-type]

@@ -46,10 +46,16 @@ def adapter_layout(network: Network, section: AdapterSection) -> AdapterLayout:
         refuse_unknown_tower(tower, network.towers, code="M012", where="model.adapter.towers")
     adapted = section.towers or ([*network.towers][-1],)
     trained_modules = _trained_modules(network, section.train)
-    trained = _parameters_of(network.module, trained_modules)
+    wanted = {id(each) for module in trained_modules for each in module.parameters()}
+    names = network.module.named_parameters(remove_duplicate=False)
+    trained = frozenset(name for name, each in names if id(each) in wanted and each.requires_grad)
+    # Experts are no linear layers, and a gate with one output has no low rank.
+    not_called = _layers_not_called(network)
+    plain = {name: part for name, part in network.module.named_modules() if type(part) is nn.Linear}
     linears = {
         name: each
-        for name, each in _plain_linears(network)
+        for name, each in plain.items()
+        if each.out_features > 1 and id(each) not in not_called
         if tower_of(name, network.towers) in adapted and f"{name}.weight" not in trained
     }
     targets = _matching(network, section, linears)
@@ -58,19 +64,8 @@ def adapter_layout(network: Network, section: AdapterSection) -> AdapterLayout:
     return AdapterLayout(targets=targets, trained=trained)
 
 
-def _plain_linears(network: Network) -> Iterable[tuple[str, nn.Linear]]:
-    """Yield the layers that can have an adapter: those that are called as a linear layer, with more than one output.
-
-    A router and a patch embedding are not called: their layer uses the weight itself. Experts are no linear layers, and
-    a gate with one output has no low rank.
-    """
-    inside = _layers_not_called(network)
-    for name, part in network.module.named_modules():
-        if type(part) is nn.Linear and part.out_features > 1 and id(part) not in inside:
-            yield name, part
-
-
 def _layers_not_called(network: Network) -> set[int]:
+    """Return the ids of routers and patch embeddings: the module around each uses its weight."""
     inside = {id(part.gate) for part in network.module.modules() if isinstance(part, MoeLayer)}
     return inside | {id(part.patch_embed) for part in network.module.modules() if isinstance(part, Stem)}
 
@@ -122,10 +117,3 @@ def _trained_modules(network: Network, patterns: Sequence[str]) -> list[nn.Modul
                             fix=f"modules are called {listed(last_parts(names))}")  # fmt: skip
         found += matching
     return found
-
-
-def _parameters_of(root: nn.Module, modules: Sequence[nn.Module]) -> frozenset[str]:
-    """Return all names in `root` of the trained parameters of these modules."""
-    wanted = {id(each) for module in modules for each in module.parameters()}
-    names = root.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, each in names if id(each) in wanted and each.requires_grad)

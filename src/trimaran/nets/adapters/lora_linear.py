@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from trimaran.core import AdapterSection
 from trimaran.nets.local_shards import (
+    forward_of_shard,
     gathered,
     is_dtensor,
     local_bias,
     local_for_compute,
     local_slices,
-    replicated_forward,
 )
 
 DOWN, UP, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude"
@@ -26,7 +26,6 @@ ADAPTER_PARAMETERS = (DOWN, UP, MAGNITUDE)
 
 
 def is_adapter_parameter(name: str) -> bool:
-    """Return whether this is the name of an adapter's parameter."""
     return name.rpartition(".")[2] in ADAPTER_PARAMETERS
 
 
@@ -69,9 +68,7 @@ class LoraLinear(nn.Linear):
         A layer that every rank holds in full takes and returns a DTensor. Of a layer that is sharded by its outputs
         only lora_B is, of one that is sharded by its inputs only lora_A. The gradient of the other is a partial sum.
         """
-        if not is_dtensor(input):
-            return self._local_forward(input, gradient_is_partial=True)
-        return replicated_forward(self._local_forward, input)
+        return forward_of_shard(self._local_forward, input)
 
     def _local_forward(self, x: Tensor, *, gradient_is_partial: bool) -> Tensor:
         base, local = self.base_forward(x), partial(local_for_compute, gradient_is_partial=gradient_is_partial)
@@ -90,7 +87,12 @@ class LoraLinear(nn.Linear):
     def weight_norms(self) -> Tensor:
         """Return the norm of each row of the base weight with the update, fp32, sharded like `lora_magnitude`."""
         weight = self.base_weight()
-        squares = _squared_row_norms(_local(weight), _local(self.lora_A), _local(self.lora_B), self.scaling)
+        weight, down, up = (_local(each) for each in (weight, self.lora_A, self.lora_B))
+        with torch.autocast(weight.device.type, enabled=False):  # without the updated matrix, or an fp32 copy of it
+            base = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+            crossed = (up.float() * (weight @ down.to(weight.dtype).t()).float()).sum(1)
+            down, up = down.float(), up.float()
+            squares = base + 2 * self.scaling * crossed + self.scaling**2 * (up @ (down @ down.t()) * up).sum(1)
         if not is_dtensor(self.lora_magnitude):
             return squares.sqrt()
         from torch.distributed.tensor import DTensor, Partial, Shard  # noqa: PLC0415  see `is_dtensor`
@@ -127,9 +129,9 @@ def add_adapter(linear: nn.Linear, section: AdapterSection, kind: type[LoraLinea
 
 def merged_weight(linear: LoraLinear) -> Tensor:
     """Return the base weight with the adapter added, fp32 and unsharded. A collective if the layer is sharded."""
-    names = (linear.base_weight(), linear.lora_A, linear.lora_B)
-    weight, down, up = (_full(each) for each in names)
-    magnitude = None if linear.lora_magnitude is None else _full(linear.lora_magnitude)
+    tensors = (linear.base_weight(), linear.lora_A, linear.lora_B)
+    weight, down, up = (gathered(each).detach().float() for each in tensors)
+    magnitude = None if linear.lora_magnitude is None else gathered(linear.lora_magnitude).detach().float()
     return merge_adapter(weight, down, up, scaling=linear.scaling, magnitude=magnitude)
 
 
@@ -144,22 +146,8 @@ def merge_adapter(
     return merged * (magnitude.float() / torch.linalg.vector_norm(merged, dim=1)).unsqueeze(1)
 
 
-def _squared_row_norms(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
-    """Return the squared norm of each row of `weight + scaling * up @ down`, without that matrix or an fp32 copy."""
-    with torch.autocast(weight.device.type, enabled=False):
-        base = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
-        down, up = down.float(), up.float()
-        crossed = (up * (weight @ down.to(weight.dtype).t()).float()).sum(1)
-        squared = (up @ (down @ down.t()) * up).sum(1)
-        return base + 2 * scaling * crossed + scaling**2 * squared
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return gathered(tensor).detach().float()
 
 
 @torch.no_grad()
@@ -169,6 +157,10 @@ def merge_in_place(module: nn.Module) -> None:
         if isinstance(layer, LoraLinear):
             weight = merged_weight(layer)
             layer.weight.copy_(weight)
-            for name in ADAPTER_PARAMETERS:
-                delattr(layer, name)
-            layer.__class__ = nn.Linear  # pyrefly: ignore[bad-argument-type]
+            remove_adapter(layer)
+
+
+def remove_adapter(layer: LoraLinear) -> None:
+    for name in ADAPTER_PARAMETERS:
+        delattr(layer, name)
+    layer.__class__ = layer.base_class  # pyrefly: ignore[bad-argument-type]

@@ -124,12 +124,14 @@ def _inexpressible(what: str, field: str) -> UserError:
 
 
 def peft_config(section: AdapterSection, tensors: Mapping[str, Tensor], modules: Iterable[str]) -> dict[str, Any]:
-    """Return adapter_config.json for these tensors, without the base.
-
-    `modules` are all modules with parameters of transformers' model.
-    """
-    ranks = {_module_of(name): len(each) for name, each in tensors.items() if name.endswith(DOWN)}
+    """Return adapter_config.json without the base; `modules` are all modules with parameters of transformers' model."""
+    downs = [name for name in tensors if name.endswith(DOWN)]
+    ranks = {name.removeprefix(PREFIX).removesuffix(DOWN): len(tensors[name]) for name in downs}
     others = {name: rank for name, rank in ranks.items() if rank != section.rank}
+    factors = {name: rank / section.rank for name, rank in others.items()}  # alphas have the recipe's scaling
+    scales = {name: math.sqrt(each) if section.rank_stabilised else each for name, each in factors.items()}
+    alphas = {name: _number(section.alpha * each) for name, each in scales.items()}
+    owners = {name.removeprefix(PREFIX).rpartition(".")[0] for name in tensors if not name.endswith(SUFFIXES)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -146,9 +148,11 @@ def peft_config(section: AdapterSection, tensors: Mapping[str, Tensor], modules:
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "target_modules": _shortest_names(ranks, modules),
-        "modules_to_save": _saved_modules(tensors) or None,
+        # The modules with the parameters outside the adapter; of one inside another only the outer one.
+        "modules_to_save": sorted(each for each in owners if not each.startswith(tuple(f"{o}." for o in owners)))
+        or None,
         "rank_pattern": others,
-        "alpha_pattern": {name: _joint_alpha(section, rank) for name, rank in others.items()},
+        "alpha_pattern": alphas,
         "layers_to_transform": None,
         "layers_pattern": None,
     }
@@ -160,18 +164,8 @@ def hf_modules(network: Network) -> set[str]:
     return {network.hf_parameter(each).name.rpartition(".")[0] for each in names if not is_adapter_parameter(each)}
 
 
-def _joint_alpha(section: AdapterSection, rank: int) -> float:
-    """Return the alpha with which an adapter of this rank has the recipe's scaling."""
-    factor = rank / section.rank
-    return _number(section.alpha * (math.sqrt(factor) if section.rank_stabilised else factor))
-
-
 def _number(value: float) -> float:
     return int(value) if float(value).is_integer() else value
-
-
-def _module_of(name: str) -> str:
-    return name.removeprefix(PREFIX).removesuffix(DOWN)
 
 
 def _shortest_names(targets: Iterable[str], modules: Iterable[str]) -> list[str]:
@@ -181,12 +175,6 @@ def _shortest_names(targets: Iterable[str], modules: Iterable[str]) -> list[str]
     clash = any(name.rpartition(".")[2] in last for name in {*modules} - chosen)
     clash |= any(name.startswith(WITH_UNUSED_LAYERS) for name in chosen)
     return sorted(chosen if clash or any(each.isdigit() for each in last) else last)
-
-
-def _saved_modules(tensors: Iterable[str]) -> list[str]:
-    """Return the modules that hold the parameters outside the adapter; of one inside another only the outer one."""
-    owners = {name.removeprefix(PREFIX).rpartition(".")[0] for name in tensors if not name.endswith(SUFFIXES)}
-    return sorted(name for name in owners if not any(name.startswith(f"{each}.") for each in owners))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +211,7 @@ def load_peft_adapter(network: Network, folder: Path, section: AdapterSection, w
     stored = {name: network.hf_parameter(name + WEIGHT) for name in layers}
     with ExitStack() as stack, torch.no_grad():
         opened = _open_folder(folder, network, stack)
-        _refuse_other_settings(opened, section)
-        _refuse_other_tensors(opened, network, layout, section)
+        _refuse_other_adapter(opened, network, layout, section)
         if is_on_meta(network.module):
             return
         try:
@@ -234,7 +221,12 @@ def load_peft_adapter(network: Network, folder: Path, section: AdapterSection, w
                 )
                 _fill_layer(layer, stored[name], before, opened, section)
             for name, parameter in trained.items():
-                _fill_parameter(parameter, network.hf_parameter(name), opened)
+                disk = network.hf_parameter(name)
+                value = opened.tensor(PREFIX + disk.name)
+                value = disk.taken_from(value) if disk.parts > 1 else value
+                if value.numel() != parameter.numel():
+                    raise _other_shape(opened, disk.name, f"the shape {[*value.shape]}")
+                _fill(parameter, value.view(parameter.shape))
         except SafetensorError as error:
             raise damaged(folder, error) from None
 
@@ -266,7 +258,8 @@ def _current_name(name: str, network: Network) -> str:
     return PREFIX + (stored.removesuffix(WEIGHT) + suffix if suffix else stored)
 
 
-def _refuse_other_settings(opened: PeftFolder, section: AdapterSection) -> None:
+def _refuse_other_adapter(opened: PeftFolder, network: Network, layout: AdapterLayout, section: AdapterSection) -> None:
+    """Raise unless the folder has these settings, the adapters of all targets and all trained modules, and no more."""
     config = opened.config
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or config.get("fan_in_fan_out"):
         kind = f"peft_type={config.get('peft_type')}, bias={config.get('bias', 'none')}"
@@ -282,10 +275,6 @@ def _refuse_other_settings(opened: PeftFolder, section: AdapterSection) -> None:
         if here != there:
             raise UserError("K052", f"the adapter in {opened.path} has {field} {there}, and the recipe {here}",
                             where=f"model.adapter.{field}", fix=f"set model.adapter.{field} to {there}")  # fmt: skip
-
-
-def _refuse_other_tensors(opened: PeftFolder, network: Network, layout: AdapterLayout, section: AdapterSection) -> None:
-    """Raise unless the folder has the adapters of all targets and all modules that are trained in full, and no more."""
     suffixes = SUFFIXES if section.kind == "dora" else SUFFIXES[:-1]
     targets = {network.hf_parameter(name + WEIGHT).name.removesuffix(WEIGHT) for name in layout.targets}
     expected = {PREFIX + name + suffix for name in targets for suffix in suffixes}
@@ -324,15 +313,6 @@ def _own_part(down: Tensor, up: Tensor, before: int, rank: int) -> tuple[Tensor,
     own = slice(before * rank, (before + 1) * rank)
     others = torch.cat([up[:, : own.start], up[:, own.stop :]], dim=1)
     return (down, up) if len(down) == rank or others.any() else (down[own], up[:, own])
-
-
-def _fill_parameter(parameter: Tensor, stored: DiskTensor, opened: PeftFolder) -> None:
-    value = opened.tensor(PREFIX + stored.name)
-    if stored.parts > 1:
-        value = stored.taken_from(value)
-    if value.numel() != parameter.numel():
-        raise _other_shape(opened, stored.name, f"the shape {[*value.shape]}")
-    _fill(parameter, value.view(parameter.shape))
 
 
 def _fill(parameter: Tensor, value: Tensor) -> None:

@@ -30,7 +30,20 @@ def frequencies(rope: Rope, head_dim: int, device: torch.device, *, long: bool =
         case "linear":
             return plain / rope.factor
         case "yarn":
-            return _yarn(plain, rope, width)
+            # The frequencies of YaRN: fast ones stay, slow ones are divided by the factor, with a ramp in between.
+            yarn = rope.yarn or Yarn()
+
+            def pair_with(turns: float) -> float:
+                return width * math.log(rope.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+            low, high = pair_with(yarn.beta_fast), pair_with(yarn.beta_slow)
+            if yarn.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, width - 1)
+            high = high + 0.001 if low == high else high
+            pairs = torch.arange(width // 2, dtype=torch.float32, device=plain.device)
+            slow = ((pairs - low) / (high - low)).clamp(0, 1)
+            return plain / rope.factor * slow + plain * (1 - slow)
         case _:
             # Wavelengths much shorter than the original context stay, longer ones are scaled by `factor`, and those in
             # between are interpolated.
@@ -58,23 +71,6 @@ def rotation_scale(rope: Rope) -> float:
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
     """Return YaRN's scale of attention for positions that are stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def _yarn(plain: Tensor, rope: Rope, width: int) -> Tensor:
-    """Return the frequencies of YaRN: fast ones stay, slow ones are divided by the factor, with a ramp in between."""
-    yarn = rope.yarn or Yarn()
-
-    def pair_with(turns: float) -> float:
-        return width * math.log(rope.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = pair_with(yarn.beta_fast), pair_with(yarn.beta_slow)
-    if yarn.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
-    high = high + 0.001 if low == high else high
-    pairs = torch.arange(width // 2, dtype=torch.float32, device=plain.device)
-    slow = ((pairs - low) / (high - low)).clamp(0, 1)
-    return plain / rope.factor * slow + plain * (1 - slow)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -138,7 +134,6 @@ Norm = RMSNorm | BiaslessLayerNorm
 
 
 def norm_of(spec: NormSpec, width: int, eps: float) -> Norm:
-    """Return a norm of that kind over the last dim."""
     if spec.kind == "layer":
         return BiaslessLayerNorm(width, eps=eps)
     return (OffsetRMSNorm if spec.unit_offset else RMSNorm)(width, eps=eps)
@@ -209,7 +204,6 @@ class Attention(nn.Module):
 
     @property
     def num_heads(self) -> tuple[int, int]:
-        """The numbers of query heads and of key heads on this rank."""
         return self.q_proj.out_features // self.head_dim, self.k_proj.out_features // self.head_dim
 
     def forward(self, x: Tensor, rotation: Rotation | None, scope: AttentionScope) -> Tensor:
@@ -272,11 +266,7 @@ def rotation_at(positions: Tensor, rope: Rope, head_dim: int, lengths: Tensor | 
 
 
 def grid_rotation_at(positions: Tensor, rope: Rope, head_dim: int, sections: Sequence[int]) -> Rotation:
-    """Return the M-RoPE rotation for `positions` [3, B, T] of time, row and column (Qwen2-VL).
-
-    The first section of a head's feature pairs uses time, the next row, and so on. If the three are equal, as in text,
-    the result equals `rotation_at`.
-    """
+    """Return the M-RoPE rotation for `positions` [3, B, T] of time, row and column, section by section of a head."""
     angles = positions[:, :, None, :, None] * frequencies(rope, head_dim, positions.device)
     pairs = torch.cat([part[axis % 3] for axis, part in enumerate(angles.split(list(sections), -1))], -1)
     angles = torch.cat((pairs, pairs), dim=-1)

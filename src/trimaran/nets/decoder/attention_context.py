@@ -1,6 +1,7 @@
 """Which positions of a sequence a rank holds, how its queries attend to the keys, and where documents begin and end."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,12 +20,10 @@ from trimaran.nets.varlen_attention import (
     has_flex_kernel,
     masked_attention,
     segment_attention,
-    windowed_attention,
+    varlen_attention,
 )
 
 AttentionScope = Tensor | Segments | CachedLayer | PagedLayer | None
-
-
 """What each query attends to: a mask, causal segments, cached or paged positions, or None for causal attention."""
 
 
@@ -44,12 +43,7 @@ class Context:
         return Segments.of_documents(documents, lengths)
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scope: AttentionScope,
-        options: AttentionOptions = PLAIN,
+        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, options: AttentionOptions = PLAIN
     ) -> Tensor:
         """Return the attention output, all [B, heads, T, head_dim]."""
         return attend(query, key, value, scope, options)
@@ -70,29 +64,21 @@ def attend(
     if isinstance(scope, CachedLayer | PagedLayer):
         return scope.attend(query, key, value, options)
     if options.changes_scores or options.limits(query.shape[2]):
-        return _attend_with_options(query, key, value, scope, options)
+        # Attention that is more than the scope: with a window, a soft cap or sinks.
+        if isinstance(scope, Segments) and not options.changes_scores and scope.has_kernel(query, value):
+            assert options.window is not None, "only a window is left"
+            return varlen_attention(query, key, value, scope, (options.window - 1, 0), options.scale)
+        if options.changes_scores and not isinstance(scope, Tensor) and has_flex_kernel(query, value):
+            window = options.window if options.limits(query.shape[2]) else None
+            return flexible_attention(query, key, value, scope, replace(options, window=window))
+        positions = torch.arange(query.shape[2], device=query.device)
+        mask = causal_window(positions, positions, options.window)
+        if scope is not None:
+            mask = mask & (scope.mask(causal=True) if isinstance(scope, Segments) else scope)
+        return masked_attention(query, key, value, mask, options)
     if isinstance(scope, Segments):
         return segment_attention(query, key, value, scope, causal=True, scale=options.scale)
     return attention(query, key, value, scope, scale=options.scale)
-
-
-def _attend_with_options(
-    query: Tensor, key: Tensor, value: Tensor, scope: Tensor | Segments | None, options: AttentionOptions
-) -> Tensor:
-    """Return attention that is more than the scope: with a window, a soft cap or sinks."""
-    if isinstance(scope, Segments) and not options.changes_scores and scope.has_kernel(query, value):
-        assert options.window is not None, "only a window is left"
-        return windowed_attention(query, key, value, scope, options.window, scale=options.scale)
-    if options.changes_scores and not isinstance(scope, Tensor) and has_flex_kernel(query, value):
-        window = options.window if options.limits(query.shape[2]) else None
-        return flexible_attention(
-            query, key, value, scope, window=window, softcap=options.softcap, sinks=options.sinks, scale=options.scale
-        )
-    positions = torch.arange(query.shape[2], device=query.device)
-    mask = causal_window(positions, positions, options.window)
-    if scope is not None:
-        mask = mask & (scope.mask(causal=True) if isinstance(scope, Segments) else scope)
-    return masked_attention(query, key, value, mask, options)
 
 
 def document_positions(documents: Tensor) -> Tensor:

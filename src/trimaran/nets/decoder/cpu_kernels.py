@@ -15,10 +15,7 @@ def is_supported(x: Tensor) -> bool:
 
 
 def rotate_in_place(packed: Tensor, cos: Tensor, sin: Tensor, *, heads: int, backward: bool = False) -> None:
-    """Apply RoPE, or its backward, to the first `heads` heads of `packed` [B, T, all heads x head_dim], in place.
-
-    `cos` and `sin` [1 or B, 1, T, head_dim] are the rotation; its two halves are equal.
-    """
+    """Apply RoPE, or its backward, to the first `heads` heads of `packed` [B, T, heads x head_dim], in place."""
     rows, length, _ = packed.shape
     half = cos.shape[-1] // 2
     cos, sin = cos.narrow(-1, 0, half).transpose(1, 2), sin.narrow(-1, 0, half).transpose(1, 2)
@@ -51,10 +48,7 @@ def norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 def norm_backward(
     x: Tensor, weight: Tensor, factors: Tensor, grad_residual: Tensor | None, grad_normed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `x` [..., width] and of the norm's weight, given those of the residual and the norm.
-
-    `factors` are its `inverse_rms`.
-    """
+    """Return the gradients of `x` and the norm's weight, given those of residual and norm, and its `inverse_rms`."""
     value = x * factors
     product = (grad_normed * value).flatten(0, -2)
     grad_weight = product.sum(0)

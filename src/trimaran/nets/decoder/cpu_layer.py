@@ -32,10 +32,7 @@ def normed_heads(
 def attended_feed_forward(
     attended: Tensor, x: Tensor, out: nn.Linear, norm: nn.RMSNorm, parts: Sequence[nn.Linear]
 ) -> Tensor:
-    """Return the stream after a layer, given that before it, `x`, and the output of its attention, [B, T, hidden].
-
-    `out` is the attention's last projection; `parts` are gate, up and down of the SwiGLU feed-forward.
-    """
+    """Return the stream after a layer, given that before it, `x`, and the output of its attention, [B, T, hidden]."""
     weights = (each.weight for each in parts)
     return _AttendedFeedForward.apply(attended, x, out.weight, norm.weight, norm.eps, *weights)
 

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from trimaran.models import LayerSpec, ModelSpec, NormSpec, Rope
+from trimaran.models import ModelSpec, NormSpec, Rope
 from trimaran.models.layer_variations import TemperatureSpec, norm_names
 from trimaran.nets.decoder import cpu_kernels
 from trimaran.nets.decoder.attention import Attention, Norm, RMSNorm, Rotation, norm_of, rotation_at
@@ -38,10 +38,7 @@ FEED_FORWARD_NORMS = {
 
 
 def tokens_ahead(tokens: Tensor, documents: Tensor | None, places: int) -> Tensor:
-    """Return the token `places` after each of `tokens` [B, T]; where its document has ended, the document's last one.
-
-    Those are never trained, because they have no label. `documents` are numbers as in `Decoder.forward`.
-    """
+    """Return the token `places` after each one; the document's last token, which has no label, where it has ended."""
     indices, last = _indices(tokens, documents)
     return tokens.gather(1, torch.minimum(indices + places, last))
 
@@ -73,7 +70,8 @@ class DecoderLayer(nn.Module):
         before, *others = norm_names(self.norms) if self.norms.placement != "after" else ("", *norm_names(self.norms))
         if before:
             self.add_module(before, norm_of(self.norms, spec.hidden, spec.block.norm_eps))
-        self.self_attn = attention_of(spec, layer)
+        latent = spec.block.attention.latent
+        self.self_attn = Attention(spec, layer) if latent is None else LatentAttention(spec, layer, latent)
         for name in others:
             self.add_module(name, norm_of(self.norms, spec.hidden, spec.block.norm_eps))
         experts, activation = layer.experts, spec.block.activation
@@ -99,10 +97,28 @@ class DecoderLayer(nn.Module):
         modules inside it; it is one whose projections are all joint.
         """
         if not self.has_plain_norms:
-            return self._forward_with_other_norms(x, rotation, scope)
+            # What `forward` does, of a layer whose norms are not where Llama has them, or are others.
+            inner = self._norm("input_layernorm", x)
+            attended = self.self_attn(inner, rotation, scope)
+            if self.norms.parallel:
+                out, balance = self._feed_forward(inner)
+                return x + attended.to(x.dtype) + out.to(x.dtype), balance
+            names = FEED_FORWARD_NORMS[self.norms.placement]
+            if self.norms.placement != "before":
+                attended = self._norm("post_attention_layernorm", attended)
+            x = x + attended.to(x.dtype)
+            out, balance = self._feed_forward(self._norm(names[0], x))
+            return x + self._norm(names[1], out).to(x.dtype), balance
         if self.fused and isinstance(self.mlp, FeedForward) and cpu_kernels.is_supported(x):
             assert rotation is not None, "a fused layer has rotary positions"
-            return self._forward_on_cpu(x, rotation, scope, self.mlp), None
+            attention = self.self_attn
+            assert isinstance(attention, Attention), "latent attention is not fused"
+            projections, heads = attention.projections, attention.num_heads
+            x, query, key, value = normed_heads(x, self.input_layernorm, projections, rotation, heads)
+            attended = attention.context.attend(query, key, value, scope, attention.options).transpose(1, 2).flatten(2)
+            parts = (self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj)
+            norm = self.post_attention_layernorm
+            return attended_feed_forward(attended, x, attention.o_proj, norm, parts), None
         x, inner = self._norm_and_residual(x, self.input_layernorm)
         x = x + self.self_attn(inner, rotation, scope).to(x.dtype)
         x, inner = self._norm_and_residual(x, self.post_attention_layernorm)
@@ -112,36 +128,9 @@ class DecoderLayer(nn.Module):
     def _feed_forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.mlp(x) if isinstance(self.mlp, MoeLayer) else (self.mlp(x), None)
 
-    def _forward_with_other_norms(
-        self, x: Tensor, rotation: Rotation | None, scope: AttentionScope
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return what `forward` does, of a layer whose norms are not where Llama has them, or are others."""
-        inner = self._norm("input_layernorm", x)
-        attended = self.self_attn(inner, rotation, scope)
-        if self.norms.parallel:
-            out, balance = self._feed_forward(inner)
-            return x + attended.to(x.dtype) + out.to(x.dtype), balance
-        names = FEED_FORWARD_NORMS[self.norms.placement]
-        if self.norms.placement != "before":
-            attended = self._norm("post_attention_layernorm", attended)
-        x = x + attended.to(x.dtype)
-        out, balance = self._feed_forward(self._norm(names[0], x))
-        return x + self._norm(names[1], out).to(x.dtype), balance
-
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        """Return the norm of `x`, or `x` itself if this layer has no such norm."""
         norm = getattr(self, name, None)
         return x if norm is None else norm(x)
-
-    def _forward_on_cpu(self, x: Tensor, rotation: Rotation, scope: AttentionScope, mlp: FeedForward) -> Tensor:
-        attention = self.self_attn
-        assert isinstance(attention, Attention), "latent attention is not fused"
-        x, query, key, value = normed_heads(
-            x, self.input_layernorm, attention.projections, rotation, attention.num_heads
-        )
-        attended = attention.context.attend(query, key, value, scope, attention.options).transpose(1, 2).flatten(2)
-        parts = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        return attended_feed_forward(attended, x, attention.o_proj, self.post_attention_layernorm, parts)
 
     def _norm_and_residual(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         return norm_and_residual(x, norm) if self.joint else (x, norm(x))
@@ -152,12 +141,6 @@ def empty_embedding(vocab: int, hidden: int) -> nn.Embedding:
     if torch.get_default_device().type != "meta":
         return nn.Embedding(vocab, hidden)
     return nn.Embedding.from_pretrained(torch.empty(vocab, hidden), freeze=False)
-
-
-def attention_of(spec: ModelSpec, layer: LayerSpec) -> Attention | LatentAttention:
-    """Return the attention of a layer, of the kind that the spec has."""
-    latent = spec.block.attention.latent
-    return Attention(spec, layer) if latent is None else LatentAttention(spec, layer, latent)
 
 
 class PredictionLayer(DecoderLayer):
@@ -221,7 +204,6 @@ class Decoder(nn.Module):
 
     @property
     def prediction_layers(self) -> tuple[PredictionLayer, ...]:
-        """The layers of this stage that predict later tokens."""
         return tuple(layer for layer in self.layers if isinstance(layer, PredictionLayer))
 
     def take_later_sums(self) -> Tensor:
@@ -265,11 +247,21 @@ class Decoder(nn.Module):
         if extension is not None:
             positions = extension.positions
         elif documents is None:
-            positions, scope = torch.arange(tokens.shape[1], device=tokens.device)[None], self._whole_rows(tokens)
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            # Each row is one segment if only the kernel for segments has windows.
+            has_windows = any(self.spec.block.attention.windows)
+            if has_windows and type(self.context) is Context and has_flash(tokens.device):
+                scope = Segments.of_documents(torch.zeros_like(tokens), [tokens.shape[1]] * tokens.shape[0])
         else:
             positions, scope = document_positions(documents), self.context.scope(documents, lengths)
         rotations = self._rotations(positions, documents, extension) if rotation is None else {}
-        scopes = {} if extension is not None else self._scopes(tokens, positions, documents, lengths, scope)
+        scopes: dict[int | None, AttentionScope] = {None: scope}  # by the layers' chunk, None for layers without one
+        for chunk in dict.fromkeys(layer.self_attn.chunk for layer in self.blocks) if extension is None else ():
+            if chunk is not None:
+                scopes[chunk] = scope
+                if tokens.shape[1] > chunk:
+                    inside = split_documents(positions.expand_as(tokens), documents, lengths, chunk)
+                    scopes[chunk] = self.context.scope(*inside)
         x = stream[0] if stream else self._embed(tokens)
         if placed is not None and self.place is not None:
             x = self.place(x, *placed)
@@ -323,13 +315,6 @@ class Decoder(nn.Module):
         self.later_sums = self.later_sums.to(tokens.device).add_(torch.stack(sums))
         return total
 
-    def _whole_rows(self, tokens: Tensor) -> AttentionScope:
-        """Return each row as one segment, if only the kernel for segments has windows; else None."""
-        has_windows = any(self.spec.block.attention.windows)
-        if not has_windows or type(self.context) is not Context or not has_flash(tokens.device):
-            return None
-        return Segments.of_documents(torch.zeros_like(tokens), [tokens.shape[1]] * tokens.shape[0])
-
     def _rotations(
         self, positions: Tensor, documents: Tensor | None, extension: CacheExtension | PagedExtension | None
     ) -> dict[Rope | TemperatureSpec | None, Rotation]:
@@ -352,24 +337,6 @@ class Decoder(nn.Module):
             if each is not None:
                 rotations[each] = (query_factors(local, each),) * 2
         return rotations
-
-    def _scopes(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        documents: Tensor | None,
-        lengths: Sequence[int] | None,
-        scope: AttentionScope,
-    ) -> dict[int | None, AttentionScope]:
-        """Return what the queries of layers attend to, by the layers' chunk; None is that of layers without one."""
-        scopes: dict[int | None, AttentionScope] = {None: scope}
-        for chunk in dict.fromkeys(layer.self_attn.chunk for layer in self.blocks):
-            if chunk is not None:
-                scopes[chunk] = scope
-                if tokens.shape[1] > chunk:
-                    inside = split_documents(positions.expand_as(tokens), documents, lengths, chunk)
-                    scopes[chunk] = self.context.scope(*inside)
-        return scopes
 
     def ended(self, logits: Tensor) -> Tensor:
         """Return the logits, scaled and capped as the spec says."""

@@ -1,6 +1,5 @@
 """Multi-head latent attention (DeepSeek-V2 and V3, Kimi-K2): keys and values of all heads from one narrow vector."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,14 +9,13 @@ from torch import Tensor, nn
 
 from trimaran.models import LayerSpec, ModelSpec, Rope
 from trimaran.models.layer_variations import LatentSpec
-from trimaran.nets.decoder.attention import RMSNorm, rotate
+from trimaran.nets.decoder.attention import RMSNorm, rotate, yarn_scale
 from trimaran.nets.decoder.attention_context import AttentionScope, Context
 from trimaran.nets.decoder.joint_projections import Rotation
 from trimaran.nets.decoder.key_value_cache import CachedLayer
 from trimaran.nets.local_shards import multiplied_weight
 from trimaran.nets.paged_cache import (
     HostLengthsNeededError,
-    PagedExtension,
     PagedLayer,
     attend_causally,
     attend_decodes,
@@ -63,29 +61,11 @@ class LatentHeads:
 
 
 def expanded_heads(wide: Tensor, shared: Tensor, latent: LatentSpec) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, heads, T, width], given the output of `kv_b_proj`, [B, T, heads * ...].
-
-    `shared` [B, 1, T, rope_dim] are the rotated features of all keys.
-    """
+    """Return keys and values [B, heads, T, width] of `kv_b_proj`'s output and the shared rotated features."""
     heads = wide.unflatten(-1, (-1, latent.nope_dim + latent.value_dim)).transpose(1, 2)
     key, value = heads.split([latent.nope_dim, latent.value_dim], dim=-1)
     shared = shared.to(value.dtype).expand(-1, key.shape[1], -1, -1)
     return torch.cat((key, shared), dim=-1), value
-
-
-def attend_cached(
-    query: Tensor, new: Tensor, layer: CachedLayer, heads: LatentHeads, options: AttentionOptions
-) -> Tensor:
-    """Store the new tokens [rows, 1, T, kv_rank + rope_dim], and return the output [rows, heads, T, value_dim].
-
-    A single query of each row absorbs the weight; more do not: see `attend_pages`.
-    """
-    (cached,) = layer.stored(new)
-    if query.shape[2] > 1:
-        return layer.attend_to(query, *heads.expand(cached), options)
-    absorbed = heads.absorb(query[:, :, 0].transpose(0, 1)).transpose(0, 1)[:, :, None]
-    out = layer.attend_to(absorbed, cached, cached[..., : heads.latent.kv_rank], options)
-    return heads.project(out[:, :, 0].transpose(0, 1)).transpose(0, 1)[:, :, None]
 
 
 def attend_pages(
@@ -106,7 +86,13 @@ def attend_pages(
     start, parts = query.shape[2] if is_graph else extension.num_decodes, []
     if start:
         absorbed = _of_sequences(LatentHeads.absorb, heads[:start], query[0, :, :start])
-        out = _attend_narrow(absorbed, pages, extension, latent, options)
+        if has_latent_kernel(pages, latent):
+            from trimaran.nets.kernels.latent_pages import attend_latent_pages  # noqa: PLC0415 - only a GPU has Triton
+
+            out = attend_latent_pages(absorbed, pages, extension, options, rank=latent.kv_rank)
+        else:
+            cached = pages_of_decodes(pages, extension)
+            out = attend_decodes(absorbed[None], cached, cached[..., : latent.kv_rank], extension, options)[0]
         parts.append(_of_sequences(LatentHeads.project, heads[:start], out)[None])
     for number in range(extension.num_decodes, len(extension.query_lengths)):
         stop = start + extension.query_lengths[number]
@@ -127,21 +113,6 @@ def has_latent_kernel(cached: Tensor, latent: LatentSpec) -> bool:
         return False
     fits = latent.kv_rank <= MAX_KERNEL_RANK and latent.rope_dim <= MAX_KERNEL_ROPE
     return fits and latent.kv_rank.bit_count() == latent.rope_dim.bit_count() == 1
-
-
-def _attend_narrow(
-    query: Tensor, pages: Tensor, extension: PagedExtension, latent: LatentSpec, options: AttentionOptions
-) -> Tensor:
-    """Return what absorbed queries [heads, S, kv_rank + rope_dim] attend to, [heads, S, kv_rank].
-
-    They are those of the sequences with one new token, or, in a step of a CUDA graph, of all tokens.
-    """
-    if has_latent_kernel(pages, latent):
-        from trimaran.nets.kernels.latent_pages import attend_latent_pages  # noqa: PLC0415 - only a GPU has Triton
-
-        return attend_latent_pages(query, pages, extension, options, rank=latent.kv_rank)
-    cached = pages_of_decodes(pages, extension)
-    return attend_decodes(query[None], cached, cached[..., : latent.kv_rank], extension, options)[0]
 
 
 def _of_sequences(change: Callable[[LatentHeads, Tensor], Tensor], heads: Sequence[LatentHeads], x: Tensor) -> Tensor:
@@ -215,7 +186,13 @@ class LatentAttention(nn.Module):
         """Store what is `new` of each token, and return the attention output [B, heads, T, value_dim]."""
         weight = multiplied_weight(self.kv_b_proj, new)
         if isinstance(scope, CachedLayer):
-            return attend_cached(query, new, scope, LatentHeads(self.latent, weight), self.options)
+            # A single query of each row absorbs the weight; more do not: see `attend_pages`.
+            own, (cached,) = LatentHeads(self.latent, weight), scope.stored(new)
+            if query.shape[2] > 1:
+                return scope.attend_to(query, *own.expand(cached), self.options)
+            absorbed = own.absorb(query[:, :, 0].transpose(0, 1)).transpose(0, 1)[:, :, None]
+            out = scope.attend_to(absorbed, cached, cached[..., : self.latent.kv_rank], self.options)
+            return own.project(out[:, :, 0].transpose(0, 1)).transpose(0, 1)[:, :, None]
         count = len(scope.extension.context_lengths)
         weights = [weight] * count if self.weights_of_sequences is None else self.weights_of_sequences(weight, count)
         heads = {id(each): LatentHeads(self.latent, each) for each in weights}
@@ -227,4 +204,4 @@ def _scale(latent: LatentSpec, rope: Rope | None) -> float:
     scale = latent.head_dim**-0.5
     if rope is None or rope.yarn is None or not rope.yarn.mscale_all_dim or rope.factor <= 1:
         return scale
-    return scale * (0.1 * rope.yarn.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+    return scale * yarn_scale(rope.factor, rope.yarn.mscale_all_dim) ** 2

@@ -167,7 +167,6 @@ class ExpertWeights(nn.Module):
         return _grouped(inner, down, ends) + of_down / self.tp
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return the inner activations of an expert from its two projections."""
         limit = self.unit.limit
         if not limit:
             return F.silu(gate) * up
@@ -231,10 +230,7 @@ class MoeLayer(nn.Module):
         self._reset_routing_stats()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output for `x` [B, T, hidden], and the balance and z-loss, summed over the sequences.
-
-        The capacity applies in training only.
-        """
+        """Return the output for `x` [B, T, hidden], and summed balance and z-loss. Capacity limits training only."""
         # With offloaded weights it is on the host.
         correction = None if self.correction_bias is None else self.correction_bias.to(x.device)
         routing = route(self._logits(x), self.spec, self.context, limited=self.training, correction=correction)
@@ -242,8 +238,13 @@ class MoeLayer(nn.Module):
             self.routing_stats = self.routing_stats.to(x.device).add_(routing.stats)
         places = sorted_places(routing.choices.flatten()).view(-1, self.spec.top_k)
         sent = self.dispatch.send(self.experts, self._rows(x, routing, places), routing.counts)
-        shared = None if self.shared_expert is None else self._shared(x)  # while rows travel
-        out = self._joined(self.dispatch.compute(self.experts, sent), routing, places).unflatten(0, x.shape[:2])
+        shared = None if self.shared_expert is None else self.shared_expert(x)  # while rows travel
+        if shared is not None and self.shared_expert_gate is not None:
+            shared = self.shared_expert_gate(x).sigmoid() * shared
+        # The weighted sum of each token's expert outputs.
+        weights = None if self.spec.router.weights_input else routing.weights.flatten(0, 1)
+        rows = self.dispatch.compute(self.experts, sent)
+        out = gather_rows(rows, places, None if weights is None else weights.to(rows.dtype)).unflatten(0, x.shape[:2])
         return (out if shared is None else out + shared), routing.loss / self.tp
 
     @torch.no_grad()
@@ -278,17 +279,6 @@ class MoeLayer(nn.Module):
         return rows * weights.new_empty(len(rows), 1).index_copy(0, places.flatten(), weights.view(-1, 1)).to(
             rows.dtype
         )
-
-    def _joined(self, rows: Tensor, routing: Routing, places: Tensor) -> Tensor:
-        """Return the weighted sum of each token's expert outputs."""
-        if self.spec.router.weights_input:
-            return gather_rows(rows, places)
-        return gather_rows(rows, places, routing.weights.flatten(0, 1).to(rows.dtype))
-
-    def _shared(self, x: Tensor) -> Tensor:
-        assert self.shared_expert is not None
-        out = self.shared_expert(x)
-        return out if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * out
 
     def _reset_routing_stats(self) -> None:
         # Not a buffer: buffers are broadcast from rank 0 and saved in checkpoints.

@@ -20,19 +20,13 @@ def sorted_places(keys: Tensor) -> Tensor:
 
 
 def scatter_rows(x: Tensor, places: Tensor) -> Tensor:
-    """Return [N x copies, width] with row n of `x` [N, width] at all of `places[n]`.
-
-    `places` [N, copies] has each place once.
-    """
+    """Return row n of `x` [N, width] at all of `places[n]`, [N x copies, width]; `places` [N, copies] has each once."""
     return _Scatter.apply(x, places)
 
 
 def gather_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return for each n the sum of the rows at `places[n]`, times `weights[n]` if given, [N, width].
-
-    `places` [N, copies] has each row once; `weights` [N, copies] have the dtype of `rows`.
-    """
-    return _Gather.apply(rows, places) if weights is None else _WeightedGather.apply(rows, places, weights)
+    """Return for each n the sum of `rows` at `places[n]`, times `weights[n]` if given: inverse of `scatter_rows`."""
+    return _Gather.apply(rows, places, weights)
 
 
 class _Scatter(torch.autograd.Function):
@@ -48,24 +42,16 @@ class _Scatter(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return torch.ops.trimaran.gather_rows(rows, places, None)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        return torch.ops.trimaran.scatter_rows(gradients[0], *ctx.saved_tensors), None
-
-
-class _WeightedGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, places, weights)
+    def forward(ctx: Any, rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*((places,) if weights is None else (rows, places, weights)))
         return torch.ops.trimaran.gather_rows(rows, places, weights)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, Tensor]:
-        grad_rows, grad_weights = torch.ops.trimaran.gather_rows_backward(gradients[0], *ctx.saved_tensors)
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, Tensor | None]:
+        saved = ctx.saved_tensors
+        if len(saved) == 1:
+            return torch.ops.trimaran.scatter_rows(gradients[0], *saved), None, None
+        grad_rows, grad_weights = torch.ops.trimaran.gather_rows_backward(gradients[0], *saved)
         return grad_rows, None, grad_weights
 
 

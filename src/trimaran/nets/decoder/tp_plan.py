@@ -7,11 +7,7 @@ its part of the norms and residuals.
 from trimaran.models import ModelSpec
 from trimaran.models.vlm_spec import VlmSpec
 
-ENDS = {
-    "embed_tokens": "embedding-to-sequence",
-    "norm": "parameters",
-    "lm_head": "sequence-to-logits",
-}
+ENDS = {"embed_tokens": "embedding-to-sequence", "norm": "parameters", "lm_head": "sequence-to-logits"}
 ATTENTION = {
     "layers.*.input_layernorm": "parameters",
     "layers.*.self_attn": "gather-sequence",

@@ -31,6 +31,7 @@ from trimaran.nets.hf.hf_attention import (
     refuse_packed_rows,
     set_context,
     takes_scope,
+    transformers,
     uses_eager_attention,
 )
 from trimaran.nets.hf.hf_kinds import refuse_later_tokens
@@ -51,11 +52,6 @@ from trimaran.nets.paged_cache import PagedExtension
 from trimaran.nets.varlen_attention import run_lengths
 from trimaran.nets.vlm.vlm_names import DiskTensor
 
-try:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.utils.logging import disable_progress_bar
-except ImportError:
-    AutoConfig = AutoModelForCausalLM = AutoModelForImageTextToText = disable_progress_bar = None
 try:
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:  # transformers before 5 keeps weights in memory as they are on disk
@@ -180,7 +176,6 @@ class HfNetwork(Network):
         return self.module(input_ids=inputs["tokens"], use_cache=False, **arguments).logits
 
     def _cached_positions(self, inputs: Mapping[str, Tensor], extension: CacheExtension | PagedExtension) -> Tensor:
-        """Return the positions of new tokens after those in a cache."""
         positions = inputs.get("positions", extension.positions)
         return positions if self.padding_position is None else positions + self.padding_position + 1
 
@@ -271,7 +266,9 @@ def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
             setattr(part, PADDING_CHECK, lambda *_: None)
     config: Any = module.config
     if getattr(config.get_text_config(), "output_router_logits", False):  # its balance loss does not take our masks
-        module.register_forward_pre_hook(_without_router_logits, with_kwargs=True)
+        module.register_forward_pre_hook(
+            lambda _, args, given: (args, given | {"output_router_logits": False}), with_kwargs=True
+        )
     result, architecture = probe(module), type(module).__name__
     refuse_later_tokens(module, architecture, is_noncausal=result.is_noncausal)
     setattr(module, OPTION_ATTRIBUTE, result.unsupported_option)
@@ -287,22 +284,11 @@ def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
                     "layer keeps scores of heads x seq_len^2 values for every sample", architecture)  # fmt: skip
     _cast_stream(module)
     head = module.get_output_embeddings() if result.ends_in_head else None  # pyrefly: ignore[not-callable]
-    padding = _padding_position(module)
-    return HfNetwork(module, blocks_of(module), spec, architecture, head, padding_position=padding)
-
-
-def _padding_position(module: nn.Module) -> int | None:
-    """Return the position of padding in a model of the RoBERTa family; None in others.
-
-    Its table of positions has a row for padding, with the number of the padding token.
-    """
+    # A model of the RoBERTa family has a row for padding in its table of positions, with the number of that token.
     tables = (getattr(part, "position_embeddings", None) for part in module.modules())
     found = (each.padding_idx for each in tables if isinstance(each, nn.Embedding))
-    return next((each for each in found if each is not None), None)
-
-
-def _without_router_logits(_: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return args, options | {"output_router_logits": False}
+    padding = next((each for each in found if each is not None), None)
+    return HfNetwork(module, blocks_of(module), spec, architecture, head, padding_position=padding)
 
 
 def _cast_stream(module: Any) -> None:
@@ -312,21 +298,16 @@ def _cast_stream(module: Any) -> None:
     between two matmuls would move twice the bytes, and pipeline stages, between which the stream is sent in the
     autocast dtype, would compute something else than one process. Only hooks are added.
     """
-    for part in _stream_sources(module):
-        part.register_forward_hook(_to_autocast_dtype)
-    for part in module.modules():
-        if type(part).__name__.endswith("RotaryEmbedding"):
-            part.register_forward_pre_hook(_with_fp32_input)
-
-
-def _stream_sources(module: Any) -> Iterator[nn.Module]:
-    """Yield the embedding of tokens and what is added to it, or normalises it, before the first layer."""
+    # The embedding of tokens and what is added to it, or normalises it, before the first layer.
     tokens = module.get_input_embeddings()
     owner = next(part for part in module.modules() if any(child is tokens for child in part.children()))
     for name, part in owner.named_children():
         is_rotary = "Rotary" in type(part).__name__ or "rotary" in name
         if part is tokens or (not is_rotary and (isinstance(part, nn.Embedding) or "embed" in name)):
-            yield part
+            part.register_forward_hook(_to_autocast_dtype)
+    for part in module.modules():
+        if type(part).__name__.endswith("RotaryEmbedding"):
+            part.register_forward_pre_hook(_with_fp32_input)
 
 
 def _to_autocast_dtype(embedding: nn.Module, _: Any, out: Any) -> Any:
@@ -356,14 +337,15 @@ def blocks_of(module: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def hf_config(path: Path, *, trust_remote_code: bool) -> Any:
-    """Return transformers' configuration of the folder."""
-    if AutoConfig is None or AutoModelForCausalLM is None or disable_progress_bar is None:
+    if transformers is None:
         raise UserError("M023", "Hugging Face models need the transformers package", where="model.family",
                         fix="pip install 'trimaran[hf]'")  # fmt: skip
-    disable_progress_bar()  # a rank writes to a log
+    transformers.utils.logging.disable_progress_bar()  # a rank writes to a log
     folder = model_folder(str(path))
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        return transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:
         raise _not_loaded(error, path) from error
 
@@ -377,8 +359,8 @@ def hf_model(config: Any, *, trust_remote_code: bool) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """Return the transformers auto class for the config."""
-    return AutoModelForImageTextToText if config.model_type in FOREIGN else AutoModelForCausalLM
+    foreign = config.model_type in FOREIGN
+    return transformers.AutoModelForImageTextToText if foreign else transformers.AutoModelForCausalLM
 
 
 def _with_attention(build: Callable[[dict[str, Any]], Any]) -> Any:

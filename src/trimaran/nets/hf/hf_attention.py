@@ -1,6 +1,8 @@
 """Our attention inside a Hugging Face model: it supports context parallelism, and documents need no mask."""
 
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
@@ -13,11 +15,8 @@ from trimaran.nets.decoder.key_value_cache import CacheExtension
 from trimaran.nets.paged_cache import PagedExtension
 from trimaran.nets.varlen_attention import AttentionOptions, Segments, attention, segment_attention
 
-try:
-    from transformers import AttentionInterface
-except ImportError:
-    AttentionInterface = None
-
+# None if it is not installed, which `hf_config` refuses.
+transformers: Any = import_module("transformers") if find_spec("transformers") else None
 NAME = "trimaran"
 # Kinds of layers, in a config's `layer_types`, that a mask keeps within documents.
 CHUNKED = "chunked_attention"
@@ -25,17 +24,9 @@ ISOLATING_LAYERS = frozenset({"full_attention", "sliding_attention", CHUNKED})
 CHUNK_SIZES = ("attention_chunk_size", "floor_scale")  # of Llama 4, which scales scores by the position in the row
 WITHOUT_PAIR_MASKS = frozenset({"openai-gpt", "xlm"})  # kinds of models that take no mask for pairs of tokens
 PACKED = "trimaran_flash"  # transformers calls a kernel of this name once for all images, not per image
-UNSUPPORTED_OPTIONS = (
-    "dropout",
-    "sliding_window",
-    "softcap",
-    "s_aux",
-    "position_bias",
-)  # options that our attention does not support
+UNSUPPORTED_OPTIONS = ("dropout", "sliding_window", "softcap", "s_aux", "position_bias")  # by our attention
 CONTEXT = "trimaran_context"  # the attribute of every module that may attend
-SCOPE_ARGUMENT = (
-    "trimaran_scope"  # the argument that carries the attention scope from the model's call to its attention
-)
+SCOPE_ARGUMENT = "trimaran_scope"  # carries the attention scope from the model's call to its attention
 MIXING_ATTRIBUTE = "trimaran_mixing_reason"  # the attribute of a model that holds the result of `mixing_reason`
 OPTION_ATTRIBUTE = "trimaran_unsupported_option"  # the attribute of a model that a trial call found to attend with one
 SCOPE_ATTRIBUTE = "trimaran_takes_scope"  # the attribute of a model that passes this argument through
@@ -51,17 +42,13 @@ def set_context(module: Any, context: Context) -> None:
     option = getattr(module, OPTION_ATTRIBUTE, "")
     if option and (module.training or option != "dropout"):
         raise _cp_unsupported(module, f"attends with {option}")
-    assert AttentionInterface is not None, "there is no model without transformers"
-    AttentionInterface.register(NAME, _attend)
-    module.set_attn_implementation(NAME)
-    if module.config._attn_implementation != NAME:  # transformers only warns
+    if not use_our_attention(module):
         raise _cp_unsupported(module, "has its own attention implementation")
     for part in module.modules():
         setattr(part, CONTEXT, context)
 
 
 def context_of(module: nn.Module) -> Context | None:
-    """Return the context set by `set_context`, if any."""
     return getattr(module, CONTEXT, None)
 
 
@@ -73,8 +60,7 @@ def install_attention(module: Any) -> None:
 
 def pack_images(vision: Any) -> None:
     """Make a vision tower pass image boundaries to our attention: `Segments` as `cu_seqlens`."""
-    assert AttentionInterface is not None, "there is no model without transformers"
-    AttentionInterface.register(PACKED, _attend)
+    transformers.AttentionInterface.register(PACKED, _attend)
     vision.config._attn_implementation = PACKED  # its setter would look for a package with such a kernel
 
 
@@ -84,7 +70,6 @@ def takes_scope(module: nn.Module) -> bool:
 
 
 def has_windows(config: Any) -> bool:
-    """Return whether some layers of a model have an attention window."""
     config = config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds:
@@ -93,21 +78,20 @@ def has_windows(config: Any) -> bool:
 
 
 def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Return the attention output [B, T, heads, head_dim], as transformers expects of an attention function."""
-    if isinstance(pages := options.get(SCOPE_ARGUMENT), PagedExtension):
-        return _attend_pages(module, query, key, value, pages, options), None
+    query, key = query.to(value.dtype), key.to(value.dtype)  # RoPE may have upcast them
+    if isinstance(pages := options.get(SCOPE_ARGUMENT), PagedExtension):  # one row with the new tokens of all sequences
+        if is_noncausal(module, options) or options.get("position_bias") is not None:
+            raise _cp_unsupported(module, "does not attend causally, or attends with a position bias")
+        found = AttentionOptions(*(options.get(name) for name in ("scaling", "sliding_window", "softcap", "s_aux")))
+        layer = pages.layer(module.layer_idx)  # pyrefly: ignore[bad-argument-type]
+        return layer.attend(query, key, value, found).transpose(1, 2).contiguous(), None
     # The call shows what the config does not.
     if option := unsupported_option(options):
         raise _cp_unsupported(module, f"attends with {option}")
     context = context_of(module) or Context()  # another model of the same configuration has none
-    query, key = query.to(value.dtype), key.to(value.dtype)  # RoPE may have upcast them
     scope, scale = options.get(SCOPE_ARGUMENT), options.get("scaling")
     if isinstance(scope, CacheExtension):
         scope = scope.layer(module.layer_idx)  # pyrefly: ignore[bad-argument-type]
@@ -120,39 +104,17 @@ def _attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def use_paged_attention(module: Any) -> bool:
-    """Use our attention in a model that may also attend with windows, soft caps and sinks; return whether it does.
-
-    From now on the model attends to pages only.
-    """
-    assert AttentionInterface is not None, "there is no model without transformers"
-    AttentionInterface.register(NAME, _attend)
+def use_our_attention(module: Any) -> bool:
+    """Attend with our attention, and return whether that works; with windows, soft caps or sinks only to pages."""
+    transformers.AttentionInterface.register(NAME, _attend)
     module.set_attn_implementation(NAME)
     return module.config._attn_implementation == NAME  # else transformers has only warned
 
 
-def _attend_pages(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, pages: PagedExtension, options: Mapping[str, Any]
-) -> Tensor:
-    """Return the attention output [1, N, heads, head_dim] of one row with the new tokens of all sequences."""
-    if is_noncausal(module, options) or options.get("position_bias") is not None:
-        raise _cp_unsupported(module, "does not attend causally, or attends with a position bias")
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    found = AttentionOptions(
-        scale=options.get("scaling"),
-        window=options.get("sliding_window"),
-        softcap=options.get("softcap"),
-        sinks=options.get("s_aux"),
-    )
-    layer = pages.layer(module.layer_idx)  # pyrefly: ignore[bad-argument-type]
-    return layer.attend(query, key, value, found).transpose(1, 2).contiguous()
-
-
 def unsupported_option(options: Mapping[str, Any]) -> str:
     """Return the first option of a call that our attention does not support; empty if none."""
-    return next(
-        (name for name in UNSUPPORTED_OPTIONS if isinstance(options.get(name), Tensor) or options.get(name)), ""
-    )
+    given = {name: options.get(name) for name in UNSUPPORTED_OPTIONS}
+    return first_true({name: isinstance(each, Tensor) or bool(each) for name, each in given.items()})
 
 
 def is_noncausal(module: nn.Module, options: Mapping[str, Any]) -> bool:
@@ -206,8 +168,13 @@ def mixing_reason(module: Any) -> str:
             "has layers without attention scores": not ISOLATING_LAYERS.issuperset(kinds),
             f"counts chunks of {longest} tokens from the start of a row": longest > 0,
         }
-        setattr(module, MIXING_ATTRIBUTE, next((reason for reason, applies in reasons.items() if applies), ""))
+        setattr(module, MIXING_ATTRIBUTE, first_true(reasons))
     return getattr(module, MIXING_ATTRIBUTE)
+
+
+def first_true(reasons: Mapping[str, bool]) -> str:
+    """Return the first reason that applies; empty if none does."""
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def longest_packed_row(module: Any) -> int:
@@ -219,10 +186,7 @@ def longest_packed_row(module: Any) -> int:
 
 
 def refuse_packed_rows(reason: str, architecture: str, inputs: Mapping[str, Tensor]) -> None:
-    """Raise if a model that mixes the documents of a row would learn from a later one; padding may follow the first.
-
-    `architecture` is the name of its class, which a plan changes.
-    """
+    """Raise if a model that mixes the documents of a row would learn from a later one; padding may follow the first."""
     later = inputs["documents"] > 0
     if (labels := inputs.get("labels")) is not None:
         later = later & (labels >= 0)

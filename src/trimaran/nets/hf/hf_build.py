@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # private in torch; there is no other way to see operators
 
@@ -19,7 +18,7 @@ from trimaran.core import UserError
 from trimaran.models import model_folder, weight_files
 from trimaran.nets.hf.hf import auto_class, blocks_of, hf_config, hf_model, load_hf_model
 from trimaran.nets.hf.hf_kinds import refuse_other_kind, refuse_without_head
-from trimaran.nets.hf_weights import damaged, open_weights
+from trimaran.nets.hf_weights import open_sources, open_weights
 from trimaran.nets.local_shards import local_part, local_slices
 from trimaran.nets.network import WeightsNeededError
 from trimaran.nets.nf4_linear import loadable_weights, weight_to_fill
@@ -79,10 +78,7 @@ def find_weight_sources(module: Any, folder: Path) -> tuple[list[WeightSource], 
 
 
 def keep_conversions(module: Any) -> None:
-    """Keep how transformers renames and splits the weights of a new model on saving: it asks by the name of its class.
-
-    A plan changes that name.
-    """
+    """Keep how transformers renames and splits a new model's weights: it asks by a class name, which a plan changes."""
     if conversion_mapping is None or core_model_loading is None or hasattr(module, "_weight_conversions"):
         return
     find: Any = conversion_mapping.get_model_conversion_mapping
@@ -95,25 +91,18 @@ def keep_conversions(module: Any) -> None:
 def read_weights(
     module: nn.Module, folder: Path, sources: list[WeightSource], report_progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Fill the module in place with this rank's slices, in its own dtypes. Fused tensors are briefly unsharded.
-
-    A pipeline stage reads only what it holds. `report_progress` is called after each source.
-    """
+    """Fill the module in place with this rank's slices, in its own dtypes. Fused tensors are briefly unsharded."""
     targets = dict(module.named_buffers()) | loadable_weights(module, remove_duplicate=False)
-    with ExitStack() as stack, torch.no_grad():
-        files = open_weights(folder, stack)
-        try:
-            for source in [each for each in sources if each.target in targets]:
-                if source.converter is None:
-                    _copy(module, source.target, targets, files[source.name].get_slice(source.name))
-                else:
-                    values = {name: files[name].get_tensor(name) for name, _ in source.tensors}
-                    for target, tensor in source.convert(module, values):
-                        if target in targets:
-                            _copy(module, target, targets, tensor)
-                report_progress()
-        except SafetensorError as error:
-            raise damaged(folder, error) from None
+    with open_sources(folder) as files:
+        for source in [each for each in sources if each.target in targets]:
+            if source.converter is None:
+                _copy(module, source.target, targets, files[source.name].get_slice(source.name))
+            else:
+                values = {name: files[name].get_tensor(name) for name, _ in source.tensors}
+                for target, tensor in source.convert(module, values):
+                    if target in targets:
+                        _copy(module, target, targets, tensor)
+            report_progress()
 
 
 def _copy(module: nn.Module, name: str, targets: Mapping[str, Tensor], value: Any) -> None:
@@ -127,7 +116,10 @@ def _weight_sources(module: Any, wanted: dict[str, Tensor], on_disk: list[str]) 
     """Return the sources of all targets, with names mapped, prefixed and fused as transformers does it."""
     prefix = module.base_model_prefix
     if conversion_mapping is None or core_model_loading is None:
-        targets = {_prefixed(name, prefix, wanted): name for name in on_disk}
+        targets: dict[str, str] = {}
+        for name in on_disk:  # a tensor may have been saved with or without the base model's prefix
+            names = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+            targets[next((each for each in names if each in wanted), name)] = name
         return [WeightSource(target, ((name, name),)) for target, name in targets.items() if target in wanted]
     conversions = conversion_mapping.get_model_conversion_mapping(module)
     renamings = [each for each in conversions if isinstance(each, core_model_loading.WeightRenaming)]
@@ -143,11 +135,6 @@ def _weight_sources(module: Any, wanted: dict[str, Tensor], on_disk: list[str]) 
     if all(hasattr(each, "was_used") for each in conversions):  # for saving; the first 5.x do not need it
         module._weight_conversions = [each for each in conversions if each.was_used()]
     return [WeightSource(target, tuple(names), by_pattern.get(names[0][1])) for target, names in tensors.items()]
-
-
-def _prefixed(name: str, prefix: str, wanted: Mapping[str, Tensor]) -> str:
-    """Return the name in memory of a tensor that was saved with or without the base model's prefix."""
-    return next((each for each in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")) if each in wanted), name)
 
 
 def _mismatch(module: nn.Module, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
@@ -192,7 +179,13 @@ def open_hf_model(
         return load_hf_model(path, trust_remote_code=trust_remote_code, seed=seed), materialise
     if has_weights:
         module.eval()  # as transformers returns a loaded model
-        return module, lambda sharded, device: _read(sharded, device, folder, sources, report_progress)
+
+        def read(sharded: nn.Module, device: torch.device) -> None:
+            materialise(sharded, device)
+            if device.type != "meta":  # where it is only checked, and `find_weight_sources` has done that
+                read_weights(sharded, folder, sources, report_progress)
+
+        return module, read
     keep_conversions(module)
     unsharded = deepcopy(module)
     return module, lambda sharded, device: _initialise_all(sharded, device, unsharded, seed)
@@ -215,23 +208,8 @@ def _build_on_meta(config: Any, folder: Path | None, trust_remote_code: bool) ->
     return module, sources, problem
 
 
-def _read(
-    module: nn.Module,
-    device: torch.device,
-    folder: Path,
-    sources: list[WeightSource],
-    report_progress: Callable[[], None],
-) -> None:
-    materialise(module, device)
-    if device.type != "meta":  # where it is only checked, and `find_weight_sources` has done that
-        read_weights(module, folder, sources, report_progress)
-
-
 def _initialise_all(module: nn.Module, device: torch.device, unsharded: nn.Module, seed: int) -> None:
-    """Fill a sharded module with random weights from the model's own initialisation, one block at a time.
-
-    On the meta device, only check that it initialises every weight.
-    """
+    """Fill a sharded module from the model's own initialisation, block by block; on the meta device only check it."""
     materialise(module, device)
     targets = loadable_weights(module)
     if device.type == "meta":
@@ -260,7 +238,12 @@ def _initialise(unsharded: nn.Module, parts: list[tuple[str, nn.Module]], seed: 
     for path, part in reversed(parts):
         digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # of the CPU only
-        _owner(unsharded, path)._init_weights(part)
+        # The innermost model around a module; in a model of several models each initialises its own modules.
+        owner = unsharded
+        for depth in range(path.count(".") + 1 if path else 0):
+            around = unsharded.get_submodule(".".join(path.split(".")[: depth + 1]))
+            owner = around if hasattr(around, "_init_weights") else owner
+        owner._init_weights(part)  # pyrefly: ignore[not-callable]
 
 
 def _uninitialised(name: str) -> UserError:
@@ -293,15 +276,6 @@ class WrittenStorages(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
                 self.storages.add(value.untyped_storage()._cdata)
         return func(*args, **(kwargs or {}))
-
-
-def _owner(unsharded: nn.Module, path: str) -> Any:
-    """Return the innermost model around a module; in a model of several models each initialises its own modules."""
-    owner: nn.Module = unsharded
-    for depth in range(path.count(".") + 1 if path else 0):
-        around = unsharded.get_submodule(".".join(path.split(".")[: depth + 1]))
-        owner = around if hasattr(around, "_init_weights") else owner
-    return owner
 
 
 def _units(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:

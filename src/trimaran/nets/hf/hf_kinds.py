@@ -6,12 +6,8 @@ from typing import Any
 
 from trimaran.core import UserError
 from trimaran.models.vlm_config import vlm_from_disk
+from trimaran.nets.hf.hf_attention import transformers
 from trimaran.nets.hf_weights import without_head
-
-try:
-    from transformers.models.auto import modeling_auto
-except ImportError:
-    modeling_auto = None
 
 ENCODER_DECODER, MASKED = "an encoder-decoder model", "a masked language model"
 AUDIO, VISION = "an audio-language model", "a vision-language model"
@@ -72,22 +68,15 @@ def refuse_later_tokens(module: Any, architecture: str, *, is_noncausal: bool) -
 
 
 def refuse_without_head(module: Any, found: Sequence[str], problem: str, path: Path) -> None:
-    """Raise if the `problem` with the weights of the folder is that those of the language model's head are missing.
-
-    `found` are the names of the weights that the folder has.
-    """
+    """Raise if the `problem` is that the folder, with the weights `found`, has no head of a language model."""
     head = module.get_output_embeddings()
     names = [name for name, part in module.named_modules() if part is head]
     lacks_head = any(problem == f"{name}.weight is not on disk" for name in names)
-    if lacks_head or (problem.endswith(" is not on disk") and _is_only_base(module, found, problem)):
-        raise without_head(problem, path)
-
-
-def _is_only_base(module: Any, found: Sequence[str], problem: str) -> bool:
-    """Return whether the folder has only weights of the model's base, and the `problem` begins with another weight."""
+    # Or the folder has only weights of the model's base, and the problem is another weight.
     base = f"{module.base_model_prefix}."
-    is_inside = [each.startswith(base) for each in found]
-    return hasattr(module, module.base_model_prefix) and all(is_inside) and not problem.startswith(base)
+    is_base = hasattr(module, module.base_model_prefix) and all(each.startswith(base) for each in found)
+    if lacks_head or (is_base and problem.endswith(" is not on disk") and not problem.startswith(base)):
+        raise without_head(problem, path)
 
 
 def _kind_of(config: Any, name: str) -> str:
@@ -102,12 +91,12 @@ def _kind_of(config: Any, name: str) -> str:
 
 
 def _table(name: str) -> Mapping[str, str | tuple[str, ...]]:
-    return getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {})
+    return getattr(transformers.models.auto.modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {})
 
 
 def _way_out(config: Any, kind: str, built: str) -> str:
     """Return how a model of this kind can be trained. `built` is the class of its language model, if it has one."""
-    if kind == VISION and _suits_our_vlm(config):
+    if kind == VISION and not vlm_difference(config):
         return "set model.family to vlm"
     if kind == MASKED and built:
         return f"{OWN_LOOP}, or set is_decoder: true in config.json to train it as a decoder"
@@ -116,9 +105,10 @@ def _way_out(config: Any, kind: str, built: str) -> str:
     return f"{OWN_LOOP}, or name the language model that it was made from" if built else OWN_LOOP
 
 
-def _suits_our_vlm(config: Any) -> bool:
+def vlm_difference(config: Any) -> str:
+    """Return what the vlm family does not support in a configuration; empty if it supports all of it."""
     try:
         vlm_from_disk(config.to_dict(), where="config.json")
-    except UserError:
-        return False
-    return True
+    except UserError as error:
+        return error.what
+    return ""

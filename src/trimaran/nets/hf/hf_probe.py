@@ -17,10 +17,12 @@ from trimaran.nets.hf.hf_attention import (
     ISOLATING_LAYERS,
     SCOPE_ARGUMENT,
     attention_difference,
+    first_true,
     is_noncausal,
     takes_scope,
+    transformers,
     unsupported_option,
-    use_paged_attention,
+    use_our_attention,
 )
 from trimaran.nets.hf.hf_stages import meta_copy
 from trimaran.nets.network import Network
@@ -41,13 +43,7 @@ TOLERANCE, HALF_TOLERANCE = 1e-3, 0.06
 PAGED_ATTRIBUTE = "trimaran_pages"  # the attribute of a model that was found to attend to pages
 
 
-try:
-    from transformers import AttentionInterface
-except ImportError:
-    AttentionInterface = None
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ProbeResult:
     """`ends_in_head`: the logits are the head's output, without further processing.
 
@@ -55,18 +51,7 @@ class ProbeResult:
     the model attends with in training and our attention does not support; empty if there is no such option.
     """
 
-    ends_in_head: bool
-    attention_difference: str
-    unsupported_option: str = ""
-    is_noncausal: bool = False
-
-
-@dataclass(slots=True)
-class _CallRecord:
-    """What the hooks recorded during the call."""
-
-    head_calls: int = 0
-    attention_calls: int = 0
+    ends_in_head: bool = False
     attention_difference: str = ""
     unsupported_option: str = ""
     is_noncausal: bool = False
@@ -77,38 +62,21 @@ def probe(module: Any) -> ProbeResult:
 
     A model that does not run on the meta device keeps its own attention and head; the log says why.
     """
-    record = _CallRecord()
-    try:
-        # In bf16: some kernels for experts support nothing else.
-        logits, head_output = _call(meta_copy(module, torch.bfloat16).train(), record)
-    except Exception as error:  # any error of the model's own code
-        log.info("%s does not run on the meta device: %s: %s", type(module).__name__, type(error).__name__, error)
-        return ProbeResult(ends_in_head=False, attention_difference="does not run on the meta device")
-    difference = attention_difference(module) or record.attention_difference
-    if not difference and not record.attention_calls:
-        difference = "has its own attention implementation"
-    ends_in_head = logits is head_output and record.head_calls == 1
-    return ProbeResult(ends_in_head, difference, record.unsupported_option, record.is_noncausal)
-
-
-def _call(meta_model: Any, record: _CallRecord) -> tuple[Any, Tensor]:
-    """Return the logits of a call, and the tensor that the head returned in it."""
-    assert AttentionInterface is not None, "there is no model without transformers"
-    batch, length = TOKENS_SHAPE
+    found, scope, (batch, length) = ProbeResult(), object(), TOKENS_SHAPE
     head_output = torch.empty(1 + batch * length, device="meta")  # as a head that computes the loss returns it
-    scope = object()
+    head_calls, attends = [], []
 
     def head(input: Tensor) -> Tensor:
-        record.head_calls += 1
+        head_calls.append(1)
         return head_output
 
     def attend(
         part: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
-        record.attention_calls += 1
-        record.is_noncausal = record.is_noncausal or is_noncausal(part, options)
+        attends.append(1)
+        found.is_noncausal = found.is_noncausal or is_noncausal(part, options)
         own_mask = OWN_MASK if attention_mask is not None else ""
-        record.unsupported_option = record.unsupported_option or unsupported_option(options) or own_mask
+        found.unsupported_option = found.unsupported_option or unsupported_option(options) or own_mask
         reasons = {
             "does not pass extra arguments on to its attention": options.get(SCOPE_ARGUMENT) is not scope,
             "builds its own attention masks": attention_mask is not None,
@@ -116,41 +84,37 @@ def _call(meta_model: Any, record: _CallRecord) -> tuple[Any, Tensor]:
             "has values of another head size than keys": value.shape[-1] != query.shape[-1],
             f"attends with {unsupported_option(options)}": bool(unsupported_option(options)),
         }
-        if not record.attention_difference:
-            record.attention_difference = next((reason for reason, applies in reasons.items() if applies), "")
+        found.attention_difference = found.attention_difference or first_true(reasons)
         return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    if isinstance(last := meta_model.get_output_embeddings(), nn.Linear):
-        last.forward = head
-    arguments: dict[str, Any] = {SCOPE_ARGUMENT: scope}
-    if getattr(meta_model, "_supports_attention_backend", False):
-        AttentionInterface.register(PROBE_ATTENTION, attend)
-        meta_model.set_attn_implementation(PROBE_ATTENTION)
-    else:  # with a mask given the model does not build one, which would read values
-        arguments = {"attention_mask": torch.ones(batch, 1, length, length, dtype=torch.bool, device="meta")}
-    tokens = torch.zeros(TOKENS_SHAPE, dtype=torch.long, device="meta")
-    with torch.no_grad():
-        out = meta_model(input_ids=tokens, position_ids=tokens, use_cache=False, **arguments)
-    return out.logits, head_output
-
-
-try:
-    from transformers.masking_utils import create_masks_for_generate
-except ImportError:
-    create_masks_for_generate = None
+    try:
+        copy = meta_copy(module, torch.bfloat16).train()  # some kernels for experts support nothing else
+        if isinstance(last := copy.get_output_embeddings(), nn.Linear):
+            last.forward = head
+        arguments: dict[str, Any] = {SCOPE_ARGUMENT: scope}
+        if getattr(copy, "_supports_attention_backend", False):
+            transformers.AttentionInterface.register(PROBE_ATTENTION, attend)
+            copy.set_attn_implementation(PROBE_ATTENTION)
+        else:  # with a mask given the model does not build one, which would read values
+            arguments = {"attention_mask": torch.ones(batch, 1, length, length, dtype=torch.bool, device="meta")}
+        tokens = torch.zeros(TOKENS_SHAPE, dtype=torch.long, device="meta")
+        with torch.no_grad():
+            logits = copy(input_ids=tokens, position_ids=tokens, use_cache=False, **arguments).logits
+    except Exception as error:  # any error of the model's own code
+        log.info("%s does not run on the meta device: %s: %s", type(module).__name__, type(error).__name__, error)
+        return ProbeResult(attention_difference="does not run on the meta device")
+    found.ends_in_head = logits is head_output and len(head_calls) == 1
+    own = "" if attends else "has its own attention implementation"
+    found.attention_difference = attention_difference(module) or found.attention_difference or own
+    return found
 
 
 def choose_document_masks(module: Any) -> bool:
-    """Return whether masks keep documents apart in a model with attention windows. True, too, if no call shows it.
-
-    A model whose own masks do not isolate documents gets those of `layer_masks` from now on.
-    """
+    """Return whether masks, its own or now those of `layer_masks`, keep documents apart in a model with windows."""
     documents = torch.arange(NUM_TOKENS)[None] // (NUM_TOKENS // 2)
     positions = document_positions(documents)
     if _isolate(_given_masks(module, {"position_ids": positions})):
         return True
-    if create_masks_for_generate is None:
-        return False
     if not _isolate(
         _given_masks(module, {"position_ids": positions, "attention_mask": layer_masks(module, positions)})
     ):
@@ -166,11 +130,10 @@ def needs_layer_masks(module: nn.Module) -> bool:
 
 def layer_masks(module: Any, positions: Tensor) -> Any:
     """Return masks by kind of layer that keep documents apart; `positions` [B, T] restart with each document."""
-    assert create_masks_for_generate is not None, "a model of transformers before 5 does not need layer masks"
     device = positions.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
     shape_only = torch.empty(*positions.shape, 0, dtype=dtype, device=positions.device)
-    return create_masks_for_generate(
+    return transformers.masking_utils.create_masks_for_generate(
         config=module.config.get_text_config(),
         inputs_embeds=shape_only,
         attention_mask=None,
@@ -192,7 +155,8 @@ def _isolate(masks: list[Tensor | None]) -> bool:
 
 def _given_masks(module: Any, arguments: Mapping[str, Any]) -> list[Tensor | None]:
     """Return the mask that each layer gets in a call; an empty list if the model does not run without its layers."""
-    copy = deepcopy(module, {id(each): _on_meta(each) for each in module.parameters()})
+    on_meta = {id(each): torch.empty_like(each, device="meta") for each in module.parameters()}
+    copy = deepcopy(module, {key: nn.Parameter(each, requires_grad=False) for key, each in on_meta.items()})
     masks: list[Tensor | None] = []
 
     def record(stream: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -208,16 +172,6 @@ def _given_masks(module: Any, arguments: Mapping[str, Any]) -> list[Tensor | Non
     with torch.no_grad(), suppress(Exception):  # what follows the layers has no values; the masks are known by then
         copy(input_ids=torch.zeros(1, NUM_TOKENS, dtype=torch.long), use_cache=False, **arguments)
     return masks
-
-
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-
-
-try:
-    from transformers import DynamicCache
-except ImportError:
-    DynamicCache = None
 
 
 class HfCache(KeyValueCache):
@@ -244,8 +198,7 @@ class HfCache(KeyValueCache):
         return {"position_ids": positions, "past_key_values": self._cache, "use_cache": True}
 
     def _new(self) -> Any:
-        assert DynamicCache is not None, "there is no model without transformers"
-        return DynamicCache(config=self._module.config)
+        return transformers.DynamicCache(config=self._module.config)
 
 
 @torch.no_grad()
@@ -281,27 +234,7 @@ def paged_difference(network: Network, device: torch.device) -> str:
     module: Any = network.module
     if getattr(module, PAGED_ATTRIBUTE, False):
         return ""
-    if reason := _difference_of_parts(module):
-        return reason
-    before = module.config._attn_implementation
-    numbers = torch.arange(1, 2 * PROBE_TOKENS, device=device)
-    tokens = [numbers[:PROBE_TOKENS] % network.vocabulary, numbers[PROBE_TOKENS:] * 3 % network.vocabulary]
-    try:
-        whole = [module(input_ids=each[None], use_cache=False).logits[0, -1].float() for each in tokens]
-        reason = "" if takes_scope(module) or use_paged_attention(module) else "has its own attention implementation"
-        if not reason:
-            reason = _difference_of_logits(network, tokens, torch.stack(whole))
-    except Exception as error:  # any error of the model's own code
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    if not reason:
-        setattr(module, PAGED_ATTRIBUTE, True)
-    elif not takes_scope(module):
-        module.set_attn_implementation(before)
-    return reason
-
-
-def _difference_of_parts(module: Any) -> str:
-    """Return why sequences in one row would not be computed as they are alone, from the model's parts and config."""
+    # Why sequences in one row would not be computed as they are alone, from the model's parts and config.
     config = module.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
     own_code = "has its own attention implementation"
@@ -313,7 +246,23 @@ def _difference_of_parts(module: Any) -> str:
         "has rotary frequencies that depend on the longest sequence": any(_rope_kinds(module)),
         own_code: not getattr(module, "_supports_attention_backend", False),
     }
-    return next((reason for reason, applies in reasons.items() if applies), "")
+    if reason := first_true(reasons):
+        return reason
+    before = module.config._attn_implementation
+    numbers = torch.arange(1, 2 * PROBE_TOKENS, device=device)
+    tokens = [numbers[:PROBE_TOKENS] % network.vocabulary, numbers[PROBE_TOKENS:] * 3 % network.vocabulary]
+    try:
+        whole = [module(input_ids=each[None], use_cache=False).logits[0, -1].float() for each in tokens]
+        reason = "" if takes_scope(module) or use_our_attention(module) else "has its own attention implementation"
+        if not reason:
+            reason = _difference_of_logits(network, tokens, torch.stack(whole))
+    except Exception as error:  # any error of the model's own code
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    if not reason:
+        setattr(module, PAGED_ATTRIBUTE, True)
+    elif not takes_scope(module):
+        module.set_attn_implementation(before)
+    return reason
 
 
 def _rope_kinds(module: nn.Module) -> Iterator[bool]:
@@ -325,10 +274,7 @@ def _rope_kinds(module: nn.Module) -> Iterator[bool]:
 
 
 def _difference_of_logits(network: Network, tokens: list[Tensor], whole: Tensor) -> str:
-    """Return how the logits over pages differ from those of the model's own attention; empty if they do not.
-
-    All but two tokens of each sequence come first, and then one after the other.
-    """
+    """Return how the logits over pages differ from those of the model's own attention; empty if they do not."""
     cache, last, windows = PagedCache(4, PAGE_SIZE), whole, {}
     lengths = [len(each) for each in tokens]
     for start, stop in ((0, -2), (-2, -1), (-1, None)):
@@ -346,25 +292,20 @@ def _difference_of_logits(network: Network, tokens: list[Tensor], whole: Tensor)
     is_half = is_half or torch.is_autocast_enabled(tokens[0].device.type)
     if not difference < (HALF_TOLERANCE if is_half else TOLERANCE):
         return f"computes other logits over pages, by {difference:.1e}"
-    if windows != _windows_of(network.module.config, windows):
+    # The window of each layer by the config, None for all keys. The few tokens of the probe are inside it.
+    config: Any = network.module.config.get_text_config()  # pyrefly: ignore
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    window = window if kinds or getattr(config, "use_sliding_window", True) else None
+    if any(
+        each != (window if not kinds or kinds[layer] == "sliding_attention" else None)
+        for layer, each in windows.items()
+    ):
         return "does not tell its attention about its windows"
     return ""
 
 
-def _windows_of(config: Any, found: Mapping[int, int | None]) -> dict[int, int | None]:
-    """Return the window of each layer by the config, None for all keys. The few tokens of the probe are inside it."""
-    config = config.get_text_config()
-    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    if not kinds:
-        uses_window = getattr(config, "use_sliding_window", True)
-        return dict.fromkeys(found, window if uses_window else None)
-    return {layer: window if kinds[layer] == "sliding_attention" else None for layer in found}
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _ProbeExtension(PagedExtension):
-    """Records the window that each layer attends with."""
-
     windows: dict[int, int | None] = field(default_factory=dict)
 
     def layer(self, number: int) -> PagedLayer:
@@ -379,7 +320,6 @@ class _ProbeLayer(PagedLayer):
 
 
 def _extension(cache: PagedCache, new: list[int], keys: list[int], device: torch.device) -> _ProbeExtension:
-    """Return the extension of two sequences with two pages each."""
     positions = [torch.arange(length - count, length, device=device) for count, length in zip(new, keys, strict=True)]
     ends = torch.tensor([0, *new], device=device).cumsum(0)
     return _ProbeExtension(

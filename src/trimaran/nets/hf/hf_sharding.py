@@ -37,7 +37,7 @@ OUR_PLANS: dict[str, dict[str, str]] = {
         "h.*.attn.c_proj": "rowwise_split_input",
         "h.*.mlp.c_fc": "colwise",
         "h.*.mlp.c_proj": "rowwise",
-    },
+    }
 }
 # Models whose code cannot be sharded although transformers has a plan for it, by model type.
 UNSUPPORTED = {"gemma4": "reads rows of its embedding, of which a rank has a part"}
@@ -45,7 +45,6 @@ CONV1D_STYLES = {"colwise": "foreign-colwise", "rowwise": "foreign-rowwise"}
 
 
 def stacked_experts(module: nn.Module) -> list[nn.Module]:
-    """Return the modules of stacked experts in a transformers model."""
     return [each for each in module.modules() if all(hasattr(each, name) for name in INTERFACE)]
 
 
@@ -121,10 +120,7 @@ def hf_tensor_plan(module: Any, degree: int) -> dict[str, str]:
 
 
 def hf_tp_sizes(module: Any) -> dict[str, int]:
-    """Return what a degree must divide: the heads and every width that is sharded, by name.
-
-    Raises UserError if there is no tensor-parallel plan for the model.
-    """
+    """Return the heads and widths that a degree must divide. Raises UserError without a tensor-parallel plan."""
     return _plan_and_sizes(module, degree=2)[1]
 
 
@@ -134,17 +130,32 @@ def _plan_and_sizes(module: Any, degree: int) -> tuple[dict[str, str], dict[str,
     ours = OUR_PLANS.get(module.config.model_type, {})
     theirs = {f"{module.base_model_prefix}.{pattern}": style for pattern, style in ours.items()}
     theirs |= dict(getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {})
-    ends = _ends(module, degree)
+    # The styles of the embedding and the head, which agree if they are tied.
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    names = {id(part): name for name, part in module.named_modules()}
+    tied = head is not None and head.weight is embedding.weight
+    split_embedding = isinstance(embedding, nn.Embedding) and every_rank_has_rows(embedding.num_embeddings, degree)
+    ends = {names[id(embedding)]: "embedding" if split_embedding else "replicated"}
+    if isinstance(head, nn.Linear):
+        split_head = split_embedding if tied else every_rank_has_rows(head.out_features, degree)
+        ends[names[id(head)]] = "colwise-logits" if split_head else "replicated"
     wanted = {pattern: style for pattern, style in theirs.items() if pattern not in ends}
     if not wanted:  # a style for the head alone is not enough
         raise _tp_unsupported(module, "has no tensor-parallel plan")
     owners = {_pattern(name): part for name, part in module.named_modules() if _direct_parameters(part)}
     experts = {_pattern(name) for name, part in module.named_modules() if part in set(stacked_experts(module))}
     wanted = {pattern: style for pattern, style in wanted.items() if pattern.rpartition(".")[0] not in experts}
-    _refuse_unknown_styles(module, wanted)
+    modules = {_pattern(name) for name, _ in module.named_modules()}
+    parameters = {_pattern(name) for name, _ in module.named_parameters()}
+    for pattern, style in wanted.items():
+        if pattern in parameters or (pattern in modules and style not in STYLES):
+            raise _tp_unsupported(module, f"shards {pattern} in an unsupported style ({style})")
     named = {pattern: STYLES[wanted[pattern]] for pattern in owners if pattern in wanted}
     named |= {each: CONV1D_STYLES.get(style, style) for each, style in named.items() if hasattr(owners[each], "nf")}
-    _refuse_other_experts(module, owners, named)
+    for pattern, style in named.items():
+        count = getattr(owners[pattern], "num_experts", 0)
+        if style == "foreign-experts" and any(each.shape[0] != count for each in _direct_parameters(owners[pattern])):
+            raise _tp_unsupported(module, f"has experts in {pattern} that are not stacked by expert")
     plan = {pattern: ends.get(pattern) or named.get(pattern) or "" for pattern in owners}
     for pattern in [pattern for pattern, style in plan.items() if not style]:
         plan[pattern] = _unnamed(module, pattern, owners[pattern], named)
@@ -154,39 +165,7 @@ def _plan_and_sizes(module: Any, degree: int) -> tuple[dict[str, str], dict[str,
     return plan, {field: count for field, count in counts.items() if isinstance(count, int)} | widths
 
 
-def _refuse_other_experts(module: nn.Module, owners: Mapping[str, nn.Module], named: Mapping[str, str]) -> None:
-    """Raise if the plan splits experts as a whole that are not stacked in the form that transformers 5 gives them."""
-    for pattern, style in named.items():
-        part: Any = owners[pattern]
-        if style == "foreign-experts" and any(
-            each.shape[0] != getattr(part, "num_experts", 0) for each in _direct_parameters(part)
-        ):
-            raise _tp_unsupported(module, f"has experts in {pattern} that are not stacked by expert")
-
-
-def _refuse_unknown_styles(module: nn.Module, wanted: Mapping[str, str]) -> None:
-    """Raise if the plan has an unknown style, or one for a single parameter of a module."""
-    modules = {_pattern(name) for name, _ in module.named_modules()}
-    parameters = {_pattern(name) for name, _ in module.named_parameters()}
-    for pattern, style in wanted.items():
-        if pattern in parameters or (pattern in modules and style not in STYLES):
-            raise _tp_unsupported(module, f"shards {pattern} in an unsupported style ({style})")
-
-
-def _ends(module: Any, degree: int) -> dict[str, str]:
-    """Return the styles of the embedding and the head, which agree if they are tied."""
-    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    names = {id(part): name for name, part in module.named_modules()}
-    tied = head is not None and head.weight is embedding.weight
-    split_embedding = isinstance(embedding, nn.Embedding) and every_rank_has_rows(embedding.num_embeddings, degree)
-    styles = {names[id(embedding)]: "embedding" if split_embedding else "replicated"}
-    if isinstance(head, nn.Linear):
-        split_head = split_embedding if tied else every_rank_has_rows(head.out_features, degree)
-        styles[names[id(head)]] = "colwise-logits" if split_head else "replicated"
-    return styles
-
-
-def _unnamed(module: nn.Module, pattern: str, part: nn.Module, named: Mapping[str, str]) -> str:
+def _unnamed(module: Any, pattern: str, part: nn.Module, named: Mapping[str, str]) -> str:
     """Return the style of a module that the plan omits. With a colwise sibling it gets only this rank's heads."""
     parent = pattern.rpartition(".")[0]
     siblings = [style for each, style in named.items() if each.rpartition(".")[0] == parent]
@@ -198,7 +177,9 @@ def _unnamed(module: nn.Module, pattern: str, part: nn.Module, named: Mapping[st
         return "foreign-replicated"  # a router, which returns more than one tensor
     if "colwise" not in siblings:
         return "replicated"
-    if all(each.shape == (_head_dim(module),) for each in _direct_parameters(part)):
+    config = module.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if all(each.shape == (head_dim,) for each in _direct_parameters(part)):
         return "heads"
     raise _tp_unsupported(module, f"does not say how {pattern} is sharded")
 
@@ -215,11 +196,6 @@ def _width(part: Any, style: str) -> int:
 
 def _direct_parameters(part: nn.Module) -> list[nn.Parameter]:
     return list(part.parameters(recurse=False))
-
-
-def _head_dim(module: Any) -> int:
-    config = module.config.get_text_config()
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _pattern(name: str) -> str:

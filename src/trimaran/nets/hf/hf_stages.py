@@ -8,7 +8,7 @@ The layers are found by a call on the meta device, with autograd: the graph show
 that nothing but one stream passes from layer to layer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from trimaran.nets.absent_modules import (
     record_layer,
     tensors_in,
 )
-from trimaran.nets.hf.hf_attention import uses_eager_attention
+from trimaran.nets.hf.hf_attention import transformers, uses_eager_attention
 
 if TYPE_CHECKING:
     from trimaran.nets.hf.hf import HfNetwork
@@ -37,12 +37,6 @@ TOKENS_SHAPE = (2, 8)
 STREAM_NDIM = 3
 SKIPPED_LAYERS = ("layerdrop", "decoder_layerdrop")  # settings that skip layers at random in training
 PLAIN = (bool, int, float, str, type(None))
-
-
-try:
-    from transformers import AttentionInterface
-except ImportError:
-    AttentionInterface = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,24 +61,19 @@ class LayerList:
 
 
 def find_layers(module: Any) -> LayerList:
-    """Return the layers of a transformers model. Raises UserError if it cannot be cut between them.
-
-    `module` is not changed.
-    """
-    name, stack = _largest_list(module)
+    """Return the layers of a transformers model, unchanged. Raises UserError if it cannot be cut between them."""
+    lists = [(name, each) for name, each in module.named_modules() if isinstance(each, nn.ModuleList)]
+    if not lists:
+        raise no_pipeline(module, "has no list of layers")
+    name, stack = max(lists, key=lambda pair: sum(each.numel() for each in pair[1].parameters()))
     if any(getattr(module.config.get_text_config(), each, 0) for each in SKIPPED_LAYERS):
         raise no_pipeline(module, f"skips layers of {name} at random in training")
     meta, trace = _traced(module, name)
     if [call.layer for call in trace.calls] != list(range(len(stack))):
         called = ", ".join(str(call.layer) for call in trace.calls[:8])
         raise no_pipeline(module, f"calls the layers of {name} in another order than they are listed in ({called} ...)")
-    return _checked(module, name, meta, trace)
-
-
-def _checked(module: nn.Module, name: str, meta: nn.Module, trace: LayerTrace) -> LayerList:
-    """Return the layers, after checking in the graph that each reads the stream of the one before and own weights."""
-    owners = {id(each): parameter for parameter, each in meta.named_parameters()}
-    node = None
+    # In the graph, each layer must read the stream of the one before and its own weights.
+    owners, node = {id(each): parameter for parameter, each in meta.named_parameters()}, None
     for call in trace.calls:
         where = f"{name}.{call.layer}"
         if node is not None and call.entering_node is not node:
@@ -98,10 +87,6 @@ def _checked(module: nn.Module, name: str, meta: nn.Module, trace: LayerTrace) -
         if foreign := sorted(each for each in read if not each.startswith(f"{where}.")):
             raise no_pipeline(module, f"reads {foreign[0]} in {where}: layers share weights or values")
         node = call.leaving.grad_fn
-    return _around(module, name, meta, trace, owners)
-
-
-def _around(module: nn.Module, name: str, meta: Any, trace: LayerTrace, owners: Mapping[int, str]) -> LayerList:
     first, last = trace.calls[0], trace.calls[-1]
     assert trace.logits is not None
     assert last.leaving is not None
@@ -109,7 +94,8 @@ def _around(module: nn.Module, name: str, meta: Any, trace: LayerTrace, owners: 
     after = read_parameters(trace.logits.grad_fn, last.leaving.grad_fn, owners)
     if inside := sorted(each for each in before | after if each.startswith(f"{name}.")):
         raise no_pipeline(module, f"reads {inside[0]} outside of its layer: it uses more than the last layer's result")
-    embedding = {id(part): each for each, part in meta.named_modules()}[id(meta.get_input_embeddings())]
+    names = {id(part): each for each, part in meta.named_modules()}
+    embedding, head = names[id(meta.get_input_embeddings())], meta.get_output_embeddings()
     both = before & after
     if both - {f"{embedding}.weight"}:
         raise no_pipeline(module, f"reads {min(both)} before and after its layers")
@@ -122,25 +108,12 @@ def _around(module: nn.Module, name: str, meta: Any, trace: LayerTrace, owners: 
         name=name,
         width=first.entering.shape[-1],
         before=frozenset(_owner(each) for each in before | unused),
-        after=frozenset(_owner(each) for each in after - both) | _head(meta, both),
+        # The weight of a head that is tied to the embedding has the embedding's name.
+        after=frozenset(_owner(each) for each in after - both)
+        | ({names[id(head)]} if both and head is not None else set()),
         tied=embedding if both else "",
         num_outputs=tuple(call.num_outputs for call in trace.calls),
     )
-
-
-def _head(meta: Any, tied: set[str]) -> frozenset[str]:
-    """Return the name of a head that is tied to the embedding: its weight has the embedding's name."""
-    head = meta.get_output_embeddings()
-    names = {id(part): name for name, part in meta.named_modules()}
-    return frozenset({names[id(head)]} if tied and head is not None else set())
-
-
-def _largest_list(module: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the list of layers with the most parameters, and its name."""
-    lists = [(name, each) for name, each in module.named_modules() if isinstance(each, nn.ModuleList)]
-    if not lists:
-        raise no_pipeline(module, "has no list of layers")
-    return max(lists, key=lambda pair: sum(each.numel() for each in pair[1].parameters()))
 
 
 def _traced(module: nn.Module, name: str) -> tuple[Any, LayerTrace]:
@@ -173,8 +146,7 @@ def trial_arguments(meta: Any) -> Iterator[dict[str, Any]]:
     batch, length = TOKENS_SHAPE
     tokens = torch.zeros(TOKENS_SHAPE, dtype=torch.long, device="meta")
     if getattr(meta, "_supports_attention_backend", False):
-        assert AttentionInterface is not None, "there is no model without transformers"
-        AttentionInterface.register(NAME, _attend_to_all)
+        transformers.AttentionInterface.register(NAME, _attend_to_all)
         meta.set_attn_implementation(NAME)
         yield {"input_ids": tokens, "position_ids": tokens}
     dtype = next(meta.parameters()).dtype if uses_eager_attention(meta) else torch.bool
@@ -270,10 +242,7 @@ def pipeline_layers(whole: "HfNetwork") -> LayerList:
 
 
 def check_stages(whole: "HfNetwork", layers: LayerList) -> None:
-    """Raise UserError unless a stage runs on the meta device, from the stream that enters to the one that leaves.
-
-    Three kinds are tried: the first layer, one in the middle, and the last.
-    """
+    """Raise UserError unless the first, a middle and the last stage run on the meta device, from stream to stream."""
     count = layers.count
     parts = [range(1)] + [range(1, 2)] * (count > 2) + [range(count - 1, count)]
     for part in parts if count > 1 else ():

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from trimaran.core import UserError
 from trimaran.models import Spec, VlmSpec
-from trimaran.models.vlm_config import vlm_from_disk
 from trimaran.models.vlm_spec import CHANNELS
 from trimaran.nets.decoder.key_value_cache import KeyValueCache
 from trimaran.nets.hf.hf import HfNetwork, hf_network
 from trimaran.nets.hf.hf_attention import pack_images, takes_scope
+from trimaran.nets.hf.hf_kinds import vlm_difference
 from trimaran.nets.paged_cache import PagedExtension
-from trimaran.nets.vlm.patch_layout import ImagePatches, layout_patches, patch_positions
+from trimaran.nets.vlm.patch_layout import ImagePatches, black_image, layout_patches, patch_positions
 from trimaran.nets.vlm.vision import image_token_index, normalise_patches
 
 
@@ -30,6 +30,8 @@ class VisionAdapter(ABC):
     code would count image tokens on the device, and synchronise with it in forward and backward.
     """
 
+    towers: ClassVar[Mapping[str, str]]  # the prefix of its parameters' names, by the name of each tower
+
     def __init__(self, module: Any, spec: VlmSpec) -> None:
         self._model, self.spec = module.model, spec
         self._images: ImagePatches | None = None
@@ -39,14 +41,9 @@ class VisionAdapter(ABC):
             part.requires_grad_(False)
 
     @property
-    @abstractmethod
-    def towers(self) -> Mapping[str, str]:
-        """The prefix of its parameters' names, by the name of each tower."""
-
-    @property
-    @abstractmethod
     def projector(self) -> nn.Module:
         """The module that makes image tokens of patch features."""
+        return self._model.get_submodule(self.towers["projector"].removeprefix("model.").removesuffix("."))
 
     @property
     def unused(self) -> Sequence[nn.Module]:
@@ -67,7 +64,8 @@ class VisionAdapter(ABC):
         patches, grids, host_grids = (inputs.get(name) for name in ("patches", "grids", "host_grids"))
         self._is_black = patches is None or grids is None or not len(patches)
         if patches is None or grids is None or self._is_black:
-            self._images = self._black_image(inputs["tokens"])
+            side = self.spec.vision.tile_side or self.spec.projector.merge
+            self._images = black_image(self.spec.vision, side, inputs["tokens"].device)
         else:
             arranged = (inputs.get(name) for name in ("token_sources", "token_weights"))
             self._images = ImagePatches(patches, grids, host_grids, *arranged)
@@ -75,17 +73,6 @@ class VisionAdapter(ABC):
             yield
         finally:
             self._images = None
-
-    def _black_image(self, tokens: Tensor) -> ImagePatches:
-        vision, merge = self.spec.vision, self.spec.projector.merge
-        side = vision.tile_side or merge
-        pixels = CHANNELS * vision.patch * vision.patch
-        patches = torch.zeros(side * side, pixels, dtype=torch.uint8, device=tokens.device)
-        # Created on both: a copy to the host would synchronise with the device.
-        grids, host_grids = (
-            torch.full((1, 2), side, dtype=torch.int32, device=each) for each in (tokens.device, "cpu")
-        )
-        return ImagePatches(patches, grids, host_grids)
 
     def _insert(self, embedding: nn.Module, args: tuple[Any, ...], stream: Tensor) -> Tensor:
         if self._images is None:
@@ -110,27 +97,21 @@ def insert_rows(stream: Tensor, rows: Tensor, index: Tensor) -> Tensor:
 class QwenVisionAdapter(VisionAdapter):
     """Adapter of Qwen2-VL and Qwen2.5-VL: concatenated images of any shape."""
 
+    towers: ClassVar[Mapping[str, str]] = {
+        "vision": "model.visual.",
+        "projector": "model.visual.merger.",
+        "language": "model.language_model.",
+    }
+
     def __init__(self, module: Any, spec: VlmSpec) -> None:
         super().__init__(module, spec)
         pack_images(self._model.visual)
         stem = self._model.visual.patch_embed.proj
         stem.forward = MethodType(_patch_matmul, stem)
 
-    @property
-    def towers(self) -> Mapping[str, str]:
-        return {"vision": "model.visual.", "projector": "model.visual.merger.", "language": "model.language_model."}
-
-    @property
-    def projector(self) -> nn.Module:
-        return self._model.visual.merger
-
     def encode(self, images: ImagePatches) -> Tensor:
         """See `VisionAdapter`. Passes values that the tower would otherwise compute with device synchronisation."""
-        vision, merge, (patches, grids) = (
-            self.spec.vision,
-            self.spec.projector.merge,
-            (images.patches, images.grids),
-        )
+        vision, merge, patches, grids = self.spec.vision, self.spec.projector.merge, images.patches, images.grids
         layout = layout_patches(vision, merge, patches, grids, host_grids=images.host_grids)
         arguments: dict[str, Any] = {
             "position_ids": patch_positions(grids, len(patches), merge),
@@ -143,9 +124,8 @@ class QwenVisionAdapter(VisionAdapter):
         pixels = normalise_patches(patches, vision.ends)
         if pixels.shape[1] == CHANNELS * vision.patch * vision.patch:  # an image is a video of equal frames
             pixels = pixels.unflatten(1, (CHANNELS, 1, -1)).expand(-1, -1, vision.frames, -1)
-        return self._model.visual(
-            pixels.flatten(1), grid_thw=F.pad(grids, (1, 0), value=1), **arguments
-        ).pooler_output  # fmt: skip
+        arguments["grid_thw"] = F.pad(grids, (1, 0), value=1)
+        return self._model.visual(pixels.flatten(1), **arguments).pooler_output
 
 
 def _patch_matmul(stem: nn.Conv3d, patches: Tensor) -> Tensor:
@@ -156,17 +136,11 @@ def _patch_matmul(stem: nn.Conv3d, patches: Tensor) -> Tensor:
 class LlavaVisionAdapter(VisionAdapter):
     """Adapter of LLaVA 1.5: square images of one size. Layers after the one that it takes features from do not run."""
 
-    @property
-    def towers(self) -> Mapping[str, str]:
-        return {
-            "vision": "model.vision_tower.",
-            "projector": "model.multi_modal_projector.",
-            "language": "model.language_model.",
-        }
-
-    @property
-    def projector(self) -> nn.Module:
-        return self._model.multi_modal_projector
+    towers: ClassVar[Mapping[str, str]] = {
+        "vision": "model.vision_tower.",
+        "projector": "model.multi_modal_projector.",
+        "language": "model.language_model.",
+    }
 
     @property
     def unused(self) -> Sequence[nn.Module]:
@@ -302,32 +276,20 @@ def network_of_hf(module: nn.Module, spec: Spec | None) -> HfNetwork:
     if kind not in VISION_ADAPTERS:
         return network
     if spec is None or spec.vision is None:
-        raise _no_images(network, f"its configuration is not supported ({_difference(module)})")
+        raise _no_images(
+            network, f"its configuration is not supported ({vlm_difference(module.config) or 'it has no spec'})"
+        )
     if vision_utils is None:
         raise _no_images(network, "that needs transformers 5")
     if not takes_scope(module):
         raise _no_images(network, "it has its own attention implementation")
     adapter = VISION_ADAPTERS[kind](module, spec)
-    return HfVlmNetwork(
-        module, _in_order(network.blocks, module, adapter), spec, network.architecture, network.logits_head, adapter
-    )
-
-
-def _difference(module: Any) -> str:
-    """Return what the vlm family does not support in the model's configuration."""
-    try:
-        vlm_from_disk(module.config.to_dict(), where="config.json")
-    except UserError as error:
-        return error.what
-    return "it has no spec"
-
-
-def _in_order(blocks: tuple[nn.Module, ...], module: nn.Module, adapter: VisionAdapter) -> tuple[nn.Module, ...]:
-    """Return the blocks in the order of the forward: vision, the projector, language."""
+    # In the order of the forward: vision, the projector, language.
     names = {id(part): name for name, part in module.named_modules()}
-    language = [block for block in blocks if names[id(block)].startswith(adapter.towers["language"])]
-    vision = [block for block in blocks if block not in (*language, *adapter.unused)]
-    return (*vision, adapter.projector, *language)
+    language = [block for block in network.blocks if names[id(block)].startswith(adapter.towers["language"])]
+    vision = [block for block in network.blocks if block not in (*language, *adapter.unused)]
+    blocks = (*vision, adapter.projector, *language)
+    return HfVlmNetwork(module, blocks, spec, network.architecture, network.logits_head, adapter)
 
 
 def _no_images(network: HfNetwork, reason: str) -> UserError:

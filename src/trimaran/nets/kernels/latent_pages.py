@@ -45,7 +45,18 @@ def attend_latent_pages(
         starts = extension.query_starts
         out.zero_()
         attend_one_latent_query(queries, pages, tables, lengths, options, out=out, starts=starts)
-        attend_several_latent_queries(queries, pages, tables, lengths, starts, options, out=out)
+        # Sequences with more than one query: a query attends up to its own key. See `attend_several_queries`.
+        (tokens, heads, _), tile = out.shape, _tile(queries)
+        queries = queries if queries.stride(-1) == 1 else queries.contiguous()
+        group = min(heads, tile.max_rows)
+        block = tile.max_rows // group
+        with torch.cuda.device(out.device):
+            _attend_several_latent_queries[(triton.cdiv(heads, group), tokens // block + len(lengths))](
+                queries, pages, tables, lengths, starts, out, _scale(queries, options), len(lengths), tables.stride(0),
+                *queries.stride()[:2], **_shape(queries, pages, rank, options),
+                HEADS=heads, GROUP=group, ROWS=tile.max_rows, QUERIES=block, KEYS=tile.keys,
+                num_warps=_num_warps(tile.max_rows), num_stages=tile.stages,
+            )  # fmt: skip
     return out.transpose(0, 1)
 
 
@@ -81,35 +92,6 @@ def attend_one_latent_query(
                 HEAD_DIM=rank, PADDED_DIM=shape["PADDED_RANK"], SPLITS=splits, ANY_COUNT=starts is not None,
                 num_warps=8,
             )  # fmt: skip
-
-
-def attend_several_latent_queries(
-    query: Tensor,
-    pages: Tensor,
-    tables: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    options: AttentionOptions,
-    *,
-    out: Tensor,
-) -> None:
-    """Write what the queries of sequences with more than one attend to, to `out` [tokens, heads, rank].
-
-    A query attends up to its own key. See `attend_several_queries`.
-    """
-    tokens, heads, rank = out.shape
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    tile = _tile(query)
-    rows = tile.max_rows
-    group = min(heads, rows)
-    queries = rows // group
-    with torch.cuda.device(out.device):
-        _attend_several_latent_queries[(triton.cdiv(heads, group), tokens // queries + len(lengths))](
-            query, pages, tables, lengths, starts, out, _scale(query, options), len(lengths), tables.stride(0),
-            *query.stride()[:2], **_shape(query, pages, rank, options),
-            HEADS=heads, GROUP=group, ROWS=rows, QUERIES=queries, KEYS=tile.keys,
-            num_warps=_num_warps(rows), num_stages=tile.stages,
-        )  # fmt: skip
 
 
 def _shape(query: Tensor, pages: Tensor, rank: int, options: AttentionOptions) -> dict[str, int]:

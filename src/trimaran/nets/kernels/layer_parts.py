@@ -112,10 +112,7 @@ def _sum_rows(source, out, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexp
 
 
 def rotate_in_place(packed: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> None:
-    """Apply RoPE to the first `heads` heads of `packed` [B, T, all heads x head_dim], in place.
-
-    `cos` and `sin` [1 or B, 1, T, head_dim] are the rotation.
-    """
+    """Apply RoPE to the first `heads` heads of `packed` [B, T, all heads x head_dim], in place."""
     batch, length, width = packed.shape
     head_dim = cos.shape[-1]
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -128,10 +125,7 @@ def rotate_in_place(packed: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> 
 
 
 def rotary_backward(queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the gradient [B, T, query | key | value] of the joint projection, given those of its three parts.
-
-    They are [B, heads, T, head_dim]. `cos` and `sin` [1 or B, 1, T, head_dim] are the rotation of queries and keys.
-    """
+    """Return the gradient [B, T, query | key | value] of the joint projection, given those of its three parts."""
     batch, heads, length, head_dim = queries.shape
     kv_heads = keys.shape[1]
     out = torch.empty(batch, length, (heads + 2 * kv_heads) * head_dim, dtype=queries.dtype, device=queries.device)

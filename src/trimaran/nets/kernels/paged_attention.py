@@ -30,7 +30,14 @@ def store_and_attend(
 ) -> Tensor:
     """Store the new keys and values, and return the attention output, all [1, heads, N, head_dim]."""
     queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
-    store_keys_and_values(keys, values, memory, extension.slots)
+    tokens, kv_heads, head_dim = keys.shape
+    keys, values = (each if each.stride(-1) == 1 else each.contiguous() for each in (keys, values))
+    block = triton.next_power_of_2(kv_heads * head_dim)
+    with torch.cuda.device(keys.device):
+        _store[(tokens,)](
+            keys, values, *memory, extension.slots, *keys.stride()[:2], *values.stride()[:2],
+            HEAD_DIM=head_dim, WIDTH=kv_heads * head_dim, BLOCK=block, num_warps=max(1, min(8, block // 256)),
+        )  # fmt: skip
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
     decodes, tables, lengths = extension.num_decodes, extension.page_tables, extension.context_lengths
     if not extension.key_lengths and decodes < len(lengths):  # a CUDA graph: only the device knows which have one query
@@ -51,18 +58,6 @@ def store_and_attend(
             queries[decodes:], memory, tables[decodes:], lengths[decodes:], starts, options, out=out[decodes:]
         )
     return out.transpose(0, 1)[None]
-
-
-def store_keys_and_values(key: Tensor, value: Tensor, memory: tuple[Tensor, Tensor], slots: Tensor) -> None:
-    """Store `key` and `value` [tokens, kv_heads, head_dim] in the pages, each at its slot (page * size + offset)."""
-    tokens, kv_heads, head_dim = key.shape
-    key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (key, value))
-    block = triton.next_power_of_2(kv_heads * head_dim)
-    with torch.cuda.device(key.device):
-        _store[(tokens,)](
-            key, value, *memory, slots, *key.stride()[:2], *value.stride()[:2],
-            HEAD_DIM=head_dim, WIDTH=kv_heads * head_dim, BLOCK=block, num_warps=max(1, min(8, block // 256)),
-        )  # fmt: skip
 
 
 def attend_one_query(

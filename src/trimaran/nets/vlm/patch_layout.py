@@ -89,7 +89,14 @@ def layout_patches(
     of a segment is only an upper bound.
     """
     if spec.variant == "tiled":
-        return _tiled_layout(spec, patches)
+        each = min(spec.tile_side**2, len(patches))  # the black image is smaller than a tile
+        tiles, tokens = len(patches) // each, int(spec.ends.class_token)
+        assert tiles * each == len(patches), "the data splits images into complete tiles"
+        length = tiles * (each + tokens)
+        segments = Segments.of_lengths([each + tokens] * tiles, length, patches.device)
+        return PatchLayout(
+            length=length, num_tiles=tiles, patches_per_tile=each, class_tokens=tokens, image_segments=segments
+        )
     host_grids = grids if grids.is_cpu else host_grids
     shapes = None if host_grids is None else host_grids.tolist()
     positions, counts = _PatchPositions.of(grids, len(patches), merge), grids.long().prod(1)
@@ -122,22 +129,12 @@ def patch_positions(grids: Tensor, total: int, merge: int) -> Tensor:
     return torch.stack([positions.row, positions.column], 1)
 
 
-def black_image(spec: VisionSpec, merge: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the patches and the grid of a black image of one token: the tower's input if there are no images."""
-    pixels = CHANNELS * spec.patch * spec.patch
-    patches = torch.zeros(merge * merge, pixels, dtype=torch.uint8, device=device)
-    return patches, torch.full((1, 2), merge, dtype=torch.int32, device=device)
-
-
-def _tiled_layout(spec: VisionSpec, patches: Tensor) -> PatchLayout:
-    each = min(spec.tile_side**2, len(patches))  # the black image is smaller than a tile
-    tiles, tokens = len(patches) // each, int(spec.ends.class_token)
-    assert tiles * each == len(patches), "the data splits images into complete tiles"
-    length = tiles * (each + tokens)
-    segments = Segments.of_lengths([each + tokens] * tiles, length, patches.device)
-    return PatchLayout(
-        length=length, num_tiles=tiles, patches_per_tile=each, class_tokens=tokens, image_segments=segments
-    )
+def black_image(spec: VisionSpec, side: int, device: torch.device) -> ImagePatches:
+    """Return a black image of `side` x `side` patches: the tower's input if there are no images."""
+    patches = torch.zeros(side * side, CHANNELS * spec.patch * spec.patch, dtype=torch.uint8, device=device)
+    # Created on both: a copy to the host would synchronise with the device.
+    grids, on_host = (torch.full((1, 2), side, dtype=torch.int32, device=each) for each in (device, "cpu"))
+    return ImagePatches(patches, grids, on_host)
 
 
 @dataclass(frozen=True, slots=True)

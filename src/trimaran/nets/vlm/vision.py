@@ -25,7 +25,6 @@ class VisionLayerNorm(nn.LayerNorm):
 
 
 def norm_of(spec: VisionSpec, width: int) -> nn.Module:
-    """Return the tower's kind of norm, over `width` features."""
     return (RMSNorm if spec.block.rms_norm else VisionLayerNorm)(width, eps=spec.block.norm_eps)
 
 
@@ -131,38 +130,24 @@ class Stem(nn.Module):
 
         Patches of a video are [P, channel x frame x row x column].
         """
-        weight = self._weight(patches.shape[1])
+        weight = self.patch_embed.weight
+        if patches.shape[1] != weight.shape[1]:  # an image is a video of equal frames: their weights add up
+            weight = weight.unflatten(1, (CHANNELS, self.spec.frames, -1)).sum(2).flatten(1)
         x = F.linear(normalise_patches(patches, self.spec.ends).to(weight.dtype), weight, self.patch_embed.bias)
         if self.spec.variant == "native":
-            x = layout.permuted(x if self.positions is None else x + self._table_values(layout, x.dtype))
+            if self.positions is not None:  # a weighted mean of the four nearest rows of the table
+                assert layout.table is not None, "the layout of a tower with a table has the neighbours of each patch"
+                rows, weights = layout.table
+                x = x + (self.positions[rows] * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+            x = layout.permuted(x)
         else:
-            x = self._tiled(x.unflatten(0, (layout.num_tiles, -1)), layout.patches_per_tile)
+            x, positions = x.unflatten(0, (layout.num_tiles, -1)), self.position_table(layout.patches_per_tile)
+            if self.class_token is not None:  # before each tile
+                x = torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], 1)
+            x = (x if positions is None else x + positions.to(x.dtype)).flatten(0, 1)
         if self.norm is not None:
             x = self.norm(x)
         return x.unsqueeze(0)
-
-    def _table_values(self, layout: PatchLayout, dtype: torch.dtype) -> Tensor:
-        """Return the learnt position of each patch: a weighted mean of the four nearest rows of the table."""
-        assert self.positions is not None
-        assert layout.table is not None, "the layout of a tower with a table has the neighbours of each patch"
-        rows, weights = layout.table
-        return (self.positions[rows] * weights.unsqueeze(-1)).sum(1).to(dtype)
-
-    def _weight(self, width: int) -> Tensor:
-        """Return the weight for patches of this width. An image is a video of equal frames: their weights add up."""
-        weight = self.patch_embed.weight
-        if width == weight.shape[1]:
-            return weight
-        return weight.unflatten(1, (CHANNELS, self.spec.frames, -1)).sum(2).flatten(1)
-
-    def _tiled(self, x: Tensor, patches: int) -> Tensor:
-        """Return tiles [tiles, patches, hidden] with positions added and a class token before each, flattened."""
-        positions = self.position_table(patches)
-        if self.class_token is not None:
-            x = torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], 1)
-        if positions is not None:
-            x = x + positions.to(x.dtype)
-        return x.flatten(0, 1)
 
     def position_table(self, patches: int) -> Tensor | None:
         """Return the learnt positions of one tile in the order of its patches, after that of the class token."""
@@ -196,7 +181,6 @@ class VisionTower(nn.Module):
 
     @property
     def blocks(self) -> tuple[VisionLayer, ...]:
-        """The layers of this stage."""
         return tuple(layer for layer in self.layers if isinstance(layer, VisionLayer))
 
     def forward(self, *stream: Tensor, patches: Tensor, layout: PatchLayout) -> Tensor:
@@ -245,10 +229,7 @@ class Projector(nn.Module):
         self.deep = nn.ModuleList(DeepProjector(spec) for _ in taps) if taps else None
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the tokens [M, hidden] of `features` [M, width]: the merged patches of each token, concatenated.
-
-        With deepstack, the features of its layers follow in the last dimension, and so do their tokens.
-        """
+        """Return the tokens [M, hidden] of merged patches [M, width]; with deepstack, those of its layers follow."""
         if self.deep is not None:
             own, *others = features.chunk(1 + len(self.deep), -1)
             deep = [module(each) for module, each in zip(self.deep, others, strict=True)]

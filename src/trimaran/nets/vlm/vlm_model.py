@@ -1,6 +1,6 @@
 """The reference vision-language model: a vision tower, a projector and our decoder."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.models.vlm_spec import VlmSpec
-from trimaran.nets.decoder.attention import Rotation, grid_rotation_at
+from trimaran.nets.decoder.attention import grid_rotation_at
 from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.decoder.decoder import Decoder
 from trimaran.nets.decoder.key_value_cache import CacheExtension
 from trimaran.nets.paged_cache import PagedExtension
-from trimaran.nets.vlm.patch_layout import ImageAssignment, ImagePatches, PatchLayout, black_image, layout_patches
+from trimaran.nets.vlm.patch_layout import ImageAssignment, ImagePatches, black_image, layout_patches
 from trimaran.nets.vlm.vision import InsertImageTokens, Projector, VisionTower, image_token_index
 
 
@@ -42,7 +42,6 @@ class Vlm(nn.Module):
 
     @property
     def blocks(self) -> tuple[nn.Module, ...]:
-        """The blocks of this stage, in the order of the forward."""
         vision = self.vision.blocks if self.vision is not None else ()
         projector = (self.projector,) if self.projector is not None else ()
         return (*vision, *projector, *(self.language.blocks if self.language is not None else ()))
@@ -81,7 +80,10 @@ class Vlm(nn.Module):
             rows, *deep = self._project(features, tokens, images).chunk(self.spec.num_projections, -1)
             placed, stream = (rows, self.context.shard(image_token_index(tokens, self.spec.image_token))), ()
         assert self.language is not None, "a stage after the projector has decoder layers"
-        rotation = None if positions is None else self._rotation(positions)
+        rotation = None
+        if positions is not None:
+            decoder, local = self.spec.language, torch.stack([self.context.shard(each) for each in positions])
+            rotation = grid_rotation_at(local, decoder.block.rope, decoder.head_dim, self.spec.sections)
         run = partial(
             self.language,
             tokens=tokens,
@@ -93,26 +95,8 @@ class Vlm(nn.Module):
         )
         if not self.spec.projector.deepstack or is_text:
             return run(*stream)
-        return self._run_with_deepstack(run, stream, deep, placed)
-
-    @property
-    def num_pending(self) -> tuple[int, int]:
-        """How many tensors of deepstack accompany the language stream into this stage, and out of it."""
-        taps, first = len(self.spec.projector.deepstack), self.spec.vision.layers + 1
-        into, out = (max(0, taps - max(each - first, 0)) for each in (self.held.start, self.held.stop))
-        return into, out
-
-    def _run_with_deepstack(
-        self,
-        run: Callable[..., tuple[Tensor, Tensor]],
-        stream: tuple[Tensor, ...],
-        deep: Sequence[Tensor],
-        placed: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return what the language model returns. The tokens of deepstack are added after its first layers.
-
-        Those of layers on later stages accompany the stream, in its last dimension.
-        """
+        # What the language model returns. The tokens of deepstack are added after its first layers.
+        # Those of layers on later stages accompany the stream, in its last dimension.
         assert self.language is not None
         num_in, num_out = self.num_pending
         num_added = (num_in if not deep else len(deep)) - num_out
@@ -125,6 +109,13 @@ class Vlm(nn.Module):
             stream = (first,)
         out, balance = run(*stream, added=pending[:num_added])
         return torch.cat([out, *pending[num_added:]], -1) if num_out else out, balance
+
+    @property
+    def num_pending(self) -> tuple[int, int]:
+        """How many tensors of deepstack accompany the language stream into this stage, and out of it."""
+        taps, first = len(self.spec.projector.deepstack), self.spec.vision.layers + 1
+        into, out = (max(0, taps - max(each - first, 0)) for each in (self.held.start, self.held.stop))
+        return into, out
 
     def encode(self, patches: Tensor, grids: Tensor) -> Tensor:
         """Return the projector's input for each image token, [M, width], in order. Needs the complete vision tower."""
@@ -147,28 +138,36 @@ class Vlm(nn.Module):
         """Return the projector's input; on a stage without the projector, the padded vision stream."""
         vision, merge = self.spec.vision, self.spec.projector.merge
         if (features := images.get("features")) is not None:
-            return self._cached_features(features, tokens)
+            # Cached features as the projector takes them; one unused row of zeros if there are none.
+            if self.projector is None:  # the vision layers have nothing to do
+                width = self.spec.vision.hidden * self.spec.num_projections
+                return torch.zeros(1, self.max_vision_length(tokens), width, device=tokens.device)
+            if features.dtype == torch.uint16:
+                features = features.view(torch.bfloat16)  # they come from numpy, which has no bf16
+            width = self.spec.feature_width * self.spec.num_projections
+            return features.float() if len(features) else torch.zeros(1, width, device=tokens.device)
         local = self.image_assignment.local_images(self._images(tokens, images), self._black_image(tokens))
         layout = layout_patches(vision, merge, local.patches, local.grids, host_grids=local.host_grids)
         stream = tuple(each[:, : layout.length] for each in stream)
-        x = stream[0] if self.vision is None else self._run_vision(*stream, patches=local.patches, layout=layout)
+        if self.vision is None:
+            x = stream[0]
+        else:  # nothing is saved for backward if neither the tower nor its input requires a gradient
+            trained = any(each.requires_grad for each in (*stream, *self.vision.parameters()))
+            with nullcontext() if trained else torch.no_grad():
+                x = self.vision(*stream, patches=local.patches, layout=layout)
         if self.projector is None:
             return F.pad(x, (0, 0, 0, self.max_vision_length(tokens) - layout.length))
         return layout.merged_patches(x, merge, self.spec.num_projections)
 
     def _project(self, features: Tensor, tokens: Tensor, images: Mapping[str, Tensor | None]) -> Tensor:
-        """Return the image tokens of all images, [M, hidden], in order."""
         assert self.projector is not None
         if images.get("features") is not None:
             return self.projector(features)
-        assignment, all_images, merged = (
-            self.image_assignment,
-            self._images(tokens, images),
-            self.spec.projector.merge**2,
+        gather = partial(
+            self.image_assignment.gather, images=self._images(tokens, images), per_token=self.spec.projector.merge**2
         )
-        if assignment.gathers_after_projector:
-            return assignment.gather(self.projector(features), all_images, per_token=merged)
-        return self.projector(assignment.gather(features, all_images, per_token=merged))
+        after = self.image_assignment.gathers_after_projector
+        return gather(self.projector(features)) if after else self.projector(gather(features))
 
     def _images(self, tokens: Tensor, images: Mapping[str, Tensor | None]) -> ImagePatches:
         """Return the images of a micro-batch; a black one if there are none."""
@@ -180,30 +179,4 @@ class Vlm(nn.Module):
         return ImagePatches(patches, grids, None if host_grids is None else torch.as_tensor(host_grids))
 
     def _black_image(self, tokens: Tensor) -> ImagePatches:
-        return ImagePatches(*black_image(self.spec.vision, self.spec.projector.merge, tokens.device))
-
-    def _run_vision(self, *stream: Tensor, patches: Tensor, layout: PatchLayout) -> Tensor:
-        """Return the vision stream after the layers of this stage.
-
-        Nothing is saved for backward if neither the tower nor its input requires a gradient.
-        """
-        assert self.vision is not None
-        trained = any(each.requires_grad for each in (*stream, *self.vision.parameters()))
-        with nullcontext() if trained else torch.no_grad():
-            return self.vision(*stream, patches=patches, layout=layout)
-
-    def _cached_features(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """Return cached features as the projector takes them; one unused row of zeros if there are none."""
-        if self.projector is None:  # the vision layers have nothing to do
-            width = self.spec.vision.hidden * self.spec.num_projections
-            return torch.zeros(1, self.max_vision_length(tokens), width, device=tokens.device)
-        if features.dtype == torch.uint16:
-            features = features.view(torch.bfloat16)  # they come from numpy, which has no bf16
-        width = self.spec.feature_width * self.spec.num_projections
-        return features.float() if len(features) else torch.zeros(1, width, device=tokens.device)
-
-    def _rotation(self, positions: Tensor) -> Rotation:
-        """Return the rotation of this rank's tokens at `positions` [3, B, T]: time, row, column."""
-        language = self.spec.language
-        local = torch.stack([self.context.shard(each) for each in positions])
-        return grid_rotation_at(local, language.block.rope, language.head_dim, self.spec.sections)
+        return black_image(self.spec.vision, self.spec.projector.merge, tokens.device)

@@ -41,10 +41,7 @@ class DiskTensor:
         return [*whole[:-2], whole[-1], whole[-2]] if self.transposed else whole
 
     def read(self, source: Any, rows: slice, others: Sequence[slice]) -> Tensor:
-        """Return these rows on disk, and these slices of the other dimensions, as the parameter has them.
-
-        `source` is what safetensors' `get_slice` returns.
-        """
+        """Return rows and slices of other dims as the parameter has them; `source` is safetensors' `get_slice`."""
         index = (*others[: self.dim], rows, *others[self.dim :])
         return source[*index[:-2], index[-1], index[-2]].transpose(-2, -1) if self.transposed else source[index]
 
@@ -244,7 +241,6 @@ def _renamed(name: str, parts: Mapping[str, str]) -> str:
 
 
 def _internvl(name: str, spec: VlmSpec) -> DiskTensor:
-    """Return the tensor in transformers' InternVL."""
     tower, _, rest = name.partition(".")
     if tower == "language":
         return _llava(name, spec)
@@ -280,11 +276,7 @@ def _internvl_chat(name: str, spec: VlmSpec) -> DiskTensor:
     if tower == "projector":
         return DiskTensor("mlp1." + _renamed(rest, {"norm": "0", "linear_1": "1", "linear_2": "3"}))
     if rest.startswith("stem."):
-        names = {
-            "patch_embed": "patch_embedding",
-            "class_token": "class_embedding",
-            "positions": "position_embedding",
-        }
+        names = {"patch_embed": "patch_embedding", "class_token": "class_embedding", "positions": "position_embedding"}
         stored = _intern_stem(rest, spec, names)
         return replace(stored, name=f"vision_model.embeddings.{stored.name}")
     layer_name = f"vision_model.encoder.{rest}"

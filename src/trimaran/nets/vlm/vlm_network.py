@@ -1,13 +1,11 @@
 """The `Network` of our vision-language model, and its weights as safetensors, in Hugging Face's format or our own."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trimaran.core import UserError
@@ -16,7 +14,7 @@ from trimaran.models.vlm_config import Form, disk_form, form_of_config, vlm_to_d
 from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets.decoder.key_value_cache import KeyValueCache
 from trimaran.nets.decoder.tp_plan import serving_tensor_plan, vlm_tensor_plan
-from trimaran.nets.hf_weights import damaged, first_few, open_weights
+from trimaran.nets.hf_weights import open_sources, refuse_problems
 from trimaran.nets.local_shards import ReadTensor, full_tensor, is_on_meta, local_part, local_slices
 from trimaran.nets.network import Network
 from trimaran.nets.nf4_linear import loadable_weights, weight_to_fill
@@ -39,24 +37,26 @@ def load_vlm_weights(module: Vlm, folder: Path, report_progress: Callable[[], No
     after each tensor.
     """
     form = form_of_config(read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES))
-    with ExitStack() as stack, torch.no_grad():
-        sources = {canonical(name, form): (file, name) for name, file in open_weights(folder, stack).items()}
+    with open_sources(folder) as files:
+        sources = {canonical(name, form): (file, name) for name, file in files.items()}
         parameters = loadable_weights(module)
         _refuse_mismatch(parameters, sources, module.spec, form, folder)
-        _refuse_untied_head(sources, module.spec, form, folder)
+        # Raise if the head is tied by config.json, and has values of its own on disk.
+        head, embedding = (sources.get(on_disk(name, module.spec, form).name) for name in (HEAD, EMBEDDING))
+        if module.spec.tied and head is not None and embedding is not None:
+            first, other = (file.get_slice(name)[:1] for file, name in (head, embedding))
+            if not torch.equal(first, other):
+                raise UserError("M075", "config.json ties the head to the embedding, but the weights of both differ",
+                                where=str(folder), fix="set tie_word_embeddings to false in config.json")  # fmt: skip
         if is_on_meta(module):
             return
-        try:
-            for name, parameter in parameters.items():
-                with weight_to_fill(module, name, parameter) as target:
-                    _copy(target, on_disk(name, module.spec, form), sources)
-                report_progress()
-        except SafetensorError as error:
-            raise damaged(folder, error) from None
+        for name, parameter in parameters.items():
+            with weight_to_fill(module, name, parameter) as target:
+                _copy(target, on_disk(name, module.spec, form), sources)
+            report_progress()
 
 
 def vlm_reader(module: Vlm, files: Mapping[str, Any]) -> Callable[[str], Tensor]:
-    """Return the function that reads a parameter of a Vlm from these open files."""
     form = disk_form(module.spec)
     sources = {canonical(name, form): (file, name) for name, file in files.items()}
 
@@ -107,20 +107,7 @@ def _refuse_mismatch(
     with torch.device("meta"):
         expected = {on_disk(name, spec, form).name for name, _ in Vlm(spec).named_parameters()}
     unexpected = [each for each in sources if each not in expected and not may_be_ignored(each, form)]
-    lists = {"missing": missing, "wrong shape": misshapen, "unexpected": unexpected}
-    if problems := [f"{what}: {first_few(names)}" for what, names in lists.items() if names]:
-        raise UserError("M021", f"the weights do not match the model; {'; '.join(problems)}", where=str(folder),
-                        fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip
-
-
-def _refuse_untied_head(sources: Sources, spec: VlmSpec, form: Form, folder: Path) -> None:
-    """Raise if the head is tied by config.json, and has values of its own on disk."""
-    head, embedding = (sources.get(on_disk(name, spec, form).name) for name in (HEAD, EMBEDDING))
-    if spec.tied and head is not None and embedding is not None:
-        first, other = (file.get_slice(name)[:1] for file, name in (head, embedding))
-        if not torch.equal(first, other):
-            raise UserError("M075", "config.json ties the head to the embedding, but the weights of both differ",
-                            where=str(folder), fix="set tie_word_embeddings to false in config.json")  # fmt: skip
+    refuse_problems(missing, misshapen, unexpected, folder)
 
 
 def _copy(parameter: Tensor, stored: DiskTensor, sources: Sources) -> None:
@@ -156,14 +143,6 @@ class VlmNetwork(Network):
     def head(self) -> nn.Module | None:
         return None if self.module.language is None else self.module.language.lm_head
 
-    @property
-    def vocabulary(self) -> int:
-        return self.spec.vocab
-
-    @property
-    def max_seq_len(self) -> int:
-        return self.spec.max_seq_len
-
     def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
         host_documents, host_grids = inputs.get("host_documents"), inputs.get("host_grids")
         return self.module(
@@ -171,9 +150,8 @@ class VlmNetwork(Network):
             tokens=inputs["tokens"],
             documents=inputs.get("documents"),
             lengths=None if host_documents is None else run_lengths(host_documents),
-            host_grids=None
-            if host_grids is None
-            else host_grids.numpy(),  # DDP and FSDP would move a tensor to the device
+            # DDP and FSDP would move a tensor to the device.
+            host_grids=None if host_grids is None else host_grids.numpy(),
             **{name: inputs.get(name) for name in IMAGE_INPUTS},
         )
 
@@ -190,10 +168,7 @@ class VlmNetwork(Network):
         return {"vision": "vision.", "projector": "projector.", "language": "language."}
 
     def stream_shape(self, inputs: Mapping[str, Tensor], *, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """See `Network`. Up to the projector it is the vision stream, padded to its maximum length.
-
-        The tensors of deepstack accompany both.
-        """
+        """See `Network`. Up to the projector it is the padded vision stream. Tensors of deepstack accompany both."""
         tokens, held, projector = inputs["tokens"], self.module.held, self.spec.vision.layers
         vision = (1, self.module.max_vision_length(tokens), self.spec.vision.hidden * self.spec.num_projections)
         rows, length = len(tokens), self.context.shard(tokens).shape[1] // tp

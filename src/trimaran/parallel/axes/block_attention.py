@@ -8,7 +8,6 @@ All tensors are [B, heads, positions, head_dim]; keys may have fewer heads than 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -43,18 +42,6 @@ class KeyBlock:
     @property
     def is_causal(self) -> bool:
         return self.reader == self.owner
-
-
-class BlockAttention(Protocol):
-    """Computes the rectangles of a block."""
-
-    def forward(self, total: "Outputs", query: Tensor, key: Tensor, value: Tensor, block: KeyBlock) -> None:
-        """Merge the output of the block into the total."""
-        ...
-
-    def backward(self, total: "Gradients", given: "QueryState", key: Tensor, value: Tensor, block: KeyBlock) -> None:
-        """Add the gradients of the block to the total, whose keys are those of the block."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +83,13 @@ class Outputs:
 
 
 def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Merge the output over other keys into `out` and `lse`, in place."""
     total = torch.logaddexp(lse, other_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1)).add_(other * (other_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
 
 
-def attention_for(query: Tensor, value: Tensor, scores: Scores) -> BlockAttention:
-    """Return the implementation for these tensors."""
+def attention_for(query: Tensor, value: Tensor, scores: Scores) -> "CpuAttention | PackedAttention | TiledAttention":
+    """Return the implementation for these tensors; both of its methods add those of a block to a total."""
     width = query.shape[-1]
     is_plain = scores.window is None and not scores.softcap and value.shape[-1] <= width
     if is_plain and query.is_cpu:
@@ -207,11 +193,8 @@ class PackedAttention:
     def forward(self, total: Outputs, query: Tensor, key: Tensor, value: Tensor, block: KeyBlock) -> None:
         if not block.rectangles:
             return
-        pack, width = (
-            _pack(block.rectangles, query.shape[0], query.shape[2], key.shape[2], query.device),
-            value.shape[-1],
-        )
-        keys = _packed(key, pack.keys)
+        pack = _pack(block.rectangles, query.shape[0], query.shape[2], key.shape[2], query.device)
+        keys, width = _packed(key, pack.keys), value.shape[-1]
         out, lse, *_ = aten._flash_attention_forward(
             _packed(query, pack.queries), keys, _as_wide(_packed(value, pack.keys), keys), pack.query_starts,
             pack.key_starts, pack.most[0], pack.most[1], 0.0, block.is_causal, False, scale=self.scores.scale,
@@ -228,11 +211,8 @@ class PackedAttention:
         query, width = given.query, value.shape[-1]
         pack = _pack(block.rectangles, query.shape[0], query.shape[2], key.shape[2], query.device)
         queries, keys = _packed(query, pack.queries), _packed(key, pack.keys)
-        values, out, grad = (
-            _packed(value, pack.keys),
-            _packed(given.out, pack.queries),
-            _packed(given.grad, pack.queries),
-        )
+        values = _packed(value, pack.keys)
+        out, grad = (_packed(each, pack.queries) for each in (given.out, given.grad))
         lse = given.lse.transpose(1, 2).flatten(0, 1)[pack.queries].transpose(0, 1).contiguous()
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the state of dropout
         found = aten._flash_attention_backward(
@@ -282,7 +262,6 @@ def _rows(total: Tensor) -> Tensor:
 
 
 def _add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
-    """Add rows [N, heads, head_dim] to `total`, in place."""
     _rows(total).index_add_(0, indices, rows.to(total.dtype))
 
 
@@ -296,7 +275,6 @@ def _repeated(x: Tensor, repeats: int) -> Tensor:
 
 
 def _summed(gradient: Tensor, repeats: int) -> Tensor:
-    """Return the gradient of key heads that were repeated."""
     return gradient if repeats == 1 else gradient.unflatten(1, (-1, repeats)).float().sum(2)
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -30,7 +31,23 @@ def apply_cp(network: Network, plan: Plan, ranks: RankMesh) -> None:
         network.use_context(CONTEXTS[plan.comm.context](ranks.group("cp")))
 
 
-class AllGatherContext(Context):
+class GroupContext(Context):
+    """The positions of each sequence are split over the ranks of a group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._rank, self._size = group, group.rank(), group.size()
+
+    def all_reduce(self, local: Tensor) -> Tensor:
+        total = local.detach().clone()
+        with axis_span(CP):
+            dist.all_reduce(total, group=self._group)
+        return total
+
+    def gather(self, local: Tensor) -> Tensor:
+        return gather_dim(local, 1, self._group, axis=CP)
+
+
+class AllGatherContext(GroupContext):
     """All-gathers keys and values of the full sequence; queries stay local.
 
     A sequence is split into two chunks per rank. A rank holds one chunk from the front and the mirrored one from the
@@ -38,7 +55,7 @@ class AllGatherContext(Context):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._rank, self._size = group, group.rank(), group.size()
+        super().__init__(group)
         self._chunks = (self._rank, 2 * self._size - 1 - self._rank)
 
     def shard(self, full: Tensor) -> Tensor:
@@ -54,16 +71,17 @@ class AllGatherContext(Context):
         return self.mask(documents)  # a document may span several ranks
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scope: AttentionScope,
-        options: AttentionOptions = PLAIN,
+        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, options: AttentionOptions = PLAIN
     ) -> Tensor:
-        key, value = (self._in_order(_gather(each, 2, self._group), dim=2) for each in (key, value))
+        key, value = (self._in_order(gather_dim(each, 2, self._group, axis=CP), dim=2) for each in (key, value))
         if options.changes_scores or options.limits(key.shape[2]):
-            return self._attend_with_options(query, key, value, scope, options)
+            # Attention with a window, a soft cap or sinks. The scope, if any, is this context's own mask.
+            positions = torch.arange(key.shape[2], device=query.device)
+            mask = causal_window(self.shard(positions[None])[0], positions, options.window)
+            if scope is not None:
+                assert isinstance(scope, Tensor), "this context has masks only"
+                mask = mask & scope
+            return masked_attention(query, key, value, mask, options)
         if scope is not None:
             return attend(query, key, value, scope, options)
         repeats = query.shape[1] // key.shape[1]
@@ -73,39 +91,19 @@ class AllGatherContext(Context):
         for chunk, part in zip(self._chunks, query.split(length, dim=2), strict=True):
             num_keys = (chunk + 1) * length
             keys, values = key[:, :, :num_keys], value[:, :, :num_keys]
-            bias = _lower_right(length, num_keys)
+            # torch cannot create this tensor under a dispatch mode (selective recompute).
+            with nullcontext() if torch.compiler.is_compiling() else _disable_current_modes():
+                bias = causal_lower_right(length, num_keys)
             outs.append(scaled_dot_product_attention(part, keys, values, attn_mask=bias, scale=options.scale))
         return torch.cat(outs, dim=2)
 
-    def _attend_with_options(
-        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, options: AttentionOptions
-    ) -> Tensor:
-        """Return attention with a window, a soft cap or sinks. The scope, if any, is this context's own mask."""
-        positions = torch.arange(key.shape[2], device=query.device)
-        mask = causal_window(self.shard(positions[None])[0], positions, options.window)
-        if scope is not None:
-            assert isinstance(scope, Tensor), "this context has masks only"
-            mask = mask & scope
-        return masked_attention(query, key, value, mask, options)
-
-    def all_reduce(self, local: Tensor) -> Tensor:
-        return _all_reduced(local, self._group)
-
     def gather(self, local: Tensor) -> Tensor:
-        return self._in_order(_gather(local, 1, self._group), dim=1)
+        return self._in_order(super().gather(local), dim=1)
 
     def _in_order(self, gathered: Tensor, *, dim: int) -> Tensor:
         """Return the chunks in sequence order. They are gathered as front and back chunk of each rank in turn."""
         chunks = gathered.chunk(2 * self._size, dim)
         return torch.cat([*chunks[0::2], *reversed(chunks[1::2])], dim)
-
-
-def _lower_right(queries: int, keys: int) -> Tensor:
-    """Return the causal bias in which the last query attends to the last key."""
-    if torch.compiler.is_compiling():
-        return causal_lower_right(queries, keys)
-    with _disable_current_modes():  # torch cannot create this tensor under a dispatch mode (selective recompute)
-        return causal_lower_right(queries, keys)
 
 
 class RingContext(AllGatherContext):
@@ -123,12 +121,7 @@ class RingContext(AllGatherContext):
         return found
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scope: AttentionScope,
-        options: AttentionOptions = PLAIN,
+        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, options: AttentionOptions = PLAIN
     ) -> Tensor:
         if isinstance(scope, Tensor) and scope.ndim > 1:
             return super().attend(query, key, value, scope, options)
@@ -139,25 +132,17 @@ class RingContext(AllGatherContext):
         return ring_attention((query, key, value), scope, self._group.group_name, scores, options.sinks)
 
 
-class UlyssesContext(Context):
+class UlyssesContext(GroupContext):
     """Ulysses: all-to-all swaps positions for heads, so attention sees all positions of some heads.
 
     With fewer key heads than ranks, each is sent to several ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._rank, self._size = group, group.rank(), group.size()
-
     def shard(self, full: Tensor) -> Tensor:
         return full.chunk(self._size, dim=1)[self._rank]
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scope: AttentionScope,
-        options: AttentionOptions = PLAIN,
+        self, query: Tensor, key: Tensor, value: Tensor, scope: AttentionScope, options: AttentionOptions = PLAIN
     ) -> Tensor:
         repeats = -(-self._size // key.shape[1])
         if repeats > 1:
@@ -167,12 +152,6 @@ class UlyssesContext(Context):
             options = replace(options, sinks=options.sinks.chunk(self._size)[self._rank])
         return self._exchange(attend(query, key, value, scope, options), split=2, join=1)
 
-    def all_reduce(self, local: Tensor) -> Tensor:
-        return _all_reduced(local, self._group)
-
-    def gather(self, local: Tensor) -> Tensor:
-        return _gather(local, 1, self._group)
-
     def _exchange(self, x: Tensor, *, split: int, join: int) -> Tensor:
         """Return `x` with dim `split` sharded over the ranks and dim `join` gathered from them."""
         chunks = torch.stack(x.chunk(self._size, split)).contiguous()
@@ -181,14 +160,3 @@ class UlyssesContext(Context):
 
 
 CONTEXTS = {"gather": AllGatherContext, "exchange": UlyssesContext, "ring": RingContext}
-
-
-def _gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return gather_dim(x, dim, group, axis=CP)
-
-
-def _all_reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = x.detach().clone()
-    with axis_span(CP):
-        dist.all_reduce(total, group=group)
-    return total

@@ -1,4 +1,4 @@
-"""Measures how long a rank waits for FSDP's all-gathers and reductions, apart from its own computation."""
+"""Shards or replicates parameters with FSDP2, and times the waits for its all-gathers and reductions."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+# The composable form keeps parameter names. It is private in torch.
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -29,9 +31,6 @@ from trimaran.parallel.disk_store import put_on_disk
 from trimaran.parallel.fp8_linear import gather_in_fp8
 from trimaran.parallel.mesh import SHARDING_ATTRIBUTE, RankMesh, sharding_of
 from trimaran.parallel.precision import CONTAINERS, fsdp_modules
-
-# The composable form keeps parameter names. It is private in torch.
-
 
 REPLICATED_ATTRIBUTE = "_trimaran_replicated"  # of parameters that no unit shards; the caller reduces their gradients
 
@@ -139,7 +138,6 @@ def _submodule(module: nn.Module, name: str) -> nn.Module | None:
 
 
 def _shard(unit: FsdpUnit, plan: Plan, ranks: RankMesh, *, is_root: bool = False) -> None:
-    """Shard or replicate one unit."""
     module, experts = unit.modules[0], is_expert_parallel(unit.modules[0], ranks)
     for each in unit.modules:
         setattr(each, SHARDING_ATTRIBUTE, unit.sharding)
@@ -158,14 +156,23 @@ def _shard(unit: FsdpUnit, plan: Plan, ranks: RankMesh, *, is_root: bool = False
     is_hsdp = ranks.degrees.dp_replicate > 1 and not plan.comm.local.is_on and plan.comm.compression == "none"
     if is_root:  # backward starts with the root's parameters, so they are needed at once
         reshard = plan.comm.reshard == "always"
+    policy_of_offload = OffloadPolicy()
+    if plan.offload == "parameters":  # a file cannot be pinned
+        pinned = ranks.device_traits.has_own_memory and not plan.disk.path
+        policy_of_offload = CPUOffloadPolicy(pin_memory=pinned)
     fully_shard(
         list(unit.modules) if len(unit.modules) > 1 else module,
         # HSDP needs both mesh dims. With local steps nothing is reduced over the replicas; compression does it itself.
         mesh=mesh if is_hsdp else mesh[str(mesh.mesh_dim_names[-1])],  # pyrefly: ignore
         reshard_after_forward=reshard,
         mp_policy=policy,
-        offload_policy=_offload(plan, ranks),
-        ignored_params={each for module in unit.modules for each in packed_parameters(module) | replicated_in(module)},
+        offload_policy=policy_of_offload,
+        # Parameters that were set apart, such as scalars, cannot be sharded.
+        ignored_params={
+            each
+            for module in unit.modules
+            for each in packed_parameters(module) | {p for p in module.parameters() if hasattr(p, REPLICATED_ATTRIBUTE)}
+        },
     )
     if experts:
         set_expert_gradient_divisor(module, ranks, scattered=ranks.experts["expert_shard"].size() > 1)
@@ -175,16 +182,8 @@ def _shard(unit: FsdpUnit, plan: Plan, ranks: RankMesh, *, is_root: bool = False
         module.set_force_sum_reduction_for_comms(True)
 
 
-def replicated_in(module: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that were set apart by REPLICATED_ATTRIBUTE, such as scalars, which FSDP cannot shard."""
-    return {each for each in module.parameters() if hasattr(each, REPLICATED_ATTRIBUTE)}
-
-
 def reducing_ranks(plan: Plan, ranks: RankMesh) -> DeviceMesh:
-    """Return the ranks that average the gradients of each step: all data ranks, or those of one replica.
-
-    Replicas with local steps train alone.
-    """
+    """Return the ranks that average the gradients of each step: all data ranks, or with local steps one replica."""
     return ranks.shards["shard"] if plan.comm.local.is_on else ranks.data
 
 
@@ -217,7 +216,6 @@ def parameter_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
 
 
 def own_parameter_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
-    """Return the parameter groups of an FSDP module without those inside it."""
     state: Any = unit._get_fsdp_state()
     # Before torch 2.13 a module had at most one group.
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
@@ -246,13 +244,6 @@ def set_expert_gradient_divisor(experts: nn.Module, ranks: RankMesh, *, scattere
     # A sum reduction, because the pre-multiplied sum exists only in NCCL. Without a reduce-scatter FSDP2 divides in its
     # copy, and with a forced sum it would divide twice.
     experts.set_force_sum_reduction_for_comms(scattered)
-
-
-def _offload(plan: Plan, ranks: RankMesh) -> OffloadPolicy:
-    if plan.offload != "parameters":
-        return OffloadPolicy()
-    # A file cannot be pinned.
-    return CPUOffloadPolicy(pin_memory=ranks.device_traits.has_own_memory and not plan.disk.path)
 
 
 class TimedParamGroup(FSDPParamGroup):

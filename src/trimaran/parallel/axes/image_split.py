@@ -11,6 +11,7 @@ from trimaran.core import Plan
 from trimaran.nets import Network
 from trimaran.nets.vlm.patch_layout import ImageAssignment, ImagePatches
 from trimaran.parallel.comm.axis_waits import axis_span
+from trimaran.parallel.comm.tensor_collectives import reduce_gradient_over
 from trimaran.parallel.mesh import RankMesh, image_split_towers, takes_images
 
 
@@ -68,7 +69,7 @@ class ImageSplit(ImageAssignment):
         order = torch.cat([row_ids[each] for numbers in by_rank for each in numbers])  # the index of each gathered row
         order = order.to(local.device, non_blocking=True)
         all_rows = _GatherRows.apply(local, totals, order, self._group, self._axis)
-        return all_rows if self._parts is None else _SumGradient.apply(all_rows, self._parts)
+        return all_rows if self._parts is None else reduce_gradient_over(all_rows, self._parts.group_name, "cp")
 
 
 def assign_images(counts: Sequence[int], num_ranks: int) -> list[int]:
@@ -111,19 +112,3 @@ class _GatherRows(torch.autograd.Function):
         padded = ours.new_zeros(ctx.shape)
         padded[: len(ours)] = ours
         return padded, None, None, None, None
-
-
-class _SumGradient(torch.autograd.Function):
-    """Identity in forward; backward all-reduces the partial gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        total = gradients[0].contiguous().clone()
-        with axis_span("cp"):
-            dist.all_reduce(total, group=ctx.group)
-        return total, None

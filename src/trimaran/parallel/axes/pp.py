@@ -27,6 +27,7 @@ from trimaran.parallel.axes.fsdp import parameter_groups
 from trimaran.parallel.mesh import RankMesh, StageMap
 from trimaran.parallel.tensor_sums import local_gradient
 
+NO_MEMORY = torch.device("meta")
 Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
 Compute = Callable[..., Tensor]  # takes the stream (not in the first stage) and keyword inputs, returns the stream
 PhaseTimer = Callable[[Phase], AbstractContextManager[object]]  # records the time spent in a phase
@@ -71,13 +72,13 @@ class TimedStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._free_all_messages()
-        _allocate_messages(self.args_recv_info[fwd_chunk_id], self.device)
+        _move_messages(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         self._free_all_messages()
         if self.has_backward and not self.is_last:
-            _allocate_messages(self.grad_recv_info[bwd_chunk_id], self.device)
+            _move_messages(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def set_local_fwd_input(self, *args: Any, **kwargs: Any) -> None:
@@ -94,7 +95,7 @@ class TimedStage(PipelineStage):
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._timer("forward"), unwrap_stage_errors():
             output = super().forward_one_chunk(*args, **kwargs)
-        _free_messages(self.args_recv_info[_chunk_of(args, kwargs, "fwd_chunk_id")])
+        _move_messages(self.args_recv_info[_chunk_of(args, kwargs, "fwd_chunk_id")], NO_MEMORY)
         return output
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
@@ -102,7 +103,7 @@ class TimedStage(PipelineStage):
             if not kwargs.get("full_backward", True):
                 self._unshard()
             super().backward_one_chunk(*args, **kwargs)
-        _free_messages(self.grad_recv_info[_chunk_of(args, kwargs, "bwd_chunk_id")])
+        _move_messages(self.grad_recv_info[_chunk_of(args, kwargs, "bwd_chunk_id")], NO_MEMORY)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         with self._timer("backward"), unwrap_stage_errors():
@@ -112,7 +113,17 @@ class TimedStage(PipelineStage):
     def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
         with self._timer("comm"):
             super().perform_reduce_grad(*args, **kwargs)
-            _reduce_towers_sharded_alone(self.submod)
+            # Reduce the gradients of sharded towers in a stage whose root is replicated.
+            # torch reduces those of the units that the root knows. A replicated root knows no sharded ones: their
+            # outermost modules are roots themselves.
+            for module in self.submod.modules() if isinstance(self.submod, ReplicateModule) else ():
+                if not isinstance(module, FSDPModule) or isinstance(module, ReplicateModule):
+                    continue
+                state: Any = module._get_fsdp_state()
+                if state._is_root:
+                    for group in parameter_groups(module):
+                        group.post_backward()
+                    state._root_post_backward_final_callback()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Return the messages that connect this stage to its neighbours, without those that a rank sends to itself.
@@ -127,7 +138,7 @@ class TimedStage(PipelineStage):
         if not self._has_freed_messages:
             self._has_freed_messages = True
             for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
-                _free_messages(infos)
+                _move_messages(infos, NO_MEMORY)
 
     def _unshard(self) -> None:
         """Unshard the weights for a split backward.
@@ -140,41 +151,20 @@ class TimedStage(PipelineStage):
                 module.unshard()
 
 
-def _reduce_towers_sharded_alone(stage: nn.Module) -> None:
-    """Reduce the gradients of sharded towers in a stage whose root is replicated.
-
-    torch reduces those of the units that the root knows. A replicated root knows no sharded ones: their outermost
-    modules are roots themselves.
-    """
-    for module in stage.modules() if isinstance(stage, ReplicateModule) else ():
-        if not isinstance(module, FSDPModule) or isinstance(module, ReplicateModule):
-            continue
-        state: Any = module._get_fsdp_state()
-        if state._is_root:
-            for group in parameter_groups(module):
-                group.post_backward()
-            state._root_post_backward_final_callback()
-
-
 def _chunk_of(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> int:
     """Return the micro-batch of a call of one of torch's methods, whose first argument it is."""
     return kwargs[name] if name in kwargs else args[0]
 
 
-def _allocate_messages(infos: Sequence[Any], device: torch.device) -> None:
-    """Give each message that a stage receives memory, if it has none."""
+def _move_messages(infos: Sequence[Any], device: torch.device) -> None:
+    """Give the messages that a stage receives memory on the device, or take it: on the meta device they have none.
+
+    Autograd keeps what a backward still needs.
+    """
     for info in infos:
         buffer = getattr(info, "buffer", None)
-        if buffer is not None and buffer.device.type == "meta":
+        if buffer is not None and buffer.device.type != device.type:
             info.buffer = torch.empty_like(buffer, device=device).requires_grad_(buffer.requires_grad)
-
-
-def _free_messages(infos: Sequence[Any]) -> None:
-    """Take the memory of received messages. Autograd keeps what a backward still needs."""
-    for info in infos:
-        buffer = getattr(info, "buffer", None)
-        if buffer is not None and buffer.device.type != "meta":
-            info.buffer = torch.empty_like(buffer, device="meta").requires_grad_(buffer.requires_grad)
 
 
 @contextmanager
@@ -189,24 +179,13 @@ def unwrap_stage_errors() -> Iterator[None]:
 
 
 def build_schedule(plan: Plan, stages: list[TimedStage]) -> Schedule:
-    """Return the plan's schedule over this rank's stages.
-
-    It sums gradients over micro-batches (principle 1, docs/principles.md).
-    """
-    options: dict[str, Any] = {
-        "n_microbatches": plan.grad_accum,
-        "loss_fn": lambda loss, _: loss,
-        "scale_grads": False,
-    }
-    match plan.pipeline.schedule:
-        case "gpipe":
-            return ScheduleGPipe(*stages, **options)
-        case "1f1b":
-            return Schedule1F1B(*stages, **options)
-        case "interleaved":
-            return ScheduleInterleaved1F1B(list(stages), **options)
-        case "zero-bubble":
-            return ScheduleZBVZeroBubble(list(stages), **options)
+    """Return the plan's schedule over this rank's stages, which sums gradients over micro-batches."""
+    options: dict[str, Any] = {"n_microbatches": plan.grad_accum, "loss_fn": lambda loss, _: loss, "scale_grads": False}
+    if plan.pipeline.schedule in ("gpipe", "1f1b"):
+        (stage,) = stages
+        return (ScheduleGPipe if plan.pipeline.schedule == "gpipe" else Schedule1F1B)(stage, **options)
+    interleaved = plan.pipeline.schedule == "interleaved"
+    return (ScheduleInterleaved1F1B if interleaved else ScheduleZBVZeroBubble)([*stages], **options)
 
 
 def empty_streams(

@@ -108,19 +108,16 @@ class _KeyExchange:
         """Return the block of a step, None for this rank's own, with its keys and values."""
         ring, rank = self._layout.ring, self._layout.rank
         arrived = None if self._pending is None else wait_for(self._pending, axis=CP)
-        self._start()
+        self._pending = None
+        if self._left:
+            following = self._left.pop(0)
+            sent, received = _packed(self._own, following.sent), _num_elements(self._own, following.received)
+            counts = _counts(self._layout, following, sends=sent.numel(), receives=received)
+            self._pending = start_all_to_all(sent, *counts, self._group)
         if step is None or arrived is None:
             return KeyBlock(self._layout.own, ring, rank, rank), *self._own
         keys, values = _unpacked(arrived, self._own, step.received)
         return KeyBlock(step.rectangles, ring, rank, _owner(step, self._layout), step.received[0]), keys, values
-
-    def _start(self) -> None:
-        self._pending = None
-        if self._left:
-            step = self._left.pop(0)
-            sent, num_received = _packed(self._own, step.sent), _num_elements(self._own, step.received)
-            counts = _counts(self._layout, step, sends=sent.numel(), receives=num_received)
-            self._pending = start_all_to_all(sent, *counts, self._group)
 
 
 class _GradientReturn:
@@ -140,7 +137,6 @@ class _GradientReturn:
         self._pending = step, start_all_to_all(flat, sends, receives, self._group)
 
     def finish(self) -> None:
-        """Add what was sent to this rank."""
         if self._pending is None:
             return
         step, pending = self._pending
@@ -195,10 +191,6 @@ def _fake_forward(heads: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
     return value.new_empty(batch, length, num, value.shape[-1]).transpose(1, 2), lse
 
 
-def _fake_backward(heads: Sequence[Tensor], *_: Any) -> tuple[Tensor, ...]:
-    return tuple(_zeros(each).to(each.dtype) for each in heads)
-
-
 define_operator(
     "ring_attention(Tensor[] heads, Tensor? sinks, Tensor lengths, str group, float[] settings) -> (Tensor, Tensor)",
     _forward,
@@ -208,5 +200,5 @@ define_operator(
     "ring_attention_backward(Tensor[] heads, Tensor[] given, Tensor lengths, str group, float[] settings) "
     "-> (Tensor, Tensor, Tensor)",
     _backward,
-    _fake_backward,
+    lambda heads, *_: tuple(_zeros(each).to(each.dtype) for each in heads),
 )

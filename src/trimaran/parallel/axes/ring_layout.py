@@ -7,7 +7,7 @@ document, because no other document has a part on both sides of the gap between 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -23,7 +23,6 @@ class RingChunks:
     chunk: int
 
     def position(self, rank: int, local: int) -> int:
-        """Return the position in the sequence of a rank's local position."""
         return local + (rank if local < self.chunk else 2 * self.num_ranks - 2 - rank) * self.chunk
 
     def num_before(self, rank: int, position: int) -> int:
@@ -81,7 +80,9 @@ def ring_layout(
                  for reader in range(ring.num_ranks)]  # fmt: skip
         if any(pairs):
             received, sent = _span(pairs[rank]), _span(pairs[(rank + shift) % ring.num_ranks])
-            steps.append(RingStep(shift, _joined(_shifted(pairs[rank], received[0]), shape[0]), received, sent))
+            first = received[0]
+            shifted = [replace(each, keys=(each.keys[0] - first, each.keys[1] - first)) for each in pairs[rank]]
+            steps.append(RingStep(shift, _joined(shifted, shape[0]), received, sent))
     return RingLayout(ring, rank, _joined([*_own(documents, ring, rank)], shape[0]), tuple(steps))
 
 
@@ -149,16 +150,9 @@ def _pair(documents: list[list[Span]], ring: RingChunks, ranks: Span, window: in
 
 
 def _span(rectangles: list[Rectangle]) -> Span:
-    """Return the keys that any of the rectangles needs."""
     if not rectangles:
         return 0, 0
     return min(each.keys[0] for each in rectangles), max(each.keys[1] for each in rectangles)
-
-
-def _shifted(rectangles: list[Rectangle], first_key: int) -> list[Rectangle]:
-    return [
-        Rectangle(each.row, each.queries, (each.keys[0] - first_key, each.keys[1] - first_key)) for each in rectangles
-    ]
 
 
 def _joined(rectangles: list[Rectangle], rows: int) -> tuple[Rectangle, ...]:

@@ -5,7 +5,6 @@ that the model's own code can cut it, and the next layer takes its part of a rep
 heads in between.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -80,10 +79,10 @@ class ForeignColumns(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute(module, device_mesh, weight=Shard(1 if is_conv1d(module) else 0), bias=Shard(0))
-        columns = _own_forward(module) or partial(_columns, module)
+        own = module.forward if computes_with_shards(module) else partial(_multiply, module, adds_bias=True)
 
         def forward(x: Tensor) -> Tensor:
-            out = columns(reduce_gradient(x, device_mesh))
+            out = own(reduce_gradient(x, device_mesh))
             return gather_columns(out, device_mesh) if self._gathers else out
 
         module.forward = forward
@@ -99,10 +98,10 @@ class ForeignRows(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute(module, device_mesh, weight=Shard(0 if is_conv1d(module) else 1))
-        rows = _own_forward(module) or partial(_rows, module)
+        own = module.forward if computes_with_shards(module) else partial(_multiply, module, adds_bias=False)
 
         def forward(x: Tensor) -> Tensor:
-            out = reduce_sum(rows(take_columns(x, device_mesh) if self._takes else x), device_mesh)
+            out = reduce_sum(own(take_columns(x, device_mesh) if self._takes else x), device_mesh)
             bias: Any = module.bias
             return out if bias is None else out + local_for_compute(bias, gradient_is_partial=False).to(out.dtype)
 
@@ -162,8 +161,13 @@ def compute_some_experts(module: Any, mesh: DeviceMesh) -> None:
 def distribute(module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
     """Turn the module's own parameters into DTensors, replicated except for those in `placements`."""
     for name, each in list(module.named_parameters(recurse=False)):
-        local = distribute_tensor(each, mesh, [placements.get(name, Replicate())], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(local, requires_grad=each.requires_grad))
+        module.register_parameter(name, sharded(each, mesh, placements.get(name, Replicate())))
+
+
+def sharded(parameter: nn.Parameter, mesh: DeviceMesh, *placements: Placement) -> nn.Parameter:
+    """Return the parameter as a DTensor. All ranks have its values, or none has: each takes its shard by itself."""
+    shard = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
+    return nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -171,21 +175,8 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _own_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return the forward of a layer that computes with its shard and more than its weight, as one with an adapter."""
-    return module.forward if computes_with_shards(module) else None
-
-
-def _columns(module: nn.Module, x: Tensor) -> Tensor:
-    bias: Any = module.bias
-    return F.linear(x, _matrix(module), None if bias is None else local_for_compute(bias))
-
-
-def _rows(module: nn.Module, x: Tensor) -> Tensor:
-    return F.linear(x, _matrix(module))
-
-
-def _matrix(module: Any) -> Tensor:
-    """Return this rank's weight, [outputs, inputs]."""
+def _multiply(module: Any, x: Tensor, *, adds_bias: bool) -> Tensor:
+    """Return `x` times this rank's weight, with its bias if `adds_bias`."""
     local = local_for_compute(module.weight)
-    return local.T if is_conv1d(module) else local
+    bias = local_for_compute(module.bias) if adds_bias and module.bias is not None else None
+    return F.linear(x, local.T if is_conv1d(module) else local, bias)

@@ -7,13 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from trimaran.core import Plan
 from trimaran.models import matches_module
@@ -30,13 +25,10 @@ from trimaran.parallel.axes.sharded_layers import (
     ForeignRows,
     compute_with_shards,
     computes_with_shards,
+    distribute,
+    sharded,
 )
-from trimaran.parallel.comm.tensor_collectives import (
-    gather_sequence,
-    reduce_gradient,
-    reduce_sum,
-    reduce_to_sequence,
-)
+from trimaran.parallel.comm.tensor_collectives import gather_sequence, reduce_gradient, reduce_sum, reduce_to_sequence
 from trimaran.parallel.mesh import RankMesh, tp_replicated_towers
 
 Change = Callable[[Tensor, DeviceMesh], Tensor]
@@ -60,7 +52,9 @@ def apply_tp(network: Network, plan: Plan, ranks: RankMesh) -> None:
 
 def shard_modules(module: nn.Module, mesh: DeviceMesh, patterns: Mapping[str, str]) -> None:
     """Shard the modules whose names match `patterns` by the style of each. Parameter names and ties do not change."""
-    tied, frozen = _tied_names(module), [name for name, each in module.named_parameters() if not each.requires_grad]
+    first: dict[int, str] = {}  # the first name of each parameter
+    names = [(name, first.setdefault(id(each), name)) for name, each in module.named_parameters(remove_duplicate=False)]
+    frozen = [name for name, each in module.named_parameters() if not each.requires_grad]
     for name, each in list(module.named_modules()):
         if isinstance(each, AbsentModule):  # of another pipeline stage
             continue
@@ -69,9 +63,10 @@ def shard_modules(module: nn.Module, mesh: DeviceMesh, patterns: Mapping[str, st
                 adapter = take_adapter(each) if isinstance(each, LoraLinear) else {}
                 parallelize_module(each, mesh, STYLES[style](), src_data_rank=None)
                 shard_adapter(each, mesh, adapter)
-    for name, first in tied.items():
-        owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, module.get_parameter(first))
+    for name, tied in names:
+        if name != tied:
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, module.get_parameter(tied))
     for name in frozen:  # some of torch's styles create new parameters, which require gradients
         module.get_parameter(name).requires_grad_(False)
 
@@ -101,16 +96,7 @@ def shard_adapter(layer: nn.Module, mesh: DeviceMesh, adapter: Mapping[str, nn.P
     for name, each in adapter.items():
         assert isinstance(layer.weight, DTensor)
         placement = ADAPTER_PLACEMENTS.get((layer.weight.placements[0], name), Replicate())
-        local = distribute_tensor(each, mesh, [placement], src_data_rank=None)
-        layer.register_parameter(name, nn.Parameter(local, requires_grad=each.requires_grad))
-
-
-def _tied_names(module: nn.Module) -> dict[str, str]:
-    """Return the first name of each tied parameter by its other names."""
-    first: dict[int, str] = {}
-    names = module.named_parameters(remove_duplicate=False)
-    pairs = [(name, first.setdefault(id(each), name)) for name, each in names]
-    return {name: owner for name, owner in pairs if name != owner}
+        layer.register_parameter(name, sharded(each, mesh, placement))
 
 
 class ShardedParameters(ParallelStyle):
@@ -131,18 +117,12 @@ class ShardedParameters(ParallelStyle):
         self._enter, self._leave, self._otherwise, self._placements = enter, leave, otherwise, placements
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if self._placements and not compute_with_shards(module):
+        if "weight" in self._placements and not compute_with_shards(module):
             assert self._otherwise is not None, f"{type(module).__name__} is no layer of our own networks"
             style = self._otherwise()
             style.src_data_rank = None  # as `parallelize_module` sets it: every rank has the same values, or none
             return style._apply(module, device_mesh)
-        return self._with_parameters(module, device_mesh)
-
-    def _with_parameters(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for leaf, each in list(module.named_parameters(recurse=False)):
-            placement = self._placements.get(leaf, Replicate())
-            local = distribute_tensor(each, device_mesh, [placement], src_data_rank=None)
-            module.register_parameter(leaf, nn.Parameter(local, requires_grad=each.requires_grad))
+        distribute(module, device_mesh, **self._placements)
         if self._enter is not None:
             module.register_forward_pre_hook(lambda _, inputs: _with_first(inputs, self._enter, device_mesh))
         if self._leave is not None:
@@ -171,37 +151,14 @@ class ReducedOutput(ShardedParameters):
         return out + local_for_compute(module.bias, gradient_is_partial=self._is_partial).to(out.dtype)
 
 
-class GatheredInput(ShardedParameters):
-    """Gathers the module's first input, a sequence shard. The sinks of attention are sharded as its heads are."""
-
-    def __init__(self) -> None:
-        super().__init__(gather_sequence, sinks=Shard(0))
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return self._with_parameters(module, device_mesh)
-
-
-class ShardedSinks(ShardedParameters):
-    """Shards the sinks of attention as its heads are."""
-
-    def __init__(self) -> None:
-        super().__init__(sinks=Shard(0))
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return self._with_parameters(module, device_mesh)
-
-
 class ShardedWideNorm(ParallelStyle):
     """Shards a norm over all heads as the heads are; the mean of squares is that of all ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, WideRMSNorm):
-            return ShardedParameters()._apply(module, device_mesh)
-        assert module.weight is not None
-        local = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
-        module.register_parameter("weight", nn.Parameter(local, requires_grad=module.weight.requires_grad))
-        # Every rank uses the sum for its own heads, so that its gradient is a sum over the ranks, too.
-        module.total = lambda squares: reduce_gradient(reduce_sum(squares, device_mesh), device_mesh)
+        is_wide = isinstance(module, WideRMSNorm)
+        distribute(module, device_mesh, **({"weight": Shard(0)} if is_wide else {}))
+        if is_wide:  # every rank uses the sum for its own heads, so that its gradient is a sum over the ranks, too
+            module.total = lambda squares: reduce_gradient(reduce_sum(squares, device_mesh), device_mesh)
         return module
 
 
@@ -265,7 +222,6 @@ def _with_first(values: Any, change: Change | None, mesh: DeviceMesh) -> Any:
 
 
 def _from_local(placement: Placement) -> Change:
-    """Return a conversion from a local tensor to a DTensor."""
     return lambda x, mesh: DTensor.from_local(x, mesh, (placement,), run_check=False)
 
 
@@ -289,8 +245,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding-to-sequence": partial(ShardedParameters, None, reduce_to_sequence, weight=Shard(0)),
     "colwise-logits": partial(ShardedLogits, reduce_gradient),
     "sequence-to-logits": partial(ShardedLogits, gather_sequence),
-    "gather-sequence": GatheredInput,
-    "sinks": ShardedSinks,
+    "gather-sequence": partial(ShardedParameters, gather_sequence, sinks=Shard(0)),
+    "sinks": partial(ShardedParameters, sinks=Shard(0)),
     "head-norm": ShardedWideNorm,
     "heads": partial(ShardedParameters, _from_local(Shard(2)), _to_local),
     "replicated": partial(ShardedParameters, _from_local(Replicate()), _to_local),

@@ -22,7 +22,6 @@ class AxisWaits:
         self._span: Span | None = None
 
     def start(self, span: Span) -> None:
-        """Time waits with `span` from now on."""
         self._span = span
 
     def stop(self) -> None:

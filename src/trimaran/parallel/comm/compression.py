@@ -28,7 +28,7 @@ from trimaran.parallel.comm.gradient_exchange import (
     FeedbackTensors,
     Gradients,
     Shape,
-    exchange_exactly,
+    exchange_as,
     first_factor,
     int8_message,
     read_int8,
@@ -64,12 +64,10 @@ class ShardCompressor:
         self.state.step += 1
 
     def feedback(self) -> dict[str, FeedbackTensors]:
-        """Return what is remembered between steps: nothing."""
         return {}
 
     @property
     def measures(self) -> bool:
-        """Whether this step measures the error of the sums."""
         return bool(self.settings.check_every) and self.state.step % self.settings.check_every == 0
 
     @property
@@ -81,7 +79,6 @@ class ShardCompressor:
         return (difference / exact).sqrt()
 
     def add_error(self, result: Tensor, exact: Tensor) -> None:
-        """Add the difference of a compressed sum from the exact one."""
         self._squares.append(torch.stack([(result - exact).square().sum(), exact.square().sum()]))
 
     def next_call(self, name: str) -> str:
@@ -152,7 +149,6 @@ class OuterAllReduce:
 
 
 def compress_units(module: nn.Module, compressor: ShardCompressor) -> None:
-    """Make the FSDP units of a module send compressed gradients."""
     for name, unit in module.named_modules():
         if is_fsdp_module(unit):
             # These need no class of torch, whose module is private: only these methods are called.
@@ -274,7 +270,6 @@ class GradientCompressor:
         self.state.step += 1
 
     def feedback(self) -> dict[str, FeedbackTensors]:
-        """Return what is remembered between steps, by name: `residual`, `velocity` and `factor`. Zeros at first."""
         self._prepare()
         named = {"residual": self.state.residual, "velocity": self.state.velocity, "factor": self.state.factor}
         return {name: each for name, each in named.items() if each is not None}
@@ -294,7 +289,7 @@ class GradientCompressor:
         if small and self.settings.check_every and self.state.step % self.settings.check_every == 0:
             self._start(self._sample(small))
         if exact:
-            self._start(exchange_exactly(self.state, exact))
+            self._start(exchange_as(self.state, exact))
         if small:
             self._start(EXCHANGES[self.settings.kind](self.state, small))
         if bucket.is_last():
@@ -314,7 +309,9 @@ class GradientCompressor:
                 if (following := next(exchange, None)) is not None:
                     self._open.append((exchange, following))
         if self._samples:
-            self.error = _relative_error(self._samples)
+            exact = torch.cat([each for each, _ in self._samples])
+            result = torch.cat([_sampled(each) for _, gradients in self._samples for each in gradients.values()])
+            self.error = torch.linalg.vector_norm(result - exact) / torch.linalg.vector_norm(exact)
             self._samples = []
         for future, buffer in self._futures:
             future.set_result(buffer)
@@ -354,13 +351,6 @@ class GradientCompressor:
 
 def _sampled(gradient: Tensor) -> Tensor:
     return gradient[:: max(1, len(gradient) // SAMPLED_VALUES)].float()
-
-
-def _relative_error(samples: Sequence[tuple[Tensor, Gradients]]) -> Tensor:
-    """Return the norm of what the compressed sums differ by, relative to that of the exact sums."""
-    exact = torch.cat([each for each, _ in samples])
-    result = torch.cat([_sampled(each) for _, gradients in samples for each in gradients.values()])
-    return torch.linalg.vector_norm(result - exact) / torch.linalg.vector_norm(exact)
 
 
 Compressor = GradientCompressor | ShardCompressor

@@ -33,7 +33,6 @@ class GradientBuckets:
             parameter.grad = gradient
 
     def begin_step(self) -> None:
-        """Start a step with gradients of zero."""
         self.assign()
         torch._foreach_zero_(self._buckets)
 
@@ -48,7 +47,6 @@ class GradientBuckets:
 
 
 def buckets_of(module: nn.Module, group: dist.ProcessGroup) -> GradientBuckets:
-    """Return buckets for the gradients of a module's trained parameters."""
     return GradientBuckets([each for each in module.parameters() if each.requires_grad], group)
 
 

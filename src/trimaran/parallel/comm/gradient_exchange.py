@@ -6,8 +6,9 @@ in the same order and start a collective of each in turn, so that none ever meet
 does not depend on the others in the bucket.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from math import prod
 
@@ -36,7 +37,6 @@ def int8_message(blocks: Tensor, noise: Tensor | float) -> Tensor:
 
 
 def read_int8(message: Tensor, block: int) -> Tensor:
-    """Return the values [..., values] of messages [..., bytes]."""
     num_blocks = message.shape[-1] // (block + 4)
     codes, scales = message.split([num_blocks * block, num_blocks * 4], dim=-1)
     values = codes.contiguous().view(torch.int8).float().unflatten(-1, (num_blocks, block))
@@ -56,7 +56,6 @@ def sign_message(blocks: Tensor, counts: Tensor) -> Tensor:
 
 
 def read_signs(message: Tensor, block: int) -> Tensor:
-    """Return the values [blocks, block] of a message."""
     num_blocks = len(message) // (block // BITS + 4)
     packed, scales = message.split([num_blocks * block // BITS, num_blocks * 4])
     bits = (packed.unsqueeze(-1) & _bit_values(message.device)) != 0
@@ -100,7 +99,6 @@ class FeedbackTensors:
         self.discard()
 
     def discard(self) -> None:
-        """Forget what the step has proposed."""
         self._next, self._next_views = None, {}
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
@@ -160,17 +158,8 @@ def _generator(text: str, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(number)
 
 
-def exchange_exactly(state: ExchangeState, gradients: Gradients) -> Exchange:
-    """Average in fp32."""
-    yield from _all_reduce(state, gradients, torch.float32)
-
-
-def exchange_cast(dtype: torch.dtype) -> Callable[[ExchangeState, Gradients], Exchange]:
-    """Return an exchange that sums in a 16-bit dtype."""
-    return lambda state, gradients: _all_reduce(state, gradients, dtype)
-
-
-def _all_reduce(state: ExchangeState, gradients: Gradients, dtype: torch.dtype) -> Exchange:
+def exchange_as(state: ExchangeState, gradients: Gradients, dtype: torch.dtype = torch.float32) -> Exchange:
+    """Average in fp32, or in a 16-bit dtype."""
     flat = torch.cat([each.float() for each in gradients.values()]).div_(state.size).to(dtype)  # stays in range
     yield _work(dist.all_reduce(flat, group=state.group, async_op=True))
     _copy_back(gradients, flat)
@@ -183,7 +172,8 @@ def exchange_int8(state: ExchangeState, gradients: Gradients) -> Exchange:
     widths = {name: -(-len(each) // (ranks * block)) * block for name, each in gradients.items()}
     rows, noise = (torch.zeros(ranks, sum(widths.values()), device=device) for _ in range(2))
     totals = {name: state.with_residual(name, each) for name, each in gradients.items()}
-    for (name, total), part, random in zip(totals.items(), *_columns((rows, noise), widths), strict=True):
+    columns = [each.split([*widths.values()], 1) for each in (rows, noise)]
+    for (name, total), part, random in zip(totals.items(), *columns, strict=True):
         part.copy_(torch.nn.functional.pad(total, (0, part.numel() - len(total))).view(part.shape))
         random.copy_(state.noise(name, "send", tuple(part.shape), device))
     message = int8_message(rows.unflatten(1, (-1, block)), noise.unflatten(1, (-1, block)))
@@ -200,10 +190,6 @@ def exchange_int8(state: ExchangeState, gradients: Gradients) -> Exchange:
     parts = read_int8(received.view(ranks, -1), block).split([*widths.values()], 1)
     for gradient, part in zip(gradients.values(), parts, strict=True):
         gradient.copy_(part.reshape(-1)[: len(gradient)])
-
-
-def _columns(matrices: Sequence[Tensor], widths: Mapping[str, int]) -> list[tuple[Tensor, ...]]:
-    return [each.split([*widths.values()], 1) for each in matrices]
 
 
 def exchange_signs(state: ExchangeState, gradients: Gradients) -> Exchange:
@@ -304,9 +290,9 @@ def _work(work: dist.Work | None) -> dist.Work:
 
 
 EXCHANGES: Mapping[str, Callable[[ExchangeState, Gradients], Exchange]] = {
-    "none": exchange_exactly,
-    "fp16": exchange_cast(torch.float16),
-    "bf16": exchange_cast(torch.bfloat16),
+    "none": exchange_as,
+    "fp16": partial(exchange_as, dtype=torch.float16),
+    "bf16": partial(exchange_as, dtype=torch.bfloat16),
     "int8": exchange_int8,
     "1bit": exchange_signs,
     "topk": exchange_top_k,

@@ -1,4 +1,4 @@
-"""Formats of outer gradients on the wire: bf16, int8 with a scale per block, and the largest values of a block."""
+"""Replicas that train alone for some steps, and exchange their outer gradients: the formats, and the outer step."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,18 +18,8 @@ from trimaran.parallel.mesh import RankMesh
 from trimaran.runs.gloo_listeners import closed_listeners
 
 
-class Codec(Protocol):
-    """Turns rows of fp32 values [rows, n] into rows of bytes and back. `n` must be a multiple of `block`."""
-
-    block: int
-
-    def encode(self, values: Tensor) -> Tensor: ...
-
-    def decode(self, encoded: Tensor) -> Tensor: ...
-
-
 class Bf16Codec:
-    """Rounds to bf16."""
+    """Turns rows of fp32 values [rows, n] into rows of bytes and back, rounded to bf16; n is a multiple of `block`."""
 
     block = 1
 
@@ -41,7 +31,7 @@ class Bf16Codec:
 
 
 class Int8Codec:
-    """Rounds to the nearest of 255 levels between plus and minus the largest magnitude of each block."""
+    """The same, rounded to the nearest of 255 levels between plus and minus the largest magnitude of each block."""
 
     block = INT8_BLOCK
 
@@ -72,7 +62,9 @@ class SparseCodec:
         levels = torch.stack([_masked_mean(magnitudes, ~is_large), _masked_mean(magnitudes, is_large)], 1)
         codes = is_large.to(torch.uint8) + 2 * (kept < 0).to(torch.uint8)
         packed = codes[:, 0::4] | codes[:, 1::4] << 2 | codes[:, 2::4] << 4 | codes[:, 3::4] << 6
-        return torch.cat([_pack_12_bits(indices), packed, levels.view(torch.uint8)], 1)
+        first, second = indices[:, 0::2], indices[:, 1::2]  # pairs of numbers below 4096 are three bytes
+        places = torch.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], 2).flatten(1)
+        return torch.cat([places.to(torch.uint8), packed, levels.view(torch.uint8)], 1)
 
     def decode(self, encoded: Tensor) -> Tensor:
         parts = encoded.split([self._kept // 2 * 3, self._kept // 4, SPARSE_LEVEL_BYTES], 1)
@@ -80,7 +72,9 @@ class SparseCodec:
         codes = torch.stack([packed & 3, packed >> 2 & 3, packed >> 4 & 3, packed >> 6], 2).flatten(1).long()
         values = levels.gather(1, codes & 1) * (1 - (codes & 2)).float()
         dense = torch.zeros(len(encoded), SPARSE_BLOCK, device=encoded.device)
-        return dense.scatter_(1, _unpack_12_bits(parts[0]), values)
+        high, middle, low = parts[0].long().view(len(encoded), -1, 3).unbind(2)
+        places = torch.stack([high << 4 | middle >> 4, (middle & 15) << 8 | low], 2).flatten(1)
+        return dense.scatter_(1, places, values)
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -88,18 +82,7 @@ def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum(1) / mask.sum(1).clamp(min=1)
 
 
-def _pack_12_bits(numbers: Tensor) -> Tensor:
-    """Return pairs of numbers below 4096 as three bytes each."""
-    first, second = numbers[:, 0::2], numbers[:, 1::2]
-    return torch.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], 2).flatten(1).to(torch.uint8)
-
-
-def _unpack_12_bits(packed: Tensor) -> Tensor:
-    high, middle, low = packed.long().view(len(packed), -1, 3).unbind(2)
-    return torch.stack([high << 4 | middle >> 4, (middle & 15) << 8 | low], 2).flatten(1)
-
-
-class MeanExchange(Protocol):
+class MeanExchange:
     """A mean over the replicas on its way. All replicas make the same calls in the same order.
 
     `sent` is what the others receive of this replica's values; only a sparse exchange needs it.
@@ -109,11 +92,10 @@ class MeanExchange(Protocol):
 
     def advance(self) -> None:
         """Wait for the first of two collectives and start the second. It may be left out: `finish` does it too."""
-        ...
 
     def finish(self) -> Tensor:
         """Return the mean in fp32, bitwise equal on all replicas."""
-        ...
+        raise NotImplementedError
 
 
 StartExchange = Callable[[Tensor], MeanExchange]
@@ -121,17 +103,16 @@ StartExchange = Callable[[Tensor], MeanExchange]
 
 
 def exchange_of(local: LocalSteps, group: dist.ProcessGroup) -> StartExchange:
-    """Return the function that starts an exchange in the plan's format."""
     if local.compression == "sparse":
         codec = SparseCodec(local.kept_per_block)
         return lambda values: SparseMean(values, codec, group)
     if local.compression == "none" or group.size() == 1:
         return lambda values: AllReducedMean(values, group)
-    quantiser: Codec = Bf16Codec() if local.compression == "bf16" else Int8Codec()
+    quantiser = Bf16Codec() if local.compression == "bf16" else Int8Codec()
     return lambda values: QuantisedMean(values, quantiser, group)
 
 
-class AllReducedMean:
+class AllReducedMean(MeanExchange):
     """An all-reduce in fp32."""
 
     def __init__(self, values: Tensor, group: dist.ProcessGroup) -> None:
@@ -139,22 +120,19 @@ class AllReducedMean:
         self._mean = values.div_(group.size())  # divided first, as torch's averager does
         self._work = dist.all_reduce(self._mean, group=group, async_op=True) if group.size() > 1 else None
 
-    def advance(self) -> None:
-        pass
-
     def finish(self) -> Tensor:
         if self._work is not None:
             self._work.wait()
         return self._mean
 
 
-class QuantisedMean:
+class QuantisedMean(MeanExchange):
     """Each replica sums one part of the values: it receives this part of all, and sends the sum to all, encoded.
 
     Values are decoded before they are summed, in the order of the replicas. They are rounded twice.
     """
 
-    def __init__(self, values: Tensor, codec: Codec, group: dist.ProcessGroup) -> None:
+    def __init__(self, values: Tensor, codec: Bf16Codec | Int8Codec, group: dist.ProcessGroup) -> None:
         self.sent, self._codec, self._group, self._size = values, codec, group, len(values)
         parts = group.size()
         padded = torch.nn.functional.pad(values, (0, -len(values) % (parts * codec.block)))
@@ -178,7 +156,7 @@ class QuantisedMean:
         return self._codec.decode(self._gathered).flatten()[: self._size]
 
 
-class SparseMean:
+class SparseMean(MeanExchange):
     """The largest values of each block, all-gathered and added up in the order of the replicas."""
 
     def __init__(self, values: Tensor, codec: SparseCodec, group: dist.ProcessGroup) -> None:
@@ -190,9 +168,6 @@ class SparseMean:
         if group.size() > 1:
             self._gathered = encoded.new_empty(group.size(), *encoded.shape)
             self._work = gather_single(self._gathered.view(-1), encoded.view(-1), group=group, async_op=True)
-
-    def advance(self) -> None:
-        pass
 
     def finish(self) -> Tensor:
         if self._work is None:
@@ -272,20 +247,15 @@ class OuterBucket:
         """Update the outer state from the mean of the replicas, and the weights: `mixing` parts of them stay local."""
         if error is not None:
             self._state["error"].copy_(error)
-        self._write(self._update(mean) if self._local.keeps_outer_weights else mean, mixing)
-
-    def _update(self, gradient: Tensor) -> Tensor:
-        """Return the synchronised weights after a step of the outer optimizer, which is torch's SGD."""
-        outer, weights = self._local.outer, self._state["weights"]
-        gradient = gradient.to(weights.device)
-        if (momentum := self._state.get("momentum")) is not None:
-            momentum.mul_(outer.resolved_momentum).add_(gradient)
-            is_nesterov = outer.optimizer == "nesterov"
-            gradient = gradient.add(momentum, alpha=outer.resolved_momentum) if is_nesterov else momentum
-        return weights.add_(gradient, alpha=-outer.resolved_lr)
-
-    def _write(self, synchronised: Tensor, mixing: float) -> None:
-        for (_, parameter), part in zip(self.named, synchronised.split(self.sizes), strict=True):
+        if self._local.keeps_outer_weights:  # a step of the outer optimizer, which is torch's SGD
+            outer, weights = self._local.outer, self._state["weights"]
+            mean = mean.to(weights.device)
+            if (momentum := self._state.get("momentum")) is not None:
+                momentum.mul_(outer.resolved_momentum).add_(mean)
+                is_nesterov = outer.optimizer == "nesterov"
+                mean = mean.add(momentum, alpha=outer.resolved_momentum) if is_nesterov else momentum
+            mean = weights.add_(mean, alpha=-outer.resolved_lr)
+        for (_, parameter), part in zip(self.named, mean.split(self.sizes), strict=True):
             weights = local_part(parameter)
             new = part.view(weights.shape).to(weights.device)
             weights.copy_(new.lerp(weights.float(), mixing) if mixing else new)
@@ -361,22 +331,19 @@ class OuterStep:
         if timer is not None:
             timer.stop()
         if local.overlap_steps:
-            self._advance(step)
+            # Start the exchanges that are used `overlap_steps` from now; continue those that are half-way.
+            for number in local.fragments_due(step + local.overlap_steps):
+                if step + local.overlap_steps < self._last_step:  # at the last step everything is exchanged
+                    self._running[number] = [bucket.start(self._start) for bucket in self.fragments[number]]
+            half = local.overlap_steps // 2
+            for number in local.fragments_due(step + half) if half else ():
+                for exchange in self._running.get(number, ()):
+                    exchange.mean.advance()
         if timer is None:
             return dict
         num_values = sum(bucket.num_values for number in due for bucket in self.fragments[number])
         num_bytes = round(synchronisation_bytes(local, num_values, self._num_replicas))
         return lambda: {"outer": {"bytes": num_bytes, "seconds": timer.seconds(), "fragments": due}}
-
-    def _advance(self, step: int) -> None:
-        """Start the exchanges that are used `overlap_steps` from now; continue those that are half-way."""
-        for number in self.local.fragments_due(step + self.local.overlap_steps):
-            if step + self.local.overlap_steps < self._last_step:  # at the last step everything is exchanged
-                self._running[number] = [bucket.start(self._start) for bucket in self.fragments[number]]
-        half = self.local.overlap_steps // 2
-        for number in self.local.fragments_due(step + half) if half else ():
-            for exchange in self._running.get(number, ()):
-                exchange.mean.advance()
 
     def _synchronise(self, number: int, *, mixing: float) -> None:
         """Finish the exchange of a fragment. If none is running, exchange it now, two buckets at a time."""

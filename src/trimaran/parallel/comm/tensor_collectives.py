@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimaran.parallel.comm.axis_waits import AXIS_WAITS
+from trimaran.parallel.comm.axis_waits import AXIS_WAITS, axis_span
 
 collective = torch.ops._c10d_functional  # private in torch
 TP = "tp"
@@ -27,32 +27,37 @@ TP = "tp"
 
 def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the full sequences [B, T, ...] from each rank's tokens. The gradient is a partial sum on each rank."""
-    return _GatherSequence.apply(x, mesh.size(), group_name(mesh))
+    return _Sequence.apply(x, mesh.size(), group_name(mesh), True)
 
 
 def reduce_to_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return this rank's tokens of the sum over the ranks of `x` [B, T, ...], in the shape [B, T / ranks, ...]."""
-    return _ReduceToSequence.apply(x, mesh.size(), group_name(mesh))
+    return _Sequence.apply(x, mesh.size(), group_name(mesh), False)
 
 
 def reduce_sum(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the sum of `x` over the ranks. Every rank has the full gradient of it."""
-    return _ReduceSum.apply(x, group_name(mesh))
+    return _Reduce.apply(x, group_name(mesh), TP, True)
 
 
 def reduce_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return `x`, which is equal on all ranks. Its gradient is a partial sum on each rank, and is summed here."""
-    return _ReduceGradient.apply(x, group_name(mesh))
+    return reduce_gradient_over(x, group_name(mesh), TP)
+
+
+def reduce_gradient_over(x: Tensor, group: str, axis: str) -> Tensor:
+    """The same as `reduce_gradient` for the ranks of a group, which belong to this axis."""
+    return _Reduce.apply(x, group, axis, False)
 
 
 def gather_columns(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the columns of all ranks, in order. What follows is equal on all ranks, and so is its gradient."""
-    return _GatherColumns.apply(x, mesh.size(), mesh.get_local_rank(), group_name(mesh))
+    return _Columns.apply(x, mesh.size(), mesh.get_local_rank(), group_name(mesh), True)
 
 
 def take_columns(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return this rank's columns of `x`, which is equal on all ranks; in backward the columns of all are gathered."""
-    return _TakeColumns.apply(x, mesh.size(), mesh.get_local_rank(), group_name(mesh))
+    return _Columns.apply(x, mesh.size(), mesh.get_local_rank(), group_name(mesh), False)
 
 
 def gather_dim(x: Tensor, dim: int, group: ProcessGroup, *, axis: str) -> Tensor:
@@ -86,7 +91,8 @@ def start_all_to_all(x: Tensor, sends: Sequence[int], receives: Sequence[int], g
 
 def wait_for(pending: Tensor, *, axis: str) -> Tensor:
     """Return the result of `start_all_to_all`, in the order of the current stream."""
-    return _timed_wait(pending, axis)
+    with AXIS_WAITS.span(axis):
+        return _wait(pending)
 
 
 def group_name(mesh: DeviceMesh) -> str:
@@ -94,47 +100,31 @@ def group_name(mesh: DeviceMesh) -> str:
     return mesh.get_group().group_name
 
 
-class _GatherSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
-        ctx.size, ctx.group = size, group
-        return _gathered(x, size, group)
+class _Sequence(Function):
+    """Gathers tokens in forward and reduce-scatters in backward, or the other way."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        return _scattered(gradients[0], ctx.size, ctx.group), None, None
-
-
-class _ReduceToSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
-        ctx.size, ctx.group = size, group
-        return _scattered(x, size, group)
+    def forward(ctx: Any, x: Tensor, size: int, group: str, gathers: bool) -> Tensor:
+        ctx.size, ctx.group, ctx.gathers = size, group, gathers
+        return (_gathered if gathers else _scattered)(x, size, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
-        return _gathered(gradients[0], ctx.size, ctx.group), None, None
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        return (_scattered if ctx.gathers else _gathered)(gradients[0], ctx.size, ctx.group), None, None, None
 
 
-class _ReduceSum(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return _reduced(x, group)
+class _Reduce(Function):
+    """All-reduces in forward or in backward."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _ReduceGradient(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, group: str, axis: str, in_forward: bool) -> Tensor:
+        ctx.group, ctx.axis, ctx.in_forward = group, axis, in_forward
+        return _reduced(x, group, axis) if in_forward else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        return _reduced(gradients[0], ctx.group), None
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
+        gradient = gradients[0] if ctx.in_forward else _reduced(gradients[0], ctx.group, ctx.axis)
+        return gradient, None, None, None
 
 
 class _GatherDim(Function):
@@ -151,26 +141,21 @@ class _GatherDim(Function):
         return local, None, None, None, None
 
 
-class _GatherColumns(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, rank: int, group: str) -> Tensor:
-        ctx.size, ctx.rank = size, rank
-        return _all_columns(x, size, group)
+class _Columns(Function):
+    """Gathers columns in forward and takes this rank's in backward, or the other way."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
-        return gradients[0].chunk(ctx.size, -1)[ctx.rank].contiguous(), None, None, None
-
-
-class _TakeColumns(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, rank: int, group: str) -> Tensor:
-        ctx.size, ctx.group = size, group
-        return x.chunk(size, -1)[rank].contiguous()
+    def forward(ctx: Any, x: Tensor, size: int, rank: int, group: str, gathers: bool) -> Tensor:
+        ctx.size, ctx.rank, ctx.group, ctx.gathers = size, rank, group, gathers
+        return _all_columns(x, size, group) if gathers else x.chunk(size, -1)[rank].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
-        return _all_columns(gradients[0], ctx.size, ctx.group), None, None, None
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None, None, None]:
+        if ctx.gathers:
+            gradient = gradients[0].chunk(ctx.size, -1)[ctx.rank].contiguous()
+        else:
+            gradient = _all_columns(gradients[0], ctx.size, ctx.group)
+        return gradient, None, None, None, None
 
 
 class _StartExchange(Function):
@@ -189,7 +174,7 @@ class _StartExchange(Function):
 class _Await(Function):
     @staticmethod
     def forward(ctx: Any, pending: Tensor, axis: str) -> Tensor:
-        done = _wait(pending) if torch.compiler.is_compiling() else _timed_wait(pending, axis)
+        done = _wait(pending) if torch.compiler.is_compiling() else wait_for(pending, axis=axis)
         return done.view_as(done)
 
     @staticmethod
@@ -216,23 +201,18 @@ def _scattered(x: Tensor, size: int, group: str) -> Tensor:
     return _run(TP, collective.reduce_scatter_tensor, parts, "sum", size, group)
 
 
-def _reduced(x: Tensor, group: str) -> Tensor:
-    return _run(TP, collective.all_reduce, x.contiguous(), "sum", group)
+def _reduced(x: Tensor, group: str, axis: str) -> Tensor:
+    return _run(axis, collective.all_reduce, x.contiguous(), "sum", group)
 
 
 def _run(axis: str, operator: Any, *args: Any) -> Tensor:
     """Return the result of a collective, in the order of the current stream."""
-    if torch.compiler.is_compiling():
-        return _wait(_start(operator, *args))
-    with AXIS_WAITS.span(axis):
+    with axis_span(axis):
         return _wait(_start(operator, *args))
 
 
 def _start(operator: Any, *args: Any) -> Tensor:
-    """Start a collective.
-
-    Autograd is skipped, which the functions above do: it would take as long as the rest of the call.
-    """
+    """Start a collective. Autograd is skipped, as the functions above do that: it would take as long as the rest."""
     if torch.compiler.is_compiling():
         return operator(*args)
     with torch._C._AutoDispatchBelowAutograd():
@@ -244,8 +224,3 @@ def _wait(pending: Tensor) -> Tensor:
         return collective.wait_tensor(pending)
     with torch._C._AutoDispatchBelowAutograd():
         return collective.wait_tensor(pending)
-
-
-def _timed_wait(pending: Tensor, axis: str) -> Tensor:
-    with AXIS_WAITS.span(axis):
-        return _wait(pending)

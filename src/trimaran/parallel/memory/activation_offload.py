@@ -117,7 +117,6 @@ class OffloadedStorage:
         self.host, self.copy_event = copies.to_host(self.on_device)
 
     def release(self) -> None:
-        """Free the device memory."""
         self.copies.wait(self.copy_event)
         self.on_device = None
 
@@ -254,7 +253,6 @@ class ActivationOffload:
 
 
 def _plain_parts(tensor: Any) -> list[Tensor]:
-    """Return the plain tensors inside `tensor`."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _plain_parts(getattr(tensor, name))]
@@ -263,10 +261,13 @@ def _plain_parts(tensor: Any) -> list[Tensor]:
 
 def _is_cast_weight(tensor: Tensor) -> bool:
     """Return whether `tensor` is a parameter cast by autocast or by a block. Such weights are not activations."""
-    node = (tensor if tensor._base is None else tensor._base).grad_fn
-    if node is None or node.name() != "ToCopyBackward0":
-        return False
-    source = node.next_functions[0][0]
+    source = cast_origin(tensor)
     if source is not None and source.name() == LOCAL_SHARD_NODE:
         source = source.next_functions[0][0]
     return isinstance(getattr(source, "variable", None), nn.Parameter)
+
+
+def cast_origin(tensor: Tensor) -> Any:
+    """Return the autograd node of which `tensor`, or what it is a view of, is a cast; None if it is no cast."""
+    node = (tensor if tensor._base is None else tensor._base).grad_fn
+    return node.next_functions[0][0] if node is not None and node.name() == "ToCopyBackward0" else None

@@ -117,13 +117,11 @@ class RegatherPolicy:
     def __call__(self, _: SelectiveCheckpointContext, operator: Any, *args: Any, **__: Any) -> CheckpointPolicy:
         if get_proxy_mode() is None:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        is_gather = operator is collective.all_gather_into_tensor.default and self._is_group(args[2])
+        is_gather = operator is collective.all_gather_into_tensor.default
+        if is_gather:  # torch names a process group, or passes the group itself
+            is_gather = (args[2] if isinstance(args[2], str) else args[2].group_name) == self._group
         self._follows_gather = is_gather or (self._follows_gather and operator in REORDERING_OPS)
         return CheckpointPolicy.MUST_RECOMPUTE if self._follows_gather else CheckpointPolicy.PREFER_SAVE
-
-    def _is_group(self, group: Any) -> bool:
-        """torch names a process group, or passes the group itself."""
-        return (group if isinstance(group, str) else group.group_name) == self._group
 
 
 def _recompute(block: nn.Module, options: dict[str, Any]) -> None:
@@ -136,21 +134,14 @@ def _recompute(block: nn.Module, options: dict[str, Any]) -> None:
 
     @wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _uncached_autocast(self):
+        # Without autocast's cache, which would hold a cast copy of every weight until autocast ends.
+        device = next(self.parameters()).device.type
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        with torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False):
             return checkpoint(inner, self, *args, use_reentrant=False, **options, **kwargs)
 
     setattr(forward, RECOMPUTED_ATTRIBUTE, inner)
     block.forward = MethodType(forward, block)  # bound, so a copy of the block gets its own forward
-
-
-def _uncached_autocast(block: nn.Module) -> torch.autocast:
-    """Return the current autocast without its weight cache.
-
-    The cache would hold a cast copy of every weight until autocast ends, although no activation is saved here.
-    """
-    device = next(block.parameters()).device.type
-    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
 def matrix_rank(block: nn.Module) -> int:
@@ -180,7 +171,6 @@ class _RecomputeDispatchMode(_CachedTorchDispatchMode):
 
 
 def _save_nothing(*_: Any, **__: Any) -> CheckpointPolicy:
-    """Recompute every operator."""
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -1,11 +1,9 @@
 """Tensor-parallel ranks save their part of a gathered input, not all of it, and gather it again in backward."""
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -20,10 +18,10 @@ from trimaran.models import matches_module
 from trimaran.nets import Network
 from trimaran.parallel.axes.tp import GATHERING_STYLES, tensor_styles
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
+from trimaran.parallel.comm.gradient_exchange import gather_single
+from trimaran.parallel.memory.activation_offload import cast_origin
 from trimaran.parallel.memory.recompute import recomputed_blocks, regather_in_compiled
 from trimaran.parallel.mesh import RankMesh
-
-gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the new name of torch 2.13
 
 
 def apply_regather(network: Network, plan: Plan, ranks: RankMesh) -> None:
@@ -35,29 +33,19 @@ def apply_regather(network: Network, plan: Plan, ranks: RankMesh) -> None:
         return
     recomputed = {id(part) for _, block in recomputed_blocks(network, plan) for part in block.modules()}
     compiled = {id(part): block for block in network.blocks if plan.compile for part in block.modules()}
-    found = [each for each in gathering_modules(network, plan, ranks) if id(each) not in recomputed]
+    styles = tensor_styles(network, plan, ranks)
+    patterns = [pattern for pattern, style in styles.items() if style in GATHERING_STYLES]
+    named = [(name, each) for name, each in network.module.named_modules() if id(each) not in recomputed]
+    found = [each for name, each in named if any(matches_module(name, pattern) for pattern in patterns)]
     blocks = {id(block): block for each in found if (block := compiled.get(id(each))) is not None}
     regather_in_compiled(blocks.values(), ranks.axes["tp"].get_group().group_name)
     for each in found:
         if id(each) not in compiled:
-            regather_input(each, ranks.axes["tp"])
-
-
-def gathering_modules(network: Network, plan: Plan, ranks: RankMesh) -> Iterator[nn.Module]:
-    """Yield the modules whose first input is a sequence shard that they gather."""
-    styles = tensor_styles(network, plan, ranks)
-    patterns = [pattern for pattern, style in styles.items() if style in GATHERING_STYLES]
-    for name, each in network.module.named_modules():
-        if any(matches_module(name, pattern) for pattern in patterns):
-            yield each
-
-
-def regather_input(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Save the module's first input as a shard. Changes the module's class, like FSDP2. Call after `apply_tp`."""
-    module.__class__ = _regathering(type(module))
-    assert isinstance(module, RegatheringModule)
-    module._gather_mesh, module._gathered_call = mesh, None
-    module.register_forward_pre_hook(_remember_gathered)  # after the hook that gathers
+            # Save the module's first input as a shard. This changes the module's class, like FSDP2.
+            each.__class__ = _regathering(type(each))
+            assert isinstance(each, RegatheringModule)
+            each._gather_mesh, each._gathered_call = ranks.axes["tp"], None
+            each.register_forward_pre_hook(_remember_gathered)  # after the hook that gathers
 
 
 class RegatheringModule(nn.Module):
@@ -75,7 +63,8 @@ class RegatheringModule(nn.Module):
                 return super().__call__(shard, *args, **kwargs)
         finally:
             self._gathered_call = None
-            call.end_forward()
+            # If nothing has saved the input, its shard is not needed either.
+            call.gathered = call.shard = None
 
 
 def _remember_gathered(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -134,10 +123,6 @@ class GatheredCall:
         assert local.storage_offset() == 0
         self.gathered, self.storage = gathered, StorageWeakRef(local.untyped_storage())
 
-    def end_forward(self) -> None:
-        """Forget the tensors of forward. If nothing has saved the input, its shard is not needed either."""
-        self.gathered = self.shard = None
-
     def pack(self, tensor: Tensor) -> OtherTensor | GatheredView:
         """Return what is saved instead of `tensor`."""
         if isinstance(tensor, AsyncCollectiveTensor):
@@ -159,7 +144,9 @@ class GatheredCall:
     def _is_gathered(self, tensor: Tensor, local: Tensor) -> bool:
         if StorageWeakRef(local.untyped_storage()) == self.storage:
             return True
-        return _is_cast(tensor, self.gathered)
+        # Or it is the gathered tensor in another dtype, or a view of that.
+        origin = None if self.gathered is None else self.gathered.grad_fn
+        return origin is not None and cast_origin(tensor) is origin
 
     def _pack_outside(self, tensor: Tensor) -> Any:
         return tensor if self.outer is None else self.outer[0](tensor)
@@ -193,7 +180,6 @@ class GatheredCall:
 
 
 def unpack(packed: OtherTensor | GatheredView) -> Tensor:
-    """Return a saved tensor."""
     call = packed.call
     if isinstance(packed, OtherTensor):
         if call.num_views > 0 and call.num_passes == 0:
@@ -210,11 +196,3 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, ready to use."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
-
-
-def _is_cast(tensor: Tensor, gathered: Tensor | None) -> bool:
-    """Return whether `tensor` is the gathered tensor in another dtype, or a view of that."""
-    node = (tensor if tensor._base is None else tensor._base).grad_fn
-    if node is None or node.name() != "ToCopyBackward0" or gathered is None or gathered.grad_fn is None:
-        return False
-    return node.next_functions[0][0] is gathered.grad_fn

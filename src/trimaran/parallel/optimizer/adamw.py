@@ -1,7 +1,7 @@
 """AdamW with moments in fp32, bf16 or 8 bits, on device, host or disk, and weights in fp32 or two 16-bit halves."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from trimaran.parallel.optimizer.state_streaming import DiskStream, StateStream
 from trimaran.parallel.tensor_shards import goes_to_disk, release_pages, store_of
 from trimaran.parallel.tensor_sums import has_kernels
 
-Kernel = Callable[[StateChunk, States, Tensor | None], None]
 MIN_8BIT_VALUES = 4096  # a parameter with fewer values keeps fp32 moments
 CHUNK_VALUES = 2**23  # values that are updated at once: bounds the temporary memory of a step
 CHUNK_ROW_MULTIPLE = 16  # so that every chunk starts at an address that is aligned for vectors of any dtype
@@ -72,8 +71,14 @@ class LowMemoryAdamW(SplitWeightsOptimizer):
         parameters = [each for group in self.param_groups for each in group["params"]]
         device, names = parameters[0].device, [name for group in self.param_groups for name in group["param_names"]]
         steps, hashes = torch.zeros(len(names), device=device), [hash_text(f"{seed}/{name}") for name in names]
-        self._formats = {each: FORMATS[_format_of(each, states)] for each in parameters}
-        store = None if disk is None else DiskStore(disk, _disk_bytes(self._formats))
+        for each in parameters:  # the size of the full parameter decides, not that of its shard
+            is_large = each.ndim >= 2 and each.numel() >= MIN_8BIT_VALUES
+            self._formats[each] = FORMATS["fp32" if states == "8bit" and not is_large else states]
+        store = None
+        if disk is not None:
+            layouts = [moments.layout(tuple(local_part(each).shape)) for each, moments in self._formats.items()]
+            num_bytes = [math.prod(shape) * dtype.itemsize for layout in layouts for shape, dtype in layout.values()]
+            store = DiskStore(disk, sum(padded(size) for size in num_bytes if goes_to_disk(size)))
         release_pages()  # of weights on disk, which have just been filled
         for parameter, step in zip(parameters, steps, strict=True):
             low = {"low": split.lower_halves[parameter]} if parameter in split.lower_halves else {}
@@ -85,9 +90,13 @@ class LowMemoryAdamW(SplitWeightsOptimizer):
         self._state_stream: StateStream | DiskStream | None = StateStream(device) if on_host else None
         self._state_stream = DiskStream(device) if disk else self._state_stream
         self._weights_on_disk = any(store_of(local_part(each)) is not None for each in parameters)
-        self._batched, self._kernel = None, _kernel_for(device)
-        if self._kernel is not None and self._state_stream is None:
-            self._batched = BatchedUpdate(parameters, self.state, steps, hashes, sizes)
+        self._batched, self._kernel = None, None
+        if has_kernels(device.type):
+            from trimaran.parallel.optimizer.kernels.adamw import update_chunk_on_gpu  # noqa: PLC0415  needs Triton
+
+            self._kernel = update_chunk_on_gpu
+            if self._state_stream is None:
+                self._batched = BatchedUpdate(parameters, self.state, steps, hashes, sizes)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyrefly: ignore[bad-override]
@@ -102,14 +111,21 @@ class LowMemoryAdamW(SplitWeightsOptimizer):
         for number, group in enumerate(self.param_groups):
             constants = AdamWConstants(**{key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
             for parameter, its_constants in self._count_step(number, constants):
-                tensors = [local_part(parameter), self.state[parameter].get("low")]
-                tables = [None if each is None else _as_table(each) for each in tensors]
-                copies += [(each, table) for each, table in zip(tensors, tables, strict=True) if _is_copy(each, table)]
+                weight, low = local_part(parameter), self.state[parameter].get("low")
+                tables = [_as_table(weight), None if low is None else _as_table(low)]
+                pairs = ((each, table) for each, table in zip((weight, low), tables, strict=True) if table is not None)
+                copies += [(each, table) for each, table in pairs if each.data_ptr() != table.data_ptr()]
                 chunks += self._chunks(parameter, tables, its_constants, constants)
         on_host = [chunk.states for chunk in chunks]
         on_device = iter(on_host) if self._state_stream is None else self._state_stream.stream(on_host)
         for chunk, states in zip(chunks, on_device, strict=True):
-            self._update(chunk, states)
+            if "weight" in states or "low" in states:  # they were read from disk, like the moments
+                chunk = replace(chunk, weight=states.get("weight", chunk.weight), low=states.get("low", chunk.low))
+                states = {key: value for key, value in states.items() if key not in ("weight", "low")}
+            if self._kernel is None:
+                update_chunk(chunk, states, self._formats[chunk.parameter])
+            else:
+                self._kernel(chunk, states, self.found_inf)
         for tensor, table in copies:  # of tensors that are not contiguous
             tensor.copy_(table.view(tensor.shape))
         if self._weights_on_disk:
@@ -168,7 +184,10 @@ class LowMemoryAdamW(SplitWeightsOptimizer):
         multiple = max(CHUNK_ROW_MULTIPLE, *(_rows_per_block(each) for each in streamed.values()))
         height = max(multiple, self._chunk_values // max(1, weight.shape[1]) // multiple * multiple)
         for start in range(0, len(weight) if weight.numel() else 0, max(1, height)):
-            rows = slice(start, min(start + height, len(weight)))
+            rows, runs = slice(start, min(start + height, len(weight))), None
+            if states["exp_avg"].dtype == torch.bfloat16:  # its moments are rounded stochastically
+                key = (parameter, rows.start, rows.stop)
+                runs = self._index_runs.get(key) or self._index_runs.setdefault(key, index_runs(parameter, rows))
             yield StateChunk(
                 weight=weight[rows],
                 low=None if low is None else low[rows],
@@ -179,32 +198,8 @@ class LowMemoryAdamW(SplitWeightsOptimizer):
                 step_constants=its_constants,
                 constants=constants,
                 parameter=parameter,
-                index_runs=self._index_runs_of(parameter, rows),
+                index_runs=runs,
             )
-
-    def _index_runs_of(self, parameter: Tensor, rows: slice) -> IndexRuns | None:
-        """Return the element indices of these rows, if their moments are rounded stochastically."""
-        if self.state[parameter]["exp_avg"].dtype != torch.bfloat16:
-            return None
-        key = (parameter, rows.start, rows.stop)
-        if key not in self._index_runs:
-            self._index_runs[key] = index_runs(parameter, rows)
-        return self._index_runs[key]
-
-    def _update(self, chunk: StateChunk, states: States) -> None:
-        if "weight" in states or "low" in states:  # they were read from disk, like the moments
-            chunk = replace(chunk, weight=states.get("weight", chunk.weight), low=states.get("low", chunk.low))
-            states = {key: value for key, value in states.items() if key not in ("weight", "low")}
-        if self._kernel is None:
-            update_chunk(chunk, states, self._formats[chunk.parameter])
-        else:
-            self._kernel(chunk, states, self.found_inf)
-
-
-def _format_of(parameter: Tensor, states: str) -> str:
-    """Return the moment format of a parameter. The size of the full parameter decides, not that of its shard."""
-    is_large = parameter.ndim >= 2 and parameter.numel() >= MIN_8BIT_VALUES
-    return "fp32" if states == "8bit" and not is_large else states
 
 
 def _zeros(moments: MomentFormat, shard: Tensor, on_host: bool, store: DiskStore | None = None) -> States:
@@ -222,13 +217,6 @@ def _zeros(moments: MomentFormat, shard: Tensor, on_host: bool, store: DiskStore
     }
 
 
-def _disk_bytes(formats: Mapping[Tensor, MomentFormat]) -> int:
-    """Return the bytes of a store for the moments of these parameters."""
-    layouts = [moments.layout(tuple(local_part(each).shape)) for each, moments in formats.items()]
-    sizes = [math.prod(shape) * dtype.itemsize for layout in layouts for shape, dtype in layout.values()]
-    return sum(padded(size) for size in sizes if goes_to_disk(size))
-
-
 def _rows_per_block(table: Tensor) -> int:
     """Return how many rows of a table on disk begin and end with a block of its file; 1 for one in memory."""
     if store_of(table) is None:
@@ -236,20 +224,7 @@ def _rows_per_block(table: Tensor) -> int:
     return ALIGNMENT // math.gcd(ALIGNMENT, table.shape[1] * table.element_size())
 
 
-def _kernel_for(device: torch.device) -> Kernel | None:
-    """Return our Triton kernel; None on a CPU or without Triton."""
-    if not has_kernels(device.type):
-        return None
-    from trimaran.parallel.optimizer.kernels.adamw import update_chunk_on_gpu  # noqa: PLC0415  needs Triton
-
-    return update_chunk_on_gpu
-
-
 def _as_table(tensor: Tensor) -> Tensor:
     """Return the tensor as 2-D, with its last dimension as columns: a view, or a copy if it is not contiguous."""
     width = tensor.shape[-1] if tensor.ndim else 1
     return tensor.contiguous().view(tensor.numel() // max(1, width), width)
-
-
-def _is_copy(tensor: Tensor | None, table: Tensor | None) -> bool:
-    return tensor is not None and table is not None and tensor.data_ptr() != table.data_ptr()

@@ -10,14 +10,7 @@ from torch import Tensor
 from trimaran.nets.local_shards import is_dtensor, local_part
 from trimaran.parallel.optimizer.moments import States, index_runs
 from trimaran.parallel.optimizer.optimizer_state import BLOCK, codebook, lower_bounds, num_blocks
-from trimaran.parallel.tensor_sums import (
-    ALIGNED_BYTES,
-    DeviceNumbers,
-    ProgramMap,
-    addresses_of,
-    is_aligned,
-    to_device,
-)
+from trimaran.parallel.tensor_sums import ALIGNED_BYTES, DeviceNumbers, ProgramMap, addresses_of, is_aligned, to_device
 
 GradientKind = tuple[torch.dtype, bool]  # and whether its address is aligned
 
@@ -108,7 +101,11 @@ class BatchedUpdate:
         betas = [group["betas"] for group in groups]
         each_beta = [betas[group][index] for index in (0, 1) for group in self._group_of]
         corrections = 1 - self._betas.set(each_beta).view(2, -1) ** self._steps.double()
-        numbers = self._groups.set([number for group in groups for number in _group_numbers(group)])
+        rows: list[float] = []  # of the table of groups, see `kernels.adamw`
+        for group in groups:
+            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+            rows += [lr, 1 - lr * group["weight_decay"], beta2, 1 - beta1, 1 - beta2, group["eps"]]
+        numbers = self._groups.set(rows)
         for tensor, copy in self._copies:
             copy.copy_(tensor)
         for launch in self._launches:
@@ -187,47 +184,33 @@ class BatchedUpdate:
         return tensors.addresses() + numbers
 
     def _launch(self, kind: LaunchKind, programs: ProgramMap) -> Callable[..., None]:
-        """Return the function that starts the kernel for parameters of this kind."""
         from trimaran.parallel.kernels.tensor_sums import DTYPES  # noqa: PLC0415
         from trimaran.parallel.optimizer.kernels import adamw as kernels  # noqa: PLC0415  needs Triton
 
         device, count = self._steps.device, len(self._parameters)
-        common: dict[str, Any] = {
+        options: dict[str, Any] = {
             "GRADIENT_TYPE": DTYPES[kind.gradient], "WEIGHT_TYPE": DTYPES[kind.weight], "HAS_LOW": kind.has_low,
             "ALIGNED": kind.aligned, "PARTS": kernels.PARTS, "num_warps": kernels.NUM_WARPS,
         }  # fmt: skip
-        grid = (programs.count,)
         if kind.moments == torch.uint8:
-            books = [table(device, signed=signed) for signed in (True, False) for table in (codebook, lower_bounds)]
-
-            def update(gradients: Tensor, groups: Tensor, corrections: Tensor, *numbers: Tensor | None) -> None:
-                kernels.update_blocks[grid](
-                    self._table, gradients, programs.owners, groups, corrections, *books, *numbers, count,
-                    BLOCKS=kernels.BLOCKS, BLOCK=BLOCK, **common,
-                )  # fmt: skip
+            kernel, options = kernels.update_blocks, options | {"BLOCKS": kernels.BLOCKS, "BLOCK": BLOCK}
+            own = [table(device, signed=signed) for signed in (True, False) for table in (codebook, lower_bounds)]
         else:
-            rounded = kind.moments == torch.bfloat16
+            kernel, own, rounded = kernels.update_values, [self._steps], kind.moments == torch.bfloat16
+            options |= {"ROUNDED": rounded, "HAS_RUNS": kind.has_runs, "VALUES": kernels.VALUES}
 
-            def update(gradients: Tensor, groups: Tensor, corrections: Tensor, *numbers: Tensor | None) -> None:
-                kernels.update_values[grid](
-                    self._table, gradients, programs.owners, groups, corrections, self._steps, *numbers, count,
-                    ROUNDED=rounded, HAS_RUNS=kind.has_runs, VALUES=kernels.VALUES, **common,
-                )  # fmt: skip
+        def update(gradients: Tensor, groups: Tensor, corrections: Tensor, *numbers: Tensor | None) -> None:
+            kernel[(programs.count,)](
+                self._table, gradients, programs.owners, groups, corrections, *own, *numbers, count, **options
+            )
 
         return update
 
 
 def _contiguous_gradient(parameter: Tensor) -> Tensor | None:
-    """Return the local shard of the gradient, contiguous."""
     gradient = parameter.grad
     if is_dtensor(gradient):
         if is_dtensor(parameter):
             assert gradient.placements == parameter.placements, "a gradient is sharded as its parameter is"
         gradient = gradient.to_local()
     return gradient if gradient is None or gradient.is_contiguous() else gradient.contiguous()
-
-
-def _group_numbers(group: Mapping[str, Any]) -> list[float]:
-    """Return a row of the table of groups, see `kernels.adamw`."""
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-    return [lr, 1 - lr * group["weight_decay"], beta2, 1 - beta1, 1 - beta2, group["eps"]]

@@ -45,7 +45,6 @@ class SplitWeightsOptimizer(EagerOptimizer):
 
 
 def split_weights_of(optimizer: Optimizer) -> SplitWeights:
-    """Return the split weights that an optimizer owns."""
     return optimizer.split_weights if isinstance(optimizer, SplitWeightsOptimizer) else NO_SPLIT_WEIGHTS
 
 
@@ -106,25 +105,15 @@ def optimizer_of(
     }
     disk = Path(plan.disk.path) if plan.offloads_to_disk else None
     states, on_host = constants.states, plan.offload == "optimizer" and disk is None
-    use_ours = states != "fp32" or on_host or disk or split.lower_halves or all(_is_fp32_on_gpu(each) for each in names)
-    if not groups or not use_ours:
+    # Our kernel is faster than torch's: it clips in the same pass over the gradient.
+    on_gpu = all(each.is_cuda and each.dtype == torch.float32 for each in names)
+    if not groups or not (states != "fp32" or on_host or disk or split.lower_halves or on_gpu):
         return ShardAdamW(groups or [{"params": []}], fused=True, **defaults)
     from trimaran.parallel.optimizer.adamw import LowMemoryAdamW  # noqa: PLC0415  fp32 states on a CPU do not need it
 
     return LowMemoryAdamW(
-        groups,
-        defaults=defaults,
-        states=states,
-        seed=train.seed,
-        on_host=on_host,
-        split=split,
-        disk=disk,
+        groups, defaults=defaults, states=states, seed=train.seed, on_host=on_host, split=split, disk=disk
     )
-
-
-def _is_fp32_on_gpu(parameter: nn.Parameter) -> bool:
-    """Return whether our kernel is faster than torch's: it clips in the same pass over the gradient."""
-    return parameter.is_cuda and parameter.dtype == torch.float32
 
 
 def named_groups(

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,17 +10,14 @@ from torch.optim.adamw import adamw
 
 from trimaran.nets.local_shards import local_slices
 from trimaran.parallel.optimizer.optimizer_state import codebook, dequantize, num_blocks, quantize
-from trimaran.parallel.optimizer.split_weights import join_fp32, split_fp32
+from trimaran.parallel.tensor_shards import join_fp32, split_fp32
 
 IndexRuns = tuple[Tensor, int]
 """Element indices as runs of consecutive numbers: the int32 index that each run starts with, and their length."""
 
 
 def to_bf16(values: Tensor, noise: Tensor) -> Tensor:
-    """Return fp32 `values` as bf16. The lower 16 bits of the int32 `noise` decide: the nearer bf16 is more likely.
-
-    NaN and Inf stay as they are.
-    """
+    """Return fp32 `values` as bf16: the nearer one is more likely. The lower 16 bits of the int32 `noise` decide."""
     bits = values.view(torch.int32)
     rounded = ((bits + (noise & 0xFFFF)) & -0x10000).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).bfloat16()
@@ -64,7 +60,7 @@ def hash_int32(number: Tensor) -> Tensor:
 
 States = dict[str, Tensor]
 Shape = tuple[int, ...]
-DECAY_FACTOR, STEP_SIZE, SECOND_CORRECTION, NOISE_OFFSET = range(4)  # the columns of `step_constants`
+NOISE_OFFSET = 3  # the last column of `step_constants`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,31 +94,21 @@ class StateChunk:
     index_runs: IndexRuns | None
 
 
-class MomentFormat(Protocol):
-    """A format of the moments. States have as many rows as the weights they belong to."""
-
-    def layout(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Return the shape and dtype of each state of a shard with this shape. All of them start as zeros."""
-        ...
-
-    def update(self, weight: Tensor, gradient: Tensor, states: States, chunk: StateChunk) -> None:
-        """Update fp32 weights and states in place."""
-        ...
-
-
 class Fp32Moments:
     """Both moments in fp32, updated by torch's fused kernel: 8 bytes a value."""
 
     def layout(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        """Return the shape and dtype of each state of a shard with this shape. All of them start as zeros."""
         return {"exp_avg": (shape, torch.float32), "exp_avg_sq": (shape, torch.float32)}
 
     def update(self, weight: Tensor, gradient: Tensor, states: States, chunk: StateChunk) -> None:
+        """Update fp32 weights and states in place. States have as many rows as the weights they belong to."""
         constants = chunk.constants
+        moments = [states["exp_avg"]], [states["exp_avg_sq"]]
         adamw(
             [weight],
             [gradient],
-            [states["exp_avg"]],
-            [states["exp_avg_sq"]],
+            *moments,
             [],
             [chunk.step - 1],  # torch adds one
             fused=True,
@@ -187,6 +173,7 @@ class EightBitMoments:
         states["exp_avg_sq_scale"].copy_(scales)
 
 
+MomentFormat = Fp32Moments | Bf16Moments | EightBitMoments
 FORMATS: Mapping[str, MomentFormat] = {"fp32": Fp32Moments(), "bf16": Bf16Moments(), "8bit": EightBitMoments()}
 
 

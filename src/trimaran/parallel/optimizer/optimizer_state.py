@@ -63,7 +63,6 @@ def quantize(values: Tensor, book: Tensor, *, lowest: int = 0) -> tuple[Tensor, 
 
 
 def dequantize(codes: Tensor, scales: Tensor, book: Tensor) -> Tensor:
-    """Return the fp32 values of codes and scales, in the shape of `codes`."""
     blocks = _in_blocks(book[codes.int()]) * scales[..., None]
     return blocks.flatten(1)[:, : codes.shape[1]]
 
@@ -99,7 +98,6 @@ class BlockLayout:
         return "" if is_unsharded else f"@{self.shard_columns}"
 
     def block(self, column: int) -> int:
-        """Return the number of the block that a column is in."""
         shard, inside = divmod(column, self.shard_columns)
         return shard * num_blocks(self.shard_columns) + inside // BLOCK
 
@@ -111,12 +109,6 @@ def block_layout(parameter: Tensor) -> BlockLayout:
         sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
         num_shards = prod(size for size, placement in sizes if placement.is_shard(parameter.ndim - 1))
     return BlockLayout(columns, -(-columns // num_shards))
-
-
-def saved_layouts(index: TensorIndex) -> dict[tuple[str, str], tuple[str, int]]:
-    """Return, by state and parameter, the key of the saved scales and their shard columns; 0 if not sharded."""
-    matches = ((key, SCALES_KEY.fullmatch(key)) for key in index)
-    return {(match[1], match[3]): (key, int(match[2] or 0)) for key, match in matches if match is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +168,10 @@ class OptimizerState:
         self._create_moments()
         if not isinstance(self._optimizer, (Adam, AdamW, SplitWeightsOptimizer)):
             self._create_by_a_step(index)
-        layouts, self._reshards = saved_layouts(index), []
+        matches = ((key, SCALES_KEY.fullmatch(key)) for key in index)
+        # By state and parameter: the key of the saved scales and their shard columns; 0 if not sharded.
+        layouts = {(match[1], match[3]): (key, int(match[2] or 0)) for key, match in matches if match is not None}
+        self._reshards = []
         for parameter, shard in self._all_shards():
             check_moment_format(shard, index)
             state, name = _state_and_name(shard)
@@ -196,12 +191,12 @@ class OptimizerState:
 
     def numbers(self) -> dict[str, dict[str, float]]:
         """Return the states that are numbers rather than tensors, by parameter."""
-        states_by_name = {name: self._optimizer.state[parameter] for name, parameter in self._named}
-        numbers = {
-            name: {key: value for key, value in states.items() if isinstance(value, (bool, int, float))}
-            for name, states in states_by_name.items()
-        }
-        return {name: states for name, states in numbers.items() if states}
+        found = {}
+        for name, parameter in self._named:
+            states = self._optimizer.state[parameter].items()
+            if numbers := {key: value for key, value in states if isinstance(value, (bool, int, float))}:
+                found[name] = numbers
+        return found
 
     def restore_numbers(self, numbers: Mapping[str, Mapping[str, float]]) -> None:
         for name, parameter in self._named:
@@ -221,8 +216,12 @@ class OptimizerState:
                     continue  # is saved with the weight, in fp32
                 if isinstance(value, Tensor) and (local := local_part(value)).numel():
                     is_scale = in_blocks and state.endswith(SCALE_SUFFIX)
-                    position = _scales_position(parameter) if is_scale else _position(parameter, local, state, name)
-                    suffix, shape, start = position
+                    if is_scale:
+                        layout, start = block_layout(parameter), tuple(each.start for each in local_slices(parameter))
+                        suffix, shape = layout.suffix, (*parameter.shape[:-1], layout.num_blocks)
+                        start = (*start[:-1], layout.block(start[-1]))
+                    else:
+                        suffix, (shape, start) = "", _position(parameter, local, state, name)
                     key = f"optimizer/{state}{suffix}/{name}"
                     yield parameter, TensorShard(key=key, tensor=local, shape=shape, start=start)
 
@@ -279,27 +278,18 @@ class OptimizerState:
         return TensorShard(key=saved_key, tensor=saved_scales, shape=shape, start=start)
 
 
-Position = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""The suffix of the block layout, the shape of the full tensor, and where in it this rank's shard begins."""
-
-
-def _position(parameter: Tensor, value: Tensor, state: str, name: str) -> Position:
-    """Return where in the full tensor a state is: sharded as its parameter, or unsharded on every rank."""
+def _position(parameter: Tensor, value: Tensor, state: str, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of a full state and where in it this rank's is: sharded as its parameter, or not at all."""
     here = local_slices(parameter)
     size = tuple(each.stop - each.start for each in here)
     if value.shape == size:
-        return "", tuple(parameter.shape), tuple(each.start for each in here)
+        return tuple(parameter.shape), tuple(each.start for each in here)
     if value.ndim == 0 or not is_dtensor(parameter):
-        return "", tuple(value.shape), (0,) * value.ndim
+        return tuple(value.shape), (0,) * value.ndim
     raise UserError("K031", f"the optimizer's state {state} of {name} has shape {list(value.shape)}, but this rank's "
                     f"shard of the parameter has {list(size)} of {list(parameter.shape)}", where="optimizer",
                     fix="use an optimizer whose states have the shape of their parameters, such as AdamW or SGD, or "
                     "prepare(sharding='none')")  # fmt: skip
-
-
-def _scales_position(parameter: Tensor) -> Position:
-    layout, start = block_layout(parameter), tuple(each.start for each in local_slices(parameter))
-    return layout.suffix, (*parameter.shape[:-1], layout.num_blocks), (*start[:-1], layout.block(start[-1]))
 
 
 def _state_and_name(shard: TensorShard) -> tuple[str, str]:

@@ -49,13 +49,18 @@ class StateStream:
         self._in_stream.wait_stream(current)  # earlier users of this memory are done
         ready: tuple[States, StagingBuffer] | None = None
         for chunk in [*chunks, None]:
-            following = None if chunk is None else (chunk, self._copy_in(chunk, next(buffers)))
+            following = None if chunk is None else (chunk, next(buffers))
+            if following is not None:
+                self._copy_in(*following)
             if ready is not None:
                 host, buffer = ready
                 current.wait_event(buffer.copied_in)
                 yield buffer.states
                 self._out_stream.wait_stream(current)
-                self._copy_out(host, buffer)
+                with self._torch.stream(self._out_stream):
+                    for key, target in host.items():
+                        target.copy_(buffer.states[key], non_blocking=True)
+                    buffer.copied_out = self._out_stream.record_event()
             ready = following
         current.wait_stream(self._out_stream)  # so that the buffers' memory can be reused after it
 
@@ -63,7 +68,7 @@ class StateStream:
         """Wait until the host has all states of the last `stream`."""
         self._torch.synchronize(self._device)
 
-    def _copy_in(self, chunk: States, buffer: StagingBuffer) -> StagingBuffer:
+    def _copy_in(self, chunk: States, buffer: StagingBuffer) -> None:
         with self._torch.stream(self._in_stream):
             if buffer.copied_out is not None:
                 self._in_stream.wait_event(buffer.copied_out)
@@ -72,13 +77,6 @@ class StateStream:
             for key, host in chunk.items():
                 buffer.states[key].copy_(host, non_blocking=True)
             buffer.copied_in = self._in_stream.record_event()
-        return buffer
-
-    def _copy_out(self, chunk: States, buffer: StagingBuffer) -> None:
-        with self._torch.stream(self._out_stream):
-            for key, host in chunk.items():
-                host.copy_(buffer.states[key], non_blocking=True)
-            buffer.copied_out = self._out_stream.record_event()
 
     def _allocate(self, chunks: Sequence[States]) -> dict[BufferKey, Tensor]:
         """Return device memory for the largest chunk of each state."""
@@ -176,7 +174,6 @@ class DiskStream:
     def _update_on_gpu(
         self, chunk: States, placed: Sequence[PlacedState], slot: DiskSlot, buffer: DeviceBuffer
     ) -> Iterator[States]:
-        """Copy a chunk to the device, yield it, and copy it back."""
         current = self._torch.current_stream(self._device)
         with self._torch.stream(self._in_stream):
             if buffer.copied_out is not None:
@@ -224,7 +221,6 @@ def _size(placed: Sequence[PlacedState]) -> int:
 
 
 def _wait(futures: list[Future[None]]) -> None:
-    """Wait for all of them, and raise the first error."""
     for each in futures:
         each.result()
     futures.clear()

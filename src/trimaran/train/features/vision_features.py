@@ -86,7 +86,8 @@ class VisionEncoder:
         """Return the features of one empty group of patches. They have the width and dtype of all features."""
         module = self.network.module
         assert isinstance(module, Vlm)
-        return self.encode(*black_image(module.spec.vision, self.rules.merge, self.rank_info.device))
+        black = black_image(module.spec.vision, self.rules.merge, self.rank_info.device)
+        return self.encode(black.patches, black.grids)
 
     def digest(self) -> str:
         """Return a hash of the weights of this tower."""

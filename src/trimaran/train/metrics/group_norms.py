@@ -16,8 +16,8 @@ from trimaran.nets.local_shards import local_part
 from trimaran.parallel import RankMesh
 from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.parallel.mesh import StageMap, TrainedParameters, map_stages
-from trimaran.parallel.optimizer.split_weights import NO_SPLIT_WEIGHTS, SplitWeights, join_fp32
-from trimaran.parallel.tensor_shards import store_of
+from trimaran.parallel.optimizer.split_weights import NO_SPLIT_WEIGHTS, SplitWeights
+from trimaran.parallel.tensor_shards import join_fp32, store_of
 from trimaran.parallel.tensor_sums import GradientSquares, group_masks, has_kernels, num_shards, sum_by_mask, to_device
 
 MIN_SAMPLED_VALUES = 2**10  # of a large tensor, enough to estimate the norm of its update

@@ -116,24 +116,17 @@ def _update_blocks(
         first, second = first + (grad - first) * one_minus_beta1, second * beta2 + grad * grad * one_minus_beta2
         decay, size, correction = float_of(constants), float_of(constants + 1), float_of(constants + 2)
         update_weight(weight, low, decay, size, correction, first, second, eps, at, inside)
-        scale = scale_of_blocks(first, inside)
-        tl.store(first_scales + block, scale, mask=exists)
-        tl.store(firsts + at, codes_of_blocks(first, scale, signed_bounds, 1, 127), mask=inside)
-        scale = scale_of_blocks(second, inside)
-        tl.store(second_scales + block, scale, mask=exists)
-        # A second moment never becomes zero, see `moments.EightBitMoments`.
-        tl.store(seconds + at, tl.maximum(codes_of_blocks(second, scale, unsigned_bounds, 2, 0), 1), mask=inside)
+        store_blocks(firsts, first_scales, signed_bounds, first, at, inside, block, exists, 1, 127)
+        store_blocks(seconds, second_scales, unsigned_bounds, second, at, inside, block, exists, 2, 0)
 
 
 @triton.jit
 def is_applied(refused):
-    """Return whether the step is applied."""
     return True if refused is None else tl.load(refused) == 0.0
 
 
 @triton.jit
 def scaled_gradient(gradient, factor, at, inside):
-    """Return the gradient times `factor`, in fp32."""
     grad = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     if factor is not None:
         grad = grad * tl.load(factor)
@@ -188,10 +181,18 @@ def dequantize_blocks(codes, scales, book, at, inside, block, exists):
 
 
 @triton.jit
-def scale_of_blocks(values, inside):
-    """Return the largest magnitude of each block; Inf if it has a NaN, which then shows in the next step."""
+def store_blocks(codes, scales, bounds, values, at, inside, block, exists, FINEST: tl.constexpr, ZERO: tl.constexpr):  # noqa: N803
+    """Store moments as codes and scales. A scale is the largest magnitude of a block, Inf if it has a NaN.
+
+    The NaN then shows in the next step.
+    """
     size = tl.where(values == values, tl.abs(values), float("inf"))
-    return tl.max(tl.where(inside, size, 0.0), axis=1)
+    scale = tl.max(tl.where(inside, size, 0.0), axis=1)
+    tl.store(scales + block, scale, mask=exists)
+    code = codes_of_blocks(values, scale, bounds, FINEST, ZERO)
+    if ZERO == 0:  # a second moment never becomes zero, see `moments.EightBitMoments`
+        code = tl.maximum(code, 1)
+    tl.store(codes + at, code, mask=inside)
 
 
 @triton.jit
@@ -387,11 +388,5 @@ def update_blocks(
                 second = dequantize_blocks(seconds, second_scales, unsigned, at, inside, block, exists)
                 first, second = first + (grad - first) * one_minus_beta1, second * beta2 + grad * grad * one_minus_beta2
                 update_weight(weight, low, decay, step_size, correction, first, second, eps, at, inside)
-                scale = scale_of_blocks(first, inside)
-                tl.store(first_scales + block, scale, mask=exists)
-                tl.store(firsts + at, codes_of_blocks(first, scale, signed_bounds, 1, 127), mask=inside)
-                scale = scale_of_blocks(second, inside)
-                tl.store(second_scales + block, scale, mask=exists)
-                # A second moment never becomes zero, see `moments.EightBitMoments`.
-                codes = tl.maximum(codes_of_blocks(second, scale, unsigned_bounds, 2, 0), 1)
-                tl.store(seconds + at, codes, mask=inside)
+                store_blocks(firsts, first_scales, signed_bounds, first, at, inside, block, exists, 1, 127)
+                store_blocks(seconds, second_scales, unsigned_bounds, second, at, inside, block, exists, 2, 0)

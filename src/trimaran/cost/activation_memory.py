@@ -31,51 +31,36 @@ class LayerBytes(NamedTuple):
 class SavedActivations(NamedTuple):
     """Activation bytes of one micro-batch on a rank.
 
-    layers: saved by all layers.
-    one_layer: saved by the largest single layer.
-    recomputed: saved by one layer while backward recomputes it.
     at_recompute: the same, where it is the most together with `layers` of that layer and all before it, less `layers`.
-    casts: 16-bit weight copies that autocast keeps from forward to backward, except in recomputed layers.
-    exchanged: buffers that tensor-parallel ranks exchange.
-    backward: gradients inside the layer whose backward is running, and its input if that is gathered again.
     deferred: gradients of the outputs of all matmuls and norms, which a split backward keeps for those of the weights.
     """
 
-    layers: float = 0
-    one_layer: float = 0
-    recomputed: float = 0
+    layers: float = 0  # saved by all layers
+    one_layer: float = 0  # saved by the largest single layer
+    recomputed: float = 0  # saved by one layer while backward recomputes it
     at_recompute: float = 0
-    casts: float = 0
-    exchanged: float = 0
-    backward: float = 0
+    casts: float = 0  # 16-bit weight copies that autocast keeps from forward to backward, except in recomputed layers
+    exchanged: float = 0  # buffers that tensor-parallel ranks exchange
+    backward: float = 0  # gradients inside the layer whose backward is running, and its input if that is gathered again
     deferred: float = 0
 
 
 class RecomputeMode(NamedTuple):
-    """How a rank runs one tower: tokens of a micro-batch, recompute mode, and bytes of each weight's autocast copy.
-
-    tp: ranks that split the tower's matrices.
-    length: positions that attend to each other.
-    """
+    """How a rank runs one tower: tokens of a micro-batch, recompute mode, and bytes of each weight's autocast copy."""
 
     positions: int
     recompute: str | int
     cast_bytes: int
-    tp: int
-    length: int
+    tp: int  # ranks that split the tower's matrices
+    length: int  # positions that attend to each other
 
 
 class ContextMemory(NamedTuple):
-    """How context parallelism reaches keys.
+    """How context parallelism reaches keys."""
 
-    parts: how many sequence parts gather their keys and values on this rank.
-    mask_bytes: of a mask for documents, per token and layer.
-    is_ring: whether keys arrive from one rank after the other.
-    """
-
-    parts: int = 1
-    mask_bytes: float = 0.0
-    is_ring: bool = False
+    parts: int = 1  # how many sequence parts gather their keys and values on this rank
+    mask_bytes: float = 0.0  # of a mask for documents, per token and layer
+    is_ring: bool = False  # whether keys arrive from one rank after the other
 
 
 class LayerView(NamedTuple):

@@ -46,7 +46,6 @@ class BlockSplit(NamedTuple):
     ampere_attention: cuDNN has no kernel for the mask, so torch takes FlashAttention 2: queries that are only some of
         the sequence's positions and attend to gathered keys, and documents or images of different lengths.
     ring: ranks whose keys are attended to one after the other, each time with FlashAttention 2; 1 if all at once.
-    is_masked: gathered keys are those of several documents.
     """
 
     positions: int
@@ -55,7 +54,7 @@ class BlockSplit(NamedTuple):
     ep: int
     ampere_attention: bool = False
     ring: int = 1
-    is_masked: bool = False
+    is_masked: bool = False  # gathered keys are those of several documents
 
 
 class BlockKind(NamedTuple):

@@ -31,26 +31,21 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "send")
 class Ring(NamedTuple):
     """A group of ranks and its bus bandwidth per collective, in bytes per second.
 
-    link: the outermost link that the ring crosses.
-    latency: of one hop of an all-gather.
-    tree_bandwidth: 0 where there is no tree; only NCCL's networks have them.
-    reduce_hop: the latency of one hop of an all-reduce, as a fraction of `latency`.
-    is_tcp: whether Gloo connects the ranks over a network.
     inside, near_bandwidth: how many of the ranks share an inner link, and its bandwidth.
     """
 
     num_ranks: int
-    link: str
-    latency: Seconds
+    link: str  # the outermost link that the ring crosses
+    latency: Seconds  # of one hop of an all-gather
     reduce_bandwidth: float
     gather_bandwidth: float
     exchange_bandwidth: float
     send_bandwidth: float
-    tree_bandwidth: float = 0.0
+    tree_bandwidth: float = 0.0  # 0 where there is no tree; only NCCL's networks have them
     inside: int = 1
     near_bandwidth: float = math.inf
-    reduce_hop: float = REDUCE_HOP_FACTOR
-    is_tcp: bool = False
+    reduce_hop: float = REDUCE_HOP_FACTOR  # the latency of one hop of an all-reduce, as a fraction of `latency`
+    is_tcp: bool = False  # whether Gloo connects the ranks over a network
 
 
 @lru_cache(maxsize=4096)

@@ -41,18 +41,16 @@ class Rings(NamedTuple):
 class TrafficPath(NamedTuple):
     """How weights and gradients are sent: the rings, the bytes per element, and how much of compute can hide it.
 
-    images: of parameters whose shards tensor-parallel ranks hold, too.
-    replica_bytes: of a gradient between replicas; 0 if they exchange weights every few steps (`outer_seconds`).
     overlap_fraction: of the compute of a block's passes. If the stages of a rank take turns, it computes
         `num_windows` such passes of others between two of a block's.
     """
 
     dense: Rings
     experts: Rings
-    images: Rings
+    images: Rings  # of parameters whose shards tensor-parallel ranks hold, too
     weight_bytes: float
     gradient_bytes: float
-    replica_bytes: float
+    replica_bytes: float  # of a gradient between replicas; 0 if they exchange weights every few steps (`outer_seconds`)
     overlap_fraction: float
     near_bandwidth: float
     num_windows: int = 1

@@ -31,7 +31,6 @@ class Job:
 
     can_capture: every batch has tensors of the same shapes, and the host need not know what is in them, so that steps
         can be CUDA graphs. Packed documents and images differ from batch to batch.
-    isolates_documents: rows hold several documents that do not attend to each other.
     """
 
     outline: Outline
@@ -39,7 +38,7 @@ class Job:
     stack: Stack = STACKS["trimaran"]
     state_bytes: float = STATE_BYTES["fp32"]
     can_capture: bool = True
-    isolates_documents: bool = False
+    isolates_documents: bool = False  # rows hold several documents that do not attend to each other
 
     def __hash__(self) -> int:
         """Return the hash of a few fields: a search looks up thousands of results by job, and has few jobs."""
@@ -161,12 +160,7 @@ PRECISION_SUFFIX = {"fp32": " fp32", "fp8": " fp8"}
 
 
 class MemoryInputs(NamedTuple):
-    """A job and a plan as one rank sees them.
-
-    shards: ranks that each hold one shard.
-    data: ranks that see different tokens.
-    cast_bytes: bytes of the 16-bit copy that autocast makes of each unsharded weight and keeps for backward.
-    """
+    """A job and a plan as one rank sees them."""
 
     job: Job
     plan: Plan
@@ -177,9 +171,9 @@ class MemoryInputs(NamedTuple):
     element_bytes: int
     tp: int
     pp: int
-    shards: int
-    data: int
-    cast_bytes: int
+    shards: int  # ranks that each hold one shard
+    data: int  # ranks that see different tokens
+    cast_bytes: int  # bytes of the 16-bit copy that autocast makes of each unsharded weight and keeps for backward
 
     @property
     def splits_weights(self) -> bool:

@@ -33,19 +33,17 @@ GRAPH_BYTES = 2**25
 class Memory(NamedTuple):
     """Bytes of one rank.
 
-    terms: add up to `peak`, the figure that the stack's own log would show.
     reserved, device: of the fullest rank: what its allocator reserves, and what its device needs in total.
     host, disk: what one node needs for offloaded tensors, in its memory and in files.
-    runs: False if a pipeline rank would have no layers, or if the stack rejects so few micro-batches.
     """
 
-    terms: dict[str, Bytes]
+    terms: dict[str, Bytes]  # add up to `peak`, the figure that the stack's own log would show
     peak: Bytes
     reserved: Bytes
     device: Bytes
     host: Bytes
     disk: Bytes = Bytes(0)
-    runs: bool = True
+    runs: bool = True  # False if a pipeline rank would have no layers, or if the stack rejects so few micro-batches
 
 
 class PeakMoment(NamedTuple):
@@ -188,12 +186,11 @@ def _load(inputs: MemoryInputs, part: RankPart, gathered: float) -> RankLoad:
 class PipelineMemory(NamedTuple):
     """What a pipeline holds besides the activations of its layers: in every moment, and at the end of a backward.
 
-    rounds: the stages of the rank.
     casts: 16-bit copies of weights, which all micro-batches share, and the gradients of those of one stage. They are
         added to the weights' own only after all of its layers.
     """
 
-    rounds: int = 1
+    rounds: int = 1  # the stages of the rank
     alive: float = 0
     casts: float = 0
 

@@ -30,7 +30,6 @@ class Holding(NamedTuple):
 
     dense: all parameters but those of routed experts. `root`, the embedding and the head, is part of it, and so are
         adapters.
-    magnitudes: parameters of adapters that are not matrices: DoRA's.
     is_compact: frozen weights that are stored in the compute precision, except those of `routers`, which are fp32.
     largest_packed: above 0 if the weights are 4-bit ones, which are never sharded: the largest, as it is unpacked for
         its matmul.
@@ -43,7 +42,7 @@ class Holding(NamedTuple):
     layers: int
     is_trained: bool = True
     is_compact: bool = False
-    magnitudes: int = 0
+    magnitudes: int = 0  # parameters of adapters that are not matrices: DoRA's
     routers: int = 0
     largest_packed: int = 0
 
@@ -58,11 +57,6 @@ class RankPart:
 
     dense: all parameters but those of routed experts, which are sharded over other ranks. Adapters are among them.
     embedding, head: included in `dense`, like everything else outside the layers.
-    frozen: how many of all parameters are not trained.
-    in_flight: for how many micro-batches at once the rank holds the activations of its layers.
-    deferred: for how many of them backward has run, but not yet for the weights (zero-bubble).
-    received: messages that the rank receives from others for each micro-batch, activations and gradients.
-    has_work: False for a rank without layers.
     """
 
     layer_groups: tuple[LayerGroup, ...]
@@ -70,13 +64,13 @@ class RankPart:
     experts: int
     embedding: int
     head: int
-    frozen: int
-    in_flight: float
+    frozen: int  # how many of all parameters are not trained
+    in_flight: float  # for how many micro-batches at once the rank holds the activations of its layers
     head_tower: Tower | None
     holdings: tuple[Holding, ...] = ()
-    deferred: float = 0.0
-    received: int = 0
-    has_work: bool = True
+    deferred: float = 0.0  # for how many of them backward has run, but not yet for the weights (zero-bubble)
+    received: int = 0  # messages that the rank receives from others for each micro-batch, activations and gradients
+    has_work: bool = True  # False for a rank without layers
 
     @property
     def parameters(self) -> int:

@@ -68,13 +68,12 @@ CPU_LENGTH, CPU_RAMP, CPU_HEAD_DIM, CPU_HEAD_RAMP = 128, 180, 32, 32
 class AttentionKernel(NamedTuple):
     """The fraction of the best matmul's rate that an attention kernel reaches on long sequences with head_dim 128.
 
-    narrow: factor for head_dim 64, which spends more time on exponentials.
     ramp, backward_ramp: the sequence length at which the rate is half of that.
     """
 
     forward: float
     backward: float
-    narrow: float
+    narrow: float  # factor for head_dim 64, which spends more time on exponentials
     ramp: int
     backward_ramp: int
 
@@ -110,24 +109,19 @@ class DeviceRates(NamedTuple):
     """Rates of a device in one precision, per second. Hashable, so that results can be cached.
 
     matmul_flops: of a layer's matmuls, sustained over a step. head_matmul_flops: of the head's, which has no fp8.
-    burst_flops: of the best matmul in a short burst, outside fp8.
-    bandwidth: memory bytes per second.
-    tile_depth: see TILE_DEPTH.
-    cpu: measured rates of a CPU; None if it is not calibrated.
-    host_factor: how much longer the host of a GPU takes to launch kernels than the one that was measured.
     sustained, power_slope: the fraction in `matmul_flops`, and how it falls with the share of matmuls; 0: not at all.
     """
 
     generation: Generation
     matmul_flops: float
     head_matmul_flops: float
-    burst_flops: float
-    bandwidth: float
+    burst_flops: float  # of the best matmul in a short burst, outside fp8
+    bandwidth: float  # memory bytes per second
     multiprocessors: int
-    tile_depth: int
+    tile_depth: int  # see TILE_DEPTH
     element_bytes: int
-    cpu: CpuRates | None = None
-    host_factor: float = 1.0
+    cpu: CpuRates | None = None  # measured rates of a CPU; None if it is not calibrated
+    host_factor: float = 1.0  # how much longer the host of a GPU takes to launch kernels than the one that was measured
     sustained: float = 1.0
     power_slope: float = 0.0
 

@@ -13,31 +13,24 @@ from trimaran.cost.rank_part import Split
 class Saved:
     """What one layer saves for backward, per token, in 16-bit precision.
 
-    norm_bytes: bytes per hidden feature that both norms save.
-    unfused_norm_bytes: the same besides, where norms are not fused: on a CPU.
-    projection_bytes: bytes per hidden feature that the projections save of their inputs.
-    input_bytes: bytes per hidden feature of the layer's own input, which is all that full recompute saves.
     gated_tensors, plain_tensors: saved tensors of feed-forward width, in a layer with and without a gate.
-    mask_bytes: bytes per hidden feature of dropout masks. Only layers without a gate have them.
-    repeats_kv: keys and values are saved once per query head instead of once per KV head.
     tp_splits: what tensor parallelism splits besides heads and features: the norms' tensors (sequence parallelism),
         also the projections' inputs, or nothing.
     selective: what selective recompute saves: every second matmul, every second one from the first on,
         or everything but attention scores, which flash attention never stores.
-    drops_unused: recompute by operator saves no output that backward does not need: blocks are compiled.
     """
 
-    norm_bytes: float
-    projection_bytes: float
-    unfused_norm_bytes: float = 8
-    input_bytes: float = 2
+    norm_bytes: float  # bytes per hidden feature that both norms save
+    projection_bytes: float  # bytes per hidden feature that the projections save of their inputs
+    unfused_norm_bytes: float = 8  # what norms save besides, where they are not fused: on a CPU
+    input_bytes: float = 2  # bytes per hidden feature of the layer's own input, which is all that full recompute saves
     gated_tensors: float = 4
     plain_tensors: float = 2
-    mask_bytes: float = 0
-    repeats_kv: bool = False
+    mask_bytes: float = 0  # bytes per hidden feature of dropout masks. Only layers without a gate have them.
+    repeats_kv: bool = False  # keys and values are saved once per query head instead of once per KV head
     tp_splits: Literal["stream", "all", "nothing"] = "stream"
     selective: Literal["second", "first", "attention"] = "second"
-    drops_unused: bool = False
+    drops_unused: bool = False  # recompute by operator saves no output that backward does not need: blocks are compiled
 
     def in_fp32(self) -> "Saved":
         return replace(
@@ -61,9 +54,6 @@ class Saved:
 class MemoryProfile:
     """The bytes that one training system holds in 16-bit precision. In fp32, weights and gradients take 4 bytes.
 
-    weight_bytes: per parameter. With 2 bytes there is also an fp32 master weight.
-    gradient_bytes: per parameter, while gradients accumulate.
-    extra_gradient_bytes: per parameter, 16-bit gradients held beside the accumulated ones.
     bucket_bytes: a second copy of the gradients: bytes per parameter on replicas, total bytes on sharded ranks.
     update_bytes: temporary bytes of the optimizer update: per parameter of a sharded model, per parameter the rank
         owns.
@@ -74,13 +64,12 @@ class MemoryProfile:
         buffers that ranks exchange.
     fragmentation: allocator overhead as a fraction of temporary memory: unsharded, sharded, on the worst of many ranks.
     logged: the rank and the figure that this system's log shows.
-    split: how layers are split into pipeline stages.
     saved: what a layer saves, by how it runs (eager, compiled, precision, sharded).
     """
 
-    weight_bytes: int = 4
-    gradient_bytes: int = 4
-    extra_gradient_bytes: int = 0
+    weight_bytes: int = 4  # per parameter. With 2 bytes there is also an fp32 master weight.
+    gradient_bytes: int = 4  # per parameter, while gradients accumulate
+    extra_gradient_bytes: int = 0  # per parameter, 16-bit gradients held beside the accumulated ones
     bucket_bytes: tuple[int, int] = (0, 0)
     update_bytes: tuple[int, int] = (0, 0)
     fsdp: Literal["root", "ends", "no"] = "root"
@@ -88,7 +77,7 @@ class MemoryProfile:
     gathered_input_bytes: tuple[float, float] = (0, 0)
     fragmentation: tuple[float, float, float] = (0.10, 0.25, 0.25)
     logged: tuple[Literal["fullest", "first", "last"], Literal["allocated", "reserved"]] = ("fullest", "allocated")
-    split: Split = "cheapest"
+    split: Split = "cheapest"  # how layers are split into pipeline stages
     saved: Mapping[str, Saved] = field(hash=False)
 
     @property
@@ -204,21 +193,17 @@ SPLIT_WEIGHTS = replace(
 class ElementwiseBytes(NamedTuple):
     """Bytes per token that the elementwise operators of a layer's forward move, in 16-bit training.
 
-    residual: per hidden feature: norms, residual additions, casts.
-    rotary: per feature of queries and keys.
-    gate: per feature of a gated feed-forward.
     routed: per hidden feature of each copy of a token that is sent to an expert and back.
     fp8_cast: per element, not per token: to cast a matmul's inputs, its weights (at every micro-batch) and its
         gradients to fp8. By default each cast finds the maximum (read 2) and casts (read 2, write 1), twice.
-    backward: bytes of backward per byte of forward; 1.6 is from full steps on an H200.
     """
 
-    residual: float
-    rotary: float
-    gate: float
+    residual: float  # per hidden feature: norms, residual additions, casts
+    rotary: float  # per feature of queries and keys
+    gate: float  # per feature of a gated feed-forward
     routed: float = 64  # separate operators: sort, copy, scale, add (a small MoE model on an H200)
     fp8_cast: tuple[float, float, float] = (6, 6, 12)
-    backward: float = 1.6
+    backward: float = 1.6  # bytes of backward per byte of forward; 1.6 is from full steps on an H200
 
 
 # Full steps of our trainer on one H200 (benchmarks/h200.jsonl) with an fp32 residual stream: norms and rotary
@@ -241,14 +226,12 @@ class Launches(NamedTuple):
     """How many kernels a step launches, memory fills and copies included.
 
     eager, compiled: of a layer's forward and backward, per micro-batch.
-    micro_batch: of embedding, head and loss, per micro-batch.
-    step: of the update, the counters and the metrics, per step.
     """
 
     eager: float = 0
     compiled: float = 0
-    micro_batch: float = 0
-    step: float = 0
+    micro_batch: float = 0  # of embedding, head and loss, per micro-batch
+    step: float = 0  # of the update, the counters and the metrics, per step
 
 
 NO_LAUNCHES = Launches()  # of a stack whose other constants contain the time between kernels
@@ -261,26 +244,19 @@ class HostOverhead(NamedTuple):
     """Host seconds to launch the kernels of a step, on the host of `device_catalogue.HOST_LAUNCH_SECONDS`.
 
     eager, compiled: of a layer's forward and backward, per micro-batch.
-    tp: what tensor parallelism adds to them.
-    tp_across_nodes: what each tensor-parallel rank adds in a pipeline across nodes.
-    unit: what an FSDP unit adds, a block or several small ones, per micro-batch.
-    micro_batch: of embedding, head, loss and hooks, per micro-batch.
-    replay: of a micro-batch that is replayed as CUDA graphs, instead of all of the above.
-    step: of the update, the counters and the metrics, per step.
-    launches: the kernels that it launches.
     runs_ahead: it launches the next step before it reads results of this one. If not, as where the loss is logged at
         every step, it cannot use the time of the update and the head to catch up.
     """
 
     eager: Seconds
     compiled: Seconds
-    tp: Seconds
-    tp_across_nodes: Seconds = Seconds(0.0)
-    unit: Seconds = Seconds(0.0)
-    micro_batch: Seconds = Seconds(0.0)
-    replay: Seconds = Seconds(0.0)
-    step: Seconds = Seconds(0.0)
-    launches: Launches = NO_LAUNCHES
+    tp: Seconds  # what tensor parallelism adds to them
+    tp_across_nodes: Seconds = Seconds(0.0)  # what each tensor-parallel rank adds in a pipeline across nodes
+    unit: Seconds = Seconds(0.0)  # what an FSDP unit adds, a block or several small ones, per micro-batch
+    micro_batch: Seconds = Seconds(0.0)  # of embedding, head, loss and hooks, per micro-batch
+    replay: Seconds = Seconds(0.0)  # of a micro-batch that is replayed as CUDA graphs, instead of all of the above
+    step: Seconds = Seconds(0.0)  # of the update, the counters and the metrics, per step
+    launches: Launches = NO_LAUNCHES  # the kernels that it launches
     runs_ahead: bool = False
 
 
@@ -312,22 +288,19 @@ PARAMETER_BYTES = ParameterBytes()
 class CommProfile(NamedTuple):
     """What a system sends between the ranks that share a micro-batch, and what it overlaps.
 
-    tp_overlap: fraction of tensor parallelism's communication that compute hides.
     splits_sequence: tensor parallelism also splits the residual stream (sequence parallelism): ranks gather the
         sequence and scatter the sum. If not, they reduce it, and each computes all norms and additions.
     hops: latency of the hops of gathers and reductions between data ranks (`collective.ring_of`).
     overlaps_chunks: with several stages per rank, gathers and reductions of one stage's weights run beside the
         micro-batches of the others, and so do messages between stages.
-    sends_once_per_node: a token is sent once to each node that has experts for it, and forwarded inside.
-    expert_imbalance: tokens of the busiest expert-parallel rank, relative to the mean.
     """
 
-    tp_overlap: float = 0.0
+    tp_overlap: float = 0.0  # fraction of tensor parallelism's communication that compute hides
     splits_sequence: bool = True
     hops: Literal["network", "own"] = "network"
     overlaps_chunks: bool = False
-    sends_once_per_node: bool = False
-    expert_imbalance: float = 1.2
+    sends_once_per_node: bool = False  # a token is sent once to each node that has experts for it, and forwarded inside
+    expert_imbalance: float = 1.2  # tokens of the busiest expert-parallel rank, relative to the mean
 
 
 USUAL_COMM = CommProfile()
@@ -408,18 +381,15 @@ TIME_PROFILES = {
 class Stack:
     """One training system: the constants of its memory and of its step time.
 
-    joins_projections: projections of the same input are one matmul, if `Plan.joins_projections`.
-    joins_blocks: small blocks share FSDP units (`core/engine_rules.py`).
-    default_sharding: what its data ranks shard unless a log says so.
     gathers_fp8: an fp8 plan gathers sharded weights of the layers in one byte (torchao's FSDP all-gather).
     """
 
     name: str
     memory: MemoryProfile
     time: TimeProfile
-    joins_projections: bool = False
-    joins_blocks: bool = False
-    default_sharding: str = "none"
+    joins_projections: bool = False  # projections of the same input are one matmul, if `Plan.joins_projections`
+    joins_blocks: bool = False  # small blocks share FSDP units (`core/engine_rules.py`)
+    default_sharding: str = "none"  # what its data ranks shard unless a log says so
     gathers_fp8: bool = False
 
 

@@ -93,7 +93,6 @@ class StageTime(NamedTuple):
     """One rank's micro-batch: compute seconds, exposed communication by what is sent and where, and its blocks.
 
     host_forward, host_backward: seconds that the host needs to launch it.
-    has_waited: the seconds already contain the wait for the host.
     """
 
     part: RankPart
@@ -104,7 +103,7 @@ class StageTime(NamedTuple):
     seconds: float
     host_forward: float
     host_backward: float
-    has_waited: bool
+    has_waited: bool  # the seconds already contain the wait for the host
 
 
 class StageTimes(NamedTuple):

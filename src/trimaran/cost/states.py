@@ -29,28 +29,20 @@ class States(NamedTuple):
 
     weights, masters, optimizer, gradients: what the rank holds at the end of backward.
     unreduced: of `gradients`, what does not exist yet while backward computes a layer and weights are prefetched.
-    gradients_at_loss: gradients that exist already while the loss is computed.
-    duplicate_gradients: extra bytes while the embedding's gradient is added to an existing one.
-    gathered_at_loss: gathered (unsharded) weights while the loss is computed.
-    gathered_in_backward: gathered weights and unreduced gradients while backward computes a layer.
-    gathered_in_reduction: the same while the gradients of a unit are reduced.
-    update: temporary bytes of the optimizer update.
-    host: bytes that are offloaded to the host.
-    disk: bytes that are offloaded to files.
     """
 
     weights: float = 0
     masters: float = 0
     optimizer: float = 0
     gradients: float = 0
-    gradients_at_loss: float = 0
-    duplicate_gradients: float = 0
-    gathered_at_loss: float = 0
-    gathered_in_backward: float = 0
-    gathered_in_reduction: float = 0
-    update: float = 0
-    host: float = 0
-    disk: float = 0
+    gradients_at_loss: float = 0  # gradients that exist already while the loss is computed
+    duplicate_gradients: float = 0  # extra bytes while the embedding's gradient is added to an existing one
+    gathered_at_loss: float = 0  # gathered (unsharded) weights while the loss is computed
+    gathered_in_backward: float = 0  # gathered weights and unreduced gradients while backward computes a layer
+    gathered_in_reduction: float = 0  # the same while the gradients of a unit are reduced
+    update: float = 0  # temporary bytes of the optimizer update
+    host: float = 0  # bytes that are offloaded to the host
+    disk: float = 0  # bytes that are offloaded to files
     unreduced: float = 0
 
 

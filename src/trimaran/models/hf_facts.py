@@ -29,7 +29,6 @@ class HfFacts:
     tp_sizes: what tp must divide, by name. num_layers: how many layers a pipeline splits. num_experts: of a layer with
     stacked experts, which ep splits; if layers differ, what divides all of them.
     without_documents: why the documents of a row are not kept apart, in rows longer than longest_packed_row.
-    max_seq_len: the longest sequence; 0 if the model gives no limit.
     """
 
     untrainable: UserError | None = None
@@ -42,7 +41,7 @@ class HfFacts:
     tp_sizes: Mapping[str, int] = field(default_factory=dict)
     num_layers: int = 0
     num_experts: int = 0
-    max_seq_len: int = 0
+    max_seq_len: int = 0  # the longest sequence; 0 if the model gives no limit
     has_fp8_layers: bool = False
 
     def as_dict(self) -> dict[str, Any]:

@@ -26,18 +26,13 @@ class LinearShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerAdapter:
-    """Low-rank matrices beside the frozen linear layers `targets` of one layer.
-
-    has_magnitude: DoRA also trains one factor for each output.
-    has_dropout: each adapter drops elements of its input, so that linear layers no longer share it.
-    is_4bit: the frozen linear layers are stored as 4-bit NormalFloat (NF4).
-    """
+    """Low-rank matrices beside the frozen linear layers `targets` of one layer."""
 
     rank: int
     targets: tuple[str, ...]
-    has_magnitude: bool = False
-    has_dropout: bool = False
-    is_4bit: bool = False
+    has_magnitude: bool = False  # DoRA also trains one factor for each output
+    has_dropout: bool = False  # each adapter drops elements of its input, so that linear layers no longer share it
+    is_4bit: bool = False  # the frozen linear layers are stored as 4-bit NormalFloat (NF4)
 
     def parameters(self, linear: LinearShape, tp: int = 1) -> int:
         """Return the trained parameters beside a linear layer: those that one tensor-parallel rank holds."""

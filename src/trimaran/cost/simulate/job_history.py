@@ -26,17 +26,12 @@ HANG_SECONDS, CRASH_SECONDS = 600.0, 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureClass:
-    """A cause of interruptions.
-
-    count: how many there were in LLAMA_DAYS on LLAMA_DEVICES.
-    loses_node: the node is set aside and repaired; a spare takes its place.
-    detect_seconds: until the job notices.
-    """
+    """A cause of interruptions."""
 
     name: str
-    count: int
-    loses_node: bool
-    detect_seconds: float = CRASH_SECONDS
+    count: int  # how many there were in LLAMA_DAYS on LLAMA_DEVICES
+    loses_node: bool  # the node is set aside and repaired; a spare takes its place
+    detect_seconds: float = CRASH_SECONDS  # until the job notices
 
     @property
     def per_device_second(self) -> float:
@@ -97,10 +92,6 @@ class JobTerms:
     """Everything about a job but its steps.
 
     num_devices, devices_per_node: devices that train. Spare nodes come on top.
-    restart: seconds from the detection of a failure to the first step: diagnosis, processes, loading.
-    replace: seconds more if a spare has to take the place of a node.
-    repair: mean seconds until a broken node is a spare again.
-    failure_scale: how much more often things fail than `failures` say.
     planned_per_second: interruptions by people, which save a checkpoint first.
     """
 
@@ -108,11 +99,11 @@ class JobTerms:
     devices_per_node: int = 8
     spares: int = 0
     save: SaveTerms
-    restart: float = 600.0
-    replace: float = 120.0
-    repair: float = DAY_SECONDS
+    restart: float = 600.0  # seconds from the detection of a failure to the first step: diagnosis, processes, loading
+    replace: float = 120.0  # seconds more if a spare has to take the place of a node
+    repair: float = DAY_SECONDS  # mean seconds until a broken node is a spare again
     failures: tuple[FailureClass, ...] = LLAMA_FAILURES
-    failure_scale: float = 1.0
+    failure_scale: float = 1.0  # how much more often things fail than `failures` say
     planned_per_second: float = LLAMA_PLANNED / (LLAMA_DAYS * DAY_SECONDS)
     slow: SlowNodeTerms = SlowNodeTerms()
 

@@ -70,21 +70,16 @@ Report = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What is assumed about the job beyond its plan; None is chosen by the simulation.
-
-    runs: how often the job is simulated, each time with other failures.
-    mtbf_hours: mean hours between failures of one device; None: as in the Llama 3 run.
-    interval: seconds between checkpoints.
-    """
+    """What is assumed about the job beyond its plan; None is chosen by the simulation."""
 
     days: float = 30.0
     seed: int = 0
-    runs: int = 4
+    runs: int = 4  # how often the job is simulated, each time with other failures
     spares: int | None = None
-    interval: float | None = None
+    interval: float | None = None  # seconds between checkpoints
     restart: float = 600.0
     repair: float = DAY_SECONDS
-    mtbf_hours: float | None = None
+    mtbf_hours: float | None = None  # mean hours between failures of one device; None: as in the Llama 3 run
     jitter: float = NODE_JITTER
     fabric: Fabric = FULL_BANDWIDTH
 

@@ -27,15 +27,13 @@ class Fabric:
 
     rails: network cards of a node. Card i of every node is on the same switches, and traffic between two devices goes
         through the card of the sender's rail. 0: one for each device.
-    pod_nodes: nodes that reach each other at full bandwidth; 0: all of them.
-    oversubscription: how much less bandwidth leads out of a pod than its cards have.
     outermost: the axis whose neighbours are furthest apart. Our trainer places pipeline stages outermost, Llama 3 did
         so with data ranks.
     """
 
     rails: int = 0
-    pod_nodes: int = 0
-    oversubscription: float = 1.0
+    pod_nodes: int = 0  # nodes that reach each other at full bandwidth; 0: all of them
+    oversubscription: float = 1.0  # how much less bandwidth leads out of a pod than its cards have
     outermost: Literal["pp", "dp"] = "pp"
 
 
@@ -49,18 +47,16 @@ class Demands(NamedTuple):
     is what all ranks of a kind use together. Above 1 it makes the transfer slower by that factor; transfers of
     different kinds that overlap share what is left (`fair_share`).
 
-    card: of everything that leaves a node, if devices share cards.
     ring_card, ring_uplink: of gathers and reductions of data ranks; 0 if a node, or a pod, holds all of them.
     send_card, send_uplink: of messages between stages in different nodes, and in different pods.
-    ranks_per_pod: pipeline ranks that one pod holds.
     """
 
-    card: float
+    card: float  # of everything that leaves a node, if devices share cards
     ring_card: float
     ring_uplink: float
     send_card: float
     send_uplink: float
-    ranks_per_pod: int
+    ranks_per_pod: int  # pipeline ranks that one pod holds
 
     @property
     def ring_slowdown(self) -> float:
@@ -169,15 +165,13 @@ class StepCosts:
     """What a step consists of.
 
     send: seconds of a message from each stage to the next one; a gradient to the previous stage takes as long.
-    overlap: the fraction of a pass that can hide a collective.
-    update: seconds of the optimizer, after all gradients are there.
     """
 
     order: Order
     stages: tuple[StageCost, ...]
     send: tuple[float, ...]
-    overlap: float
-    update: float
+    overlap: float  # the fraction of a pass that can hide a collective
+    update: float  # seconds of the optimizer, after all gradients are there
     demands: Demands
 
     @property

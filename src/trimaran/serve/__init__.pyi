@@ -59,7 +59,7 @@ from .planning.serving_plans import (
     ServingQuestion as ServingQuestion, load_table as load_table, loads_to_show as loads_to_show,
     max_running as max_running, plan_serving as plan_serving, tensor_degrees as tensor_degrees,
 )
-from .planning.serving_time import StepWork as StepWork, serving_step as serving_step
+from .planning.serving import StepWork as StepWork, serving_step as serving_step
 from .server.access import AccessMiddleware as AccessMiddleware
 from .server.answers import (
     AnswerChoice as AnswerChoice, AnswerHead as AnswerHead, AnswerText as AnswerText,

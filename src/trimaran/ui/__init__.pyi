@@ -31,7 +31,7 @@ from .report.run_sections import (
     LEDGER_KINDS as LEDGER_KINDS, WATERFALL as WATERFALL, facts_of as facts_of, page_of as page_of,
 )
 from .report.sections import NAMES as NAMES, OUTCOMES as OUTCOMES, split_verdict as split_verdict
-from .report.state_facts import ALWAYS as ALWAYS, GROUPS as GROUPS, LIVE as LIVE
+from .report.part_facts import ALWAYS as ALWAYS, GROUPS as GROUPS, LIVE as LIVE
 from .report.step_pyramid import MAX_SINGLE_STEPS as MAX_SINGLE_STEPS, StepPyramid as StepPyramid
 from .report.view_page import view_page as view_page
 from .viz.catalogue import SHORT_NAMES as SHORT_NAMES, VIEWS as VIEWS, build_view as build_view, find_view as find_view

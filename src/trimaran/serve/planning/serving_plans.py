@@ -13,11 +13,12 @@ from trimaran.serve.planning.serving import (
     WEIGHT_FORMATS,
     Layout,
     ServingMemory,
+    StepWork,
     Traffic,
     WeightFormat,
     serving_memory,
+    serving_step,
 )
-from trimaran.serve.planning.serving_time import StepWork, serving_step
 
 ServingGoal = Literal["throughput", "latency", "fewest-gpus"]
 SERVING_GOALS: tuple[ServingGoal, ...] = get_args(ServingGoal)

@@ -5,20 +5,26 @@ import math
 import shlex
 import time
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
-from trimaran.app import RunState, StepHistory, command_of_decision
+from trimaran.app import RunState, StepHistory, command_of_decision, generate_command
 from trimaran.app.recipe.options import path_argument, program_name
 from trimaran.app.runs.decisions_view import last_decision_text
+from trimaran.app.runs.run_state import ACTIVE_STATUSES
 from trimaran.autopilot import describe
 from trimaran.checkpoint.checkpoint_list import count_drafts, list_checkpoints
-from trimaran.core import PHASES, predicted_comm, read_regular_text
+from trimaran.core import PHASES, Plan, UserError, predicted_comm, read_regular_text
 from trimaran.core.version import VERSION
 from trimaran.launch import incident_text
 from trimaran.models.resolve import model_text
-from trimaran.runs import RunDirectory, read_rank_table
+from trimaran.runs import MARKER, RunDirectory, read_rank_table
+from trimaran.runs.read.rank_table import RankTable
+from trimaran.runs.record_types import is_number, is_time
 from trimaran.ui.report.curves import DetailedStep, curves_of, groups_of, number, phases_of, tree
-from trimaran.ui.report.state_facts import commands_of, ranks_now, views_of, waterfall_of
+from trimaran.ui.viz.catalogue import build_view
+from trimaran.ui.viz.figures import view_as_dict
+from trimaran.ui.viz.viz_request import read_subject
 
 Tree = dict[str, Any]
 FORMAT = 1
@@ -196,3 +202,180 @@ def strict(value: Any) -> Any:
     if isinstance(value, float):
         return strict(float(value))
     return value
+
+
+LATE_FRACTION = 0.1  # of a step: a rank that is later than the median of its stage by more is late
+SILENT_SECONDS = 30.0  # without a heartbeat; samples are a few seconds apart
+
+
+def ranks_now(state: RunState, table: RankTable | None) -> Tree:
+    """Return a list for each quantity, with a value for each rank; empty before any rank has started.
+
+    `lag_seconds` is how much later than the median rank of its stage a rank finished its own work of step
+    `measured_step`. `heartbeat_time` is when the rank was last known to live. `state` is one of `late`, `silent`,
+    `ended`, `failed`, `missing` (it has not started) and `ok`.
+    """
+    world_size = state.plan.mesh.world_size
+    started = {event.rank for event in state.current_events("start")}
+    if not started:
+        return {}
+    measures = table.measures if table is not None else {}
+    if any(len(column) != world_size for column in measures.values()):  # it is of a plan that was changed since
+        measures = {}
+    lags: list[float] = []
+    if measures:
+        ready = [busy + data for busy, data in zip(measures["busy_seconds"], measures["data_seconds"], strict=True)]
+        size = max(1, len(ready) // state.plan.mesh.pp)
+        middles = [median(ready[first : first + size]) for first in range(0, len(ready), size)]
+        lags = [max(0.0, each - middles[min(rank // size, len(middles) - 1)]) for rank, each in enumerate(ready)]
+    samples: dict[int, Tree] = {}  # the newest of each rank, with the time and the node of its node's sample
+    for sample in state.samples.values():
+        at = number(sample.get("time"))
+        samples |= {int(rank): tree(each) | {"time": at, "node": sample.get("node")}
+                    for rank, each in tree(sample.get("ranks")).items() if rank.isdecimal() and at == at}  # fmt: skip
+    newest = max((number(sample.get("time")) for sample in state.samples.values()), default=0.0)
+    step_seconds = state.measured.step_seconds if state.measured else 0.0
+    rows = [
+        _rank_row(rank, state, samples.get(rank), newest, has_started=rank in started) for rank in range(world_size)
+    ]
+    for rank, row in enumerate(rows):
+        row["lag_seconds"] = lags[rank] if lags else None
+        row["memory_bytes"] = measures["peak_bytes"][rank] if "peak_bytes" in measures else row["memory_bytes"]
+        if row["state"] == "ok" and lags and lags[rank] > LATE_FRACTION * step_seconds:
+            row["state"] = "late"
+    per_node = max((len(tree(sample.get("ranks"))) for sample in state.samples.values()), default=0)
+    if per_node and world_size % per_node:  # rows of the matrix would not be nodes
+        per_node = 0
+    # The memory of a rank's device; that of the whole machine is shared by its ranks.
+    gpus = [gpu for sample in state.samples.values() for gpu in sample.get("gpus") or () if isinstance(gpu, dict)]
+    memory = min((float(gpu["memory"]) for gpu in gpus if is_number(gpu.get("memory"))), default=None)
+    about = {"world_size": world_size, "measured_step": table.step if measures and table else None,
+             "per_node": per_node, "memory_total": memory, "step_seconds": step_seconds,
+             "is_live": state.status in ACTIVE_STATUSES}  # fmt: skip
+    return about | {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _rank_row(rank: int, state: RunState, sample: Tree | None, newest: float, *, has_started: bool) -> Tree:
+    events = state.events_of_rank(rank)
+    last = max((event.time for event in events), default=None)
+    row: Tree = {"heartbeat_time": last, "progress_seconds": None, "section": None, "step": None, "node": None,
+                 "memory_bytes": None, "cpu": None}  # fmt: skip
+    if sample is not None:
+        at = sample["time"] - (sample["heartbeat_seconds"] if is_number(sample.get("heartbeat_seconds")) else 0.0)
+        row["heartbeat_time"] = max(at, last or 0.0)
+        names = {"memory_bytes": "ram", "progress_seconds": "progress_seconds", "cpu": "cpu", "step": "step"}
+        row |= {name: value for name, key in names.items() if is_number(value := sample.get(key))}
+        row |= {"section": str(sample["section"])} if isinstance(sample.get("section"), str) else {}
+        row |= {"node": sample["node"]} if isinstance(sample.get("node"), int) else {}
+    kinds = {event.kind for event in events}
+    if not has_started:
+        status = "missing"
+    elif "error" in kinds:
+        status = "failed"
+    elif kinds & {"done", "stop"} or state.status not in ACTIVE_STATUSES:
+        status = "ended"
+    else:
+        beat = row["heartbeat_time"]
+        status = "silent" if beat is not None and newest - beat > SILENT_SECONDS else "ok"
+    return row | {"state": status}
+
+
+GROUPS = {  # categories of the ledger, in the order of the drawing
+    "queue": ("idle",),
+    "start": ("init", "compile"),
+    "restart": ("restart",),
+    "replay": ("replay",),
+    "stall": ("data", "straggler", "save", "evaluation"),
+    "useful": ("compute", "communication"),
+}
+
+
+def waterfall_of(state: RunState) -> Tree:
+    """Return the seconds of each group and of its categories, which add up to `total`; empty before the first start.
+
+    `queue` is the time before the first start and between a stop and a resume, when no process ran.
+    """
+    if (ledger := state.ledger) is None:
+        return {}
+    waited = max(0.0, ledger.since - created) if (created := created_time(state.run)) else 0.0
+    parts = {name: {each: ledger.seconds[each] for each in categories} for name, categories in GROUPS.items()}
+    parts["queue"] = {"before the first start": waited, **parts["queue"]}
+    groups = [
+        {"name": name, "seconds": sum(found.values()), "parts": {each: value for each, value in found.items() if value}}
+        for name, found in parts.items()
+    ]
+    return {"total": ledger.total + waited, "goodput": ledger.goodput, "groups": groups}
+
+
+def created_time(run: RunDirectory) -> float | None:
+    try:
+        created = json.loads(read_regular_text(run.path / MARKER))["created"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return float(created) if is_time(created) else None
+
+
+ALWAYS = (
+    ("follow it in a terminal", ("watch", "{run}")),
+    ("diagnose it", ("doctor", "{run}")),
+    ("list its incidents", ("incidents", "{run}")),
+    ("list the decisions of the autopilot", ("decisions", "{run}")),
+    ("list its checkpoints", ("checkpoints", "{run}")),
+    ("read every checkpoint file and check it", ("checkpoints", "verify", "{run}")),
+    ("write the report, one HTML file", ("report", "{run}")),
+    ("print everything on this page as JSON", ("report", "{run}", "--json")),
+    ("what fits, with what the run measured", ("viz", "need", "--run", "{run}")),
+)
+LIVE = (("change the plan while it trains", ("replan", "{run}")), ("profile it", ("profile", "{run}")))
+
+
+def commands_of(state: RunState) -> list[Tree]:
+    """Return what each command is for, and the command; the most useful for the run's status come first."""
+    run, recipe = path_argument(state.run.path), path_argument(state.run.recipe)
+    first: list[tuple[str, tuple[str, ...]]] = []
+    if state.status in ACTIVE_STATUSES:
+        first += LIVE
+    elif state.status == "done":
+        if state.events_of_kind("saved"):
+            generate = generate_command(state.recipe, run)
+            first += [("try the trained model", tuple(generate[1:]))] if generate else []
+            first.append(("export the trained model", ("export", "{run}")))
+        longer = f"train.steps={2 * state.recipe.train.steps}"
+        first.append(("train it longer", ("resume", "{run}", "--set", longer)))
+    else:
+        first.append(("resume it from its newest checkpoint", ("resume", "{run}")))
+    rows = [*first, *ALWAYS, ("train the same run again", ("train", recipe))]
+    words = [[program_name(), *(run if each == "{run}" else each for each in parts)] for _, parts in rows]
+    return [{"purpose": purpose, "command": shlex.join(each)} for (purpose, _), each in zip(rows, words, strict=True)]
+
+
+def view_names(plan: Plan) -> list[str]:
+    mesh = plan.mesh
+    return [
+        "need",
+        *(["ddp"] if mesh.dp_replicate > 1 and mesh.dp_shard == 1 and mesh.pp == 1 else []),
+        *(["fsdp"] if mesh.dp_shard > 1 and plan.sharding == "parameters" else []),
+        *(["zero"] if mesh.dp_shard > 1 else []),
+        *(["pipeline"] if mesh.pp > 1 else []),
+        *(["tensor"] if mesh.tp > 1 else []),
+        *(["mesh"] if mesh.world_size > 1 else []),
+    ]
+
+
+def views_of(run: RunDirectory) -> tuple[list[Tree], str]:
+    """Return the views that suit the run, with what it measured, as JSON; and why there are none, if there are none.
+
+    Each has the one mode that says most about a run.
+    """
+    try:
+        subject = read_subject(None, str(run.path), None, [], [])
+        views = [build_view(name, subject) for name in view_names(subject.plan)]
+    except UserError as error:
+        return [], error.what
+    found = []
+    for view in views:
+        mode = next(name for name in ("live", "simulate", "explain") if name in view.modes)
+        tree = view_as_dict(view)
+        about = {name: tree[name] for name in ("name", "title", "question", "about")}
+        found.append(about | {"mode": mode} | tree["modes"][mode])
+    return found, ""

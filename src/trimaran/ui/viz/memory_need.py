@@ -20,8 +20,7 @@ from trimaran.ui.viz.figures import (
     show_duration,
     stacked_bars,
 )
-from trimaran.ui.viz.measured_figures import peak_lines
-from trimaran.ui.viz.subject import Controls, RunMedians, Subject
+from trimaran.ui.viz.subject import Controls, RunMedians, Subject, peak_lines
 
 NAME = "DistributedTrainingNeedVisualizer"
 TITLE = "Does it fit?"

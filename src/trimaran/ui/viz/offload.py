@@ -7,8 +7,7 @@ from trimaran.machine import Cluster
 from trimaran.planner import check_plan
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Formula, Mode, ModeName, Table, as_modes, show_duration, stacked_bars
-from trimaran.ui.viz.measured_figures import run_table
-from trimaran.ui.viz.subject import Controls, RunMedians, Subject
+from trimaran.ui.viz.subject import Controls, RunMedians, Subject, run_table
 
 NAME = "DeepSpeedOffloadFlow"
 TITLE = "Offload to the host"

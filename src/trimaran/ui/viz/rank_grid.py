@@ -8,8 +8,7 @@ from trimaran.cost import all_reduce_seconds, ring_of
 from trimaran.planner import check_plan
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Matrix, Mode, ModeName, Table, plain_bars, show_duration
-from trimaran.ui.viz.measured_figures import late_ranks, predicted_waits
-from trimaran.ui.viz.subject import Controls, RunMedians, Subject
+from trimaran.ui.viz.subject import Controls, RunMedians, Subject, late_ranks, predicted_waits
 
 NAME = "ThreeDParallelismVisualizer"
 TITLE = "Ranks, nodes and groups"

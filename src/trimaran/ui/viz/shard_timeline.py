@@ -21,8 +21,7 @@ from trimaran.ui.viz.figures import (
     plain_bars,
     show_duration,
 )
-from trimaran.ui.viz.measured_figures import peak_lines, predicted_waits, waits_table
-from trimaran.ui.viz.subject import Controls, RunMedians, Subject
+from trimaran.ui.viz.subject import Controls, RunMedians, Subject, peak_lines, predicted_waits, waits_table
 
 NAME = "FSDPShardingVisualizer"
 TITLE = "Sharded weights over time"

@@ -8,8 +8,7 @@ from trimaran.cost.job import ELEMENT_BYTES
 from trimaran.models import OutlineLayer, linears_of
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Formula, Mode, ModeName, Table, as_modes, plain_bars, show_duration
-from trimaran.ui.viz.measured_figures import predicted_waits, waits_table
-from trimaran.ui.viz.subject import Controls, RunMedians, Subject
+from trimaran.ui.viz.subject import Controls, RunMedians, Subject, predicted_waits, waits_table
 
 NAME = "TensorParallelismVisualizer"
 TITLE = "How each matrix is split"

@@ -8,8 +8,7 @@ from trimaran.core import Plan, show_bytes, show_count
 from trimaran.core.plan import SHARDINGS
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Bars, Formula, Lines, Mode, ModeName, Table, ValueSeries, as_modes, stacked_bars
-from trimaran.ui.viz.measured_figures import run_table
-from trimaran.ui.viz.subject import Controls, RunMedians, Subject
+from trimaran.ui.viz.subject import Controls, RunMedians, Subject, run_table
 
 NAME = "DeepSpeedZeROStages"
 TITLE = "ZeRO stages 0 to 3"

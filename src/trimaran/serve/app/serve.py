@@ -196,7 +196,7 @@ def serve_model(config: EngineConfig, settings: ServerSettings, port: int, *, ha
         return serve_until_signal(replace(config, cache=str(cache_folder(os.environ))), settings, listening, on_start)
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, fix: str = "name another port, or 0 for a free one") -> socket.socket:
     """Return a listening socket; port 0 is any free one. Raises UserError if the address cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -210,6 +210,5 @@ def listen(host: str, port: int) -> socket.socket:
         listening.listen(1024)
     except OSError as error:
         listening.close()
-        raise UserError("W001", f"port {port} cannot be used: {error.strerror}", where="--port",
-                        fix="name another port, or 0 for a free one") from None  # fmt: skip
+        raise UserError("W001", f"port {port} cannot be used: {error.strerror}", where="--port", fix=fix) from None
     return listening

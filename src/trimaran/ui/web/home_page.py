@@ -49,10 +49,6 @@ class RunList:
         self._runs, self._language = runs, language
         self.search, self.filter, self.count = "", "All", ROWS
 
-    @property
-    def asked(self) -> tuple[str, str, int]:
-        return self.search, self.filter, self.count
-
     def read(self) -> tuple[RunPage, Html]:
         """Return the runs and their markup. It reads files, so it runs outside of the event loop."""
         found = self._runs.list(search=self.search, statuses=FILTERS[self.filter], count=self.count)
@@ -76,9 +72,13 @@ def add_page(state: WebState) -> None:
 async def _show_list(shown: RunList) -> None:
 
     async def refresh() -> None:
-        asked = shown.asked
+        asked = shown.search, shown.filter, shown.count
         answer = await run.io_bound(shown.read)
-        if answer is None or asked != shown.asked:  # the server ends, or another answer is on its way
+        if answer is None or asked != (
+            shown.search,
+            shown.filter,
+            shown.count,
+        ):  # the server ends, or another answer is on its way
             return
         found, markup = answer
         table.show(markup)

@@ -169,15 +169,7 @@ FIRST_TAB = "overview"
 
 
 def tab_bar(slug: str, active: str, facts: Tree) -> Html:
-    links = [
-        tag("a", {"href": f"/runs/{slug}?tab={name}", "data-tab": name, "role": "tab",
-                  "aria-selected": str(name == active).lower()}, say(tab.title), _count(name, facts))
-        for name, tab in TABS.items()
-    ]  # fmt: skip
-    return tag("div", {"class": "run-tabs", "role": "tablist", "aria-label": say("Sections of the run")}, *links)
-
-
-def _count(name: str, facts: Tree) -> Html:
+    """Return the links to the tabs; some have a number, of what happened or of what is wrong."""
     counts = {
         "incidents": len(facts.get("incidents", ())),
         "autopilot": len(facts.get("decisions", ())),
@@ -186,8 +178,13 @@ def _count(name: str, facts: Tree) -> Html:
         "ranks": sum(each in TROUBLE for each in (facts.get("ranks_now") or {}).get("state", ())),
         "overview": sum(each["severity"] != "note" for each in facts.get("findings", ())),
     }
-    kind = "count bad" if name in ("incidents", "ranks", "overview") else "count"
-    return tag("span", {"class": kind}, f"{counts[name]:,}") if counts.get(name) else Html("")
+    links = []
+    for name, tab in TABS.items():
+        kind = "count bad" if name in ("incidents", "ranks", "overview") else "count"
+        count = tag("span", {"class": kind}, f"{counts[name]:,}") if counts.get(name) else ""
+        about = {"href": f"/runs/{slug}?tab={name}", "data-tab": name, "role": "tab"}
+        links.append(tag("a", about | {"aria-selected": str(name == active).lower()}, say(tab.title), count))
+    return tag("div", {"class": "run-tabs", "role": "tablist", "aria-label": say("Sections of the run")}, *links)
 
 
 LIVE_SECONDS, ENDED_SECONDS = 1.0, 5.0  # between two looks at the files
@@ -254,12 +251,19 @@ async def _show_run(view: RunView) -> None:
 
     async def update() -> None:
         async with drawing:
-            await _draw(view, header, bar, content)
-            if view.is_partial:
-                await _draw(view, header, bar, content)
+            try:
+                show(await run.io_bound(view.draw))
+                if view.is_partial:
+                    show(await run.io_bound(view.draw))
+            except UserError as error:
+                header.show(error_state(error))
         if view.feed is not None:
             timer.interval = LIVE_SECONDS if view.feed.is_live else ENDED_SECONDS
         controls.set_visibility(view.tab == "training")
+
+    def show(drawn: tuple[Html, Html, Html] | None) -> None:
+        for element, markup in zip((header, bar, content), drawn or (), strict=False):  # None: the server ends
+            element.show(markup)
 
     async def choose(event: GenericEventArguments) -> None:
         name = event.args.get("detail") if isinstance(event.args, dict) else None
@@ -268,8 +272,7 @@ async def _show_run(view: RunView) -> None:
             await update()
 
     async def zoom(event: GenericEventArguments) -> None:
-        detail = event.args.get("detail") if isinstance(event.args, dict) else None
-        view.steps = _range(detail)
+        view.steps = _range(event.args.get("detail") if isinstance(event.args, dict) else None)
         await update()
 
     header = Markup(Html(tag("h1", None, view.slug) + loading_state(say("Reading the run"))))
@@ -281,17 +284,6 @@ async def _show_run(view: RunView) -> None:
     content = Markup().classes("run-body").on("zoom", zoom, ["detail"])
     timer = ui.timer(LIVE_SECONDS, update, immediate=False)
     await draw_soon(update)
-
-
-async def _draw(view: RunView, header: Markup, bar: Markup, content: Markup) -> None:
-    try:
-        drawn = await run.io_bound(view.draw)
-    except UserError as error:
-        header.show(error_state(error))
-        return
-    if drawn is not None:  # None: the server is about to end
-        for element, markup in zip((header, bar, content), drawn, strict=True):
-            element.show(markup)
 
 
 def _zoom_controls(view: RunView, update: Callable[[], Any]) -> None:

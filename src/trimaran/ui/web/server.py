@@ -16,6 +16,7 @@ from nicegui import run, ui
 
 from trimaran.core import UserError
 from trimaran.serve import ConnectionGuard, guarded_http
+from trimaran.serve.app.serve import listen
 from trimaran.serve.server.api_error import status_of
 from trimaran.serve.server.connection_guard import limits_of_process
 from trimaran.ui.language import LANGUAGE_COOKIE, language_of, say, set_server_language, speaking
@@ -60,16 +61,7 @@ def build_app(state: WebState, credentials: Credentials) -> SecurityMiddleware:
 
 def bind(port: int) -> socket.socket:
     """Return a socket on the loopback interface; 0 is any free port. Raise UserError if the port cannot be used."""
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((LOOPBACK, port))
-        listening.listen(128)
-    except OSError as error:
-        listening.close()
-        raise UserError("W001", f"port {port} cannot be used: {error.strerror}", where="--port",
-                        fix="leave --port out to get a free one, or name another") from None  # fmt: skip
-    return listening
+    return listen(LOOPBACK, port, "leave --port out to get a free one, or name another")
 
 
 def serve(state: WebState, listening: socket.socket, on_start: Callable[[str], None]) -> None:

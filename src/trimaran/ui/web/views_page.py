@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +17,7 @@ from trimaran.app.recipe.options import RUNS
 from trimaran.core import UserError, did_you_mean
 from trimaran.models import PRESETS, VLM_PRESETS
 from trimaran.runs import RunDirectory
-from trimaran.ui.language import Language, current_language, say, speaking, translate, translate_view
+from trimaran.ui.language import current_language, say, speaking, translate, translate_view
 from trimaran.ui.report.markup import Html, tag
 from trimaran.ui.report.view_page import TITLES, draw_mode
 from trimaran.ui.viz.catalogue import SHORT_NAMES, build_view, find_view
@@ -116,36 +116,6 @@ MAX_RUNS = 200  # of the list
 MODES: tuple[ModeName, ...] = ("explain", "simulate", "live")
 
 
-@dataclass(slots=True, kw_only=True)
-class ShownView:
-    """A view as one page shows it: its subject, its mode, and the controls that were changed."""
-
-    short: str
-    name: SubjectName
-    mode: ModeName
-    language: Language
-    settings: dict[str, str] = field(default_factory=dict)
-    controls: tuple[object, ...] = ()
-
-    def build(self, subjects: SubjectCache, changed: str = "") -> PlanView:
-        subject = subjects.read(self.name)
-        try:
-            return build_view(self.short, replace(subject, settings=self.settings))
-        except UserError as error:
-            if error.code not in ("V002", "V003") or not changed:
-                raise
-            self.settings = {changed: self.settings[changed]}
-            return build_view(self.short, replace(subject, settings=self.settings))
-
-    def draw(self, view: PlanView) -> Html:
-        with speaking(self.language):
-            shown = translate_view(view)
-            if self.mode not in shown.modes:
-                text = say("A plan measures nothing. Choose a run to see what it measured.")
-                return empty_state(text, f"trimaran viz {self.short} --run NAME")
-            return tag("section", {"class": "view-mode"}, *draw_mode(shown.modes[self.mode]))
-
-
 def add_page(state: WebState) -> None:
     subjects = SubjectCache(state.runs)
 
@@ -182,12 +152,11 @@ def add_page(state: WebState) -> None:
         usual: ModeName = "live" if run else "simulate"
         chosen = next((each for each in MODES if each == mode), usual)
         name = SubjectName(plan=plan, cluster=cluster, run=run)
-        shown = ShownView(short=short, name=name, mode=chosen, language=current_language())
         with page_frame(say(module.TITLE), active="/views"):
             back = tag("p", {"class": "quiet"}, tag("a", {"href": _address("", name)}, say("Views")))
             title, question = tag("h1", None, say(module.TITLE)), tag("p", {"class": "lead"}, say(module.QUESTION))
             Markup(tag("header", None, back, title, question))
-            await _ViewPage(state, subjects, shown).add()
+            await _ViewPage(state, subjects, short, name, chosen).add()
 
 
 def _address(short: str, name: SubjectName, mode: str = "") -> str:
@@ -203,10 +172,13 @@ def _icons() -> Mapping[str, str]:
 
 
 class _ViewPage:
-    """One open page of a view: its elements, and what happens when a control is moved."""
+    """One open page of a view: its subject and mode, its elements, and what happens when a control is moved."""
 
-    def __init__(self, state: WebState, subjects: SubjectCache, shown: ShownView) -> None:
-        self._state, self._subjects, self._shown = state, subjects, shown
+    def __init__(self, state: WebState, subjects: SubjectCache, short: str, name: SubjectName, mode: ModeName) -> None:
+        self._state, self._subjects, self._language = state, subjects, current_language()
+        self._short, self._name, self._mode = short, name, mode
+        self._settings: dict[str, str] = {}  # controls that were changed
+        self._controls: tuple[object, ...] = ()
         self._version: tuple[int, ...] = ()
 
     async def add(self) -> None:
@@ -221,16 +193,16 @@ class _ViewPage:
                 self._answer = Markup().props('id="answer"')
                 self._command = Markup()
         await self._draw()
-        if self._shown.name.run:
+        if self._name.run:
             self._version = self._run_version()
             ui.timer(REFRESH_SECONDS, self._refresh)
 
     async def _add_subject(self) -> None:
-        name = self._shown.name
+        name = self._name
         self._cluster = name.cluster
 
         def open_subject(other: SubjectName) -> None:
-            ui.navigate.to(_address(self._shown.short, other, "" if other.run else self._shown.mode))
+            ui.navigate.to(_address(self._short, other, "" if other.run else self._mode))
 
         def open_plan(plan: str) -> None:
             open_subject(SubjectName(plan=plan, cluster=self._cluster))
@@ -248,21 +220,34 @@ class _ViewPage:
             choice(say("Run"), options, lambda slug: open_subject(SubjectName(run=slug)), value=name.run)
 
     async def _choose_mode(self, mode: str) -> None:
-        self._shown.mode = cast("ModeName", mode)
+        self._mode = cast("ModeName", mode)
         await self._draw()
 
     async def _change(self, control: str, value: str) -> None:
-        self._shown.settings = {**self._shown.settings, control: value}
+        self._settings = {**self._settings, control: value}
         await self._draw(control)
 
     async def _draw(self, changed: str = "") -> None:
         """Build and draw the view; a mistake is shown in place of it."""
 
         def build() -> tuple[PlanView, Html]:
-            view = self._shown.build(self._subjects, changed)
-            return view, self._shown.draw(view)
+            """Return the view and its chosen mode. Settings that no longer apply after `changed` are dropped."""
+            subject = self._subjects.read(self._name)
+            try:
+                view = build_view(self._short, replace(subject, settings=self._settings))
+            except UserError as error:
+                if error.code not in ("V002", "V003") or not changed:
+                    raise
+                self._settings = {changed: self._settings[changed]}
+                view = build_view(self._short, replace(subject, settings=self._settings))
+            with speaking(self._language):
+                modes = translate_view(view).modes
+                if self._mode in modes:
+                    return view, tag("section", {"class": "view-mode"}, *draw_mode(modes[self._mode]))
+                text = say("A plan measures nothing. Choose a run to see what it measured.")
+                return view, empty_state(text, f"trimaran viz {self._short} --run NAME")
 
-        self._chips.press(self._shown.mode)
+        self._chips.press(self._mode)
         self._frame.classes(add="stale")  # a search of plans may take a second
         try:
             built = await run.io_bound(build)
@@ -274,17 +259,17 @@ class _ViewPage:
         if built is None:  # the server shuts down
             return
         view, markup = built
-        with speaking(self._shown.language):
+        with speaking(self._language):
             self._about.show(tag("span", None, translate(view.about)))
         self._answer.show(markup)
-        command = self._subjects.command(self._shown.short, self._shown.name, self._shown.settings)
+        command = self._subjects.command(self._short, self._name, self._settings)
         title = tag("h3", None, say("The same in a terminal"))
         self._command.show(tag("div", {"class": "same-command"}, title, tag("pre", {"class": "command"}, command)))
         # Show the controls again if they are others than before: the options of one may depend on another.
         kinds = tuple((each.name, each.options, each.least, each.most) for each in view.controls)
-        if kinds == self._shown.controls:
+        if kinds == self._controls:
             return
-        self._shown.controls = kinds
+        self._controls = kinds
         self._panel.clear()
         with self._panel:
             Markup(tag("h3", None, say("Controls")))
@@ -292,7 +277,7 @@ class _ViewPage:
                 add_control(each, self._change)
 
     def _run_version(self) -> tuple[int, ...]:
-        return files_version(self._state.runs.open(self._shown.name.run))
+        return files_version(self._state.runs.open(self._name.run))
 
     async def _refresh(self) -> None:
         try:

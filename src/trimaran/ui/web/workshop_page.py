@@ -86,9 +86,7 @@ def _point(plan: Plan, why: str, report: PlanReport, *, on_front: bool) -> Point
     prediction = plan.prediction
     assert prediction is not None
     chosen, front, beaten, too_large = POINT_KINDS
-    kind = too_large if not prediction.fits else front if on_front else beaten
-    if plan is report.best:
-        kind = chosen
+    kind = chosen if plan is report.best else too_large if not prediction.fits else front if on_front else beaten
     return Point(name=short_plan(plan, report.best), x=float(prediction.device_bytes), y=float(prediction.step_seconds),
                  kind=say(kind), note=why)  # fmt: skip
 

@@ -80,10 +80,8 @@ class FeatureCache:
 
     @cached_property
     def _bad(self) -> dict[int, str]:
-        reasons: dict[int, str] = {}
-        for part in range(self.num_parts):
-            reasons |= {int(number): why for number, why in self._info(part)["bad"].items()}
-        return reasons
+        infos = [self._info(part)["bad"] for part in range(self.num_parts)]
+        return {int(number): why for bad in infos for number, why in bad.items()}
 
     def _map(self, part: int) -> np.ndarray:
         if part not in self._maps:

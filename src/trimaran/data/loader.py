@@ -222,8 +222,7 @@ class Loader:
         except UserError as error:
             return error
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
-            fault = self._fault(f"raised {why}", step, sample=self._at)
+            fault = self._fault(_raised(error), step, sample=self._at)
             fault.__cause__ = error
             return fault
 
@@ -236,7 +235,7 @@ class Loader:
             except UserError as mistake:
                 return mistake
             except Exception as mistake:
-                error, how = mistake, f"raised {f'{type(mistake).__name__}: {mistake}'[:MAX_ERROR_CHARACTERS]}"
+                error, how = mistake, _raised(mistake)
         elif isinstance(error, MistakeInWorkerError):
             return error.mistake
         elif isinstance(error, DeadWorkerError):
@@ -268,6 +267,10 @@ class Loader:
         # A worker may already be at a later step; then its sample does not belong to this one.
         sample_ids = (sample,) if sample in self.sample_ids(step) else ()
         return LoaderFault(what, worker=who[0], pid=who[1], step=step, sample_ids=sample_ids)
+
+
+def _raised(error: Exception) -> str:
+    return f"raised {f'{type(error).__name__}: {error}'[:MAX_ERROR_CHARACTERS]}"
 
 
 def _tensor(array: np.ndarray, *, pin: bool, copy: bool) -> Tensor:

@@ -130,10 +130,11 @@ class LoaderTuner:
             self._before_growth = (now, window.waited_seconds / window.batches)
             # A process that was removed is needed again: wait longer before removing one next time.
             self._calm_windows_needed, self._shrunk = self._calm_windows_needed * (2 if self._shrunk else 1), False
-            return self._fitting(replace(now, workers=workers, depth=workers + EXTRA_BATCHES_AHEAD), window), reason
+            grown = replace(now, workers=workers, depth=workers + EXTRA_BATCHES_AHEAD)
+            return self._fitting(grown, window.batch_bytes), reason
         if wanted > max(1, now.workers):
             return None  # loading is too slow on average, so a deeper queue does not help
-        deeper = self._fitting(replace(now, depth=min(2 * now.depth, MAX_BATCHES_AHEAD)), window)
+        deeper = self._fitting(replace(now, depth=min(2 * now.depth, MAX_BATCHES_AHEAD)), window.batch_bytes)
         return (deeper, f"{reason}, though loading is fast enough on average") if deeper.depth > now.depth else None
 
     def _shrink(self, window: LoaderWindow, wait_fraction: float) -> tuple[LoaderSetting, str] | None:
@@ -160,16 +161,13 @@ class LoaderTuner:
                             where="data.workers",
                             fix=f"{fewer} train.global_batch, data.seq_len or data.samples.max_pixels smaller"
                             )  # fmt: skip
-        window = LoaderWindow(
-            batches=1, seconds=0, waited_seconds=0, load_seconds=0, landing_seconds=0, batch_bytes=batch_bytes
-        )
-        self.setting = self._fitting(self.setting, window)
+        self.setting = self._fitting(self.setting, batch_bytes)
         return self.setting
 
-    def _fitting(self, setting: LoaderSetting, window: LoaderWindow) -> LoaderSetting:
+    def _fitting(self, setting: LoaderSetting, batch_bytes: int) -> LoaderSetting:
         """Return the setting with its depth limited to the memory, and without pinning if that would pin too much."""
-        depth = max(1, min(setting.depth, self.limits.memory_bytes // max(1, window.batch_bytes)))
-        pinned = depth * window.batch_bytes <= PINNED_FRACTION * self.limits.free_bytes
+        depth = max(1, min(setting.depth, self.limits.memory_bytes // max(1, batch_bytes)))
+        pinned = depth * batch_bytes <= PINNED_FRACTION * self.limits.free_bytes
         return replace(setting, depth=depth, pin=setting.pin and pinned)
 
 
@@ -221,12 +219,8 @@ class LoaderWaits:
         self._skip, self._batches = batches, 0
 
     def stats(self) -> dict[str, float]:
-        return {
-            "waited_seconds": self._waited_seconds,
-            "last_seconds": self.last_seconds,
-            "load_seconds": self._load_seconds,
-            "batch_bytes": self.batch_bytes,
-        }
+        seconds = {"waited_seconds": self._waited_seconds, "last_seconds": self.last_seconds}
+        return seconds | {"load_seconds": self._load_seconds, "batch_bytes": self.batch_bytes}
 
     def _restart(self) -> None:
         self._skip, self._batches, self._start = 0, 0, self._now()

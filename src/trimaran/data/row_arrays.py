@@ -13,7 +13,7 @@ from trimaran.data.row_packing import Batching, slots_per_row
 from trimaran.data.sample_costs import SampleRecord, SampleTable
 from trimaran.data.text.token_shards import IGNORED
 from trimaran.data.vision.image_grid import ALONE, NEWLINE, TokenLayout, grid_positions, grids_of, layout_of
-from trimaran.data.vision.patches import fill_patches, grey_patches
+from trimaran.data.vision.patches import GREY, fill_patches
 
 Span = tuple[int, int]
 Layouts = Sequence[TokenLayout]
@@ -207,10 +207,7 @@ class ImageArrays:
     def append_blank(self, grids: Sequence[np.ndarray], layouts: Layouts = ()) -> None:
         """Append blank images."""
         stop = self._filled + sum(map(self._count, grids))
-        if self._features is None:
-            grey_patches(self._data[self._filled : stop])
-        else:
-            self._data[self._filled : stop] = 0
+        self._data[self._filled : stop] = GREY if self._features is None else 0
         self._commit(stop, grids, layouts)
 
     def arrays(self) -> dict[str, np.ndarray]:

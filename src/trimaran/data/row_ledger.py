@@ -13,8 +13,7 @@ import numpy as np
 
 from trimaran.data.feed import DataShare
 
-Spans = tuple[tuple[int, int], ...]
-"""Rows as ranges [start, stop), in order."""
+Spans = tuple[tuple[int, int], ...]  # rows as ranges [start, stop), in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +90,9 @@ class RowLedger:
         lost = [each for each in deal.members if each not in contributed]
         steps = range(deal.first_step, step)
         again = [_dealt(self._share, deal, each).rows_of(steps, range(self._share.dp)).ravel() for each in lost]
-        num_left = max(0, sum(stop - start for start, stop in deal.returned) - len(places))
-        left = deal.rows(np.arange(len(places), len(places) + num_left))
-        self.next_row = deal.next_row + max(0, len(places) - sum(stop - start for start, stop in deal.returned))
+        num_returned = sum(stop - start for start, stop in deal.returned)
+        left = deal.rows(np.arange(len(places), max(len(places), num_returned)))
+        self.next_row = deal.next_row + max(0, len(places) - num_returned)
         self.returned = spans_of(np.concatenate([left, *again]))
         self._deal(step, members)
         return sum(len(each) for each in again)

@@ -183,13 +183,10 @@ class _OpenRows:
 
 def _bucket(lengths: np.ndarray, extra_cost: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the order of the samples and the row offsets: samples of similar length share a row."""
-    slots = slots_per_row(lengths, seq_len)
-    order = np.argsort(slots, kind="stable")
-    buckets, counts = np.unique(slots, return_counts=True)
-    sizes = []
-    for bucket, count in zip(buckets.tolist(), counts.tolist(), strict=True):
+    slots, sizes = slots_per_row(lengths, seq_len), list[int]()
+    for bucket, count in zip(*(each.tolist() for each in np.unique(slots, return_counts=True)), strict=True):
         sizes += [bucket] * (count // bucket) + [count % bucket] * (count % bucket > 0)
-    return order, _offsets(np.array(sizes, dtype=np.int64))
+    return np.argsort(slots, kind="stable"), _offsets(np.array(sizes, dtype=np.int64))
 
 
 def _pad(lengths: np.ndarray, extra_cost: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:

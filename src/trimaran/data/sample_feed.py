@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +13,9 @@ from trimaran.data.row_arrays import FeatureSource, ImageArrays, PackedSample, R
 from trimaran.data.row_packing import PackingRules, RowPacking, open_row_packing
 from trimaran.data.sample_costs import SampleSizes, SampleTable, measure_samples
 from trimaran.data.text.token_shards import IGNORED
+
+if TYPE_CHECKING:
+    from trimaran.data.samples.sample_index import SampleIndex
 
 NO_ROW = -1  # in a slot that a rank does not have
 MAX_CACHED_STEPS = 8  # row assignments kept: the loader asks again when it names the samples of a step
@@ -26,14 +28,24 @@ def balance_rows(costs: np.ndarray, share: DataShare) -> np.ndarray:
     A micro-step takes rows of similar cost, because FSDP ranks wait for the slowest rank in each micro-step. The most
     expensive rows come first, so a batch that does not fit in memory fails at once. Within a micro-step, the most
     expensive row left goes to the rank with the lowest cost so far; the most expensive bundle goes to the rank with the
-    lowest total over the previous micro-steps. Ranks with more slots are faster, and get more of the cost.
+    lowest total over the previous micro-steps. Ranks with more slots are faster, in proportion: the most expensive row
+    left goes to the rank that would be the first to finish it.
     """
+    order = np.argsort(-costs, kind="stable")
     if share.rows:
-        return _balance_unequal(costs, share)
-    order = np.argsort(-costs, kind="stable").reshape(share.grad_accum, share.micro_batch, share.dp)
+        slots = np.array(share.rows)
+        assignment = np.full((share.grad_accum, share.dp, int(slots.max())), NO_ROW, dtype=np.int64)
+        for micro_step, rows in enumerate(order.reshape(share.grad_accum, share.rows_at_once)):
+            sums, used = np.zeros(share.dp), np.zeros(share.dp, dtype=np.int64)
+            for row in rows.tolist():
+                rank = int(np.argmin(np.where(used < slots, (sums + costs[row]) / slots, np.inf)))
+                assignment[micro_step, rank, used[rank]] = row
+                sums[rank] += costs[row]
+                used[rank] += 1
+        return assignment
     assignment = np.empty((share.grad_accum, share.dp, share.micro_batch), dtype=np.int64)
     totals = np.zeros(share.dp)
-    for micro_step, layers in enumerate(order):
+    for micro_step, layers in enumerate(order.reshape(share.grad_accum, share.micro_batch, share.dp)):
         sums = np.zeros(share.dp)
         bundles = np.empty((share.dp, share.micro_batch), dtype=np.int64)
         for number, layer in enumerate(layers):
@@ -43,24 +55,6 @@ def balance_rows(costs: np.ndarray, share: DataShare) -> np.ndarray:
         ranks, most_expensive = np.argsort(totals, kind="stable"), np.argsort(-sums, kind="stable")
         assignment[micro_step, ranks] = bundles[most_expensive]
         totals[ranks] += sums[most_expensive]
-    return assignment
-
-
-def _balance_unequal(costs: np.ndarray, share: DataShare) -> np.ndarray:
-    """Return `balance_rows` for ranks with different numbers of slots, which are in proportion to their speeds.
-
-    The most expensive row left goes to the rank that would be the first to finish it.
-    """
-    order = np.argsort(-costs, kind="stable").reshape(share.grad_accum, share.rows_at_once)
-    slots = np.array(share.rows)
-    assignment = np.full((share.grad_accum, share.dp, int(slots.max())), NO_ROW, dtype=np.int64)
-    for micro_step, rows in enumerate(order):
-        sums, used = np.zeros(share.dp), np.zeros(share.dp, dtype=np.int64)
-        for row in rows.tolist():
-            rank = int(np.argmin(np.where(used < slots, (sums + costs[row]) / slots, np.inf)))
-            assignment[micro_step, rank, used[rank]] = row
-            sums[rank] += costs[row]
-            used[rank] += 1
     return assignment
 
 
@@ -86,17 +80,6 @@ def slowest_rank_cost(costs: np.ndarray, assignment: np.ndarray) -> float:
     """
     num_slots = (assignment[0] != NO_ROW).sum(-1)
     return float((rank_costs(costs, assignment) * num_slots.mean() / num_slots).max(-1).sum())
-
-
-class PreparedIndex(SampleTable, Protocol):
-    """A sample index on disk with mixture weights; `samples.sample_index.SampleIndex` implements it."""
-
-    @property
-    def path(self) -> Path: ...
-
-    def mixed(self, seed: int, keep: np.ndarray | None = None) -> np.ndarray: ...
-
-    def holdout_mask(self, fraction: float, seed: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +124,7 @@ class SampleRows:
 
 def sample_feeds(
     section: DataSection,
-    index: PreparedIndex,
+    index: "SampleIndex",
     options: SampleFeedOptions,
     *,
     share: DataShare,

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from trimaran.data.feed import BadSample
 
-Inputs = Mapping[str, Tensor]
-"""One micro-batch: the keyword inputs of the network."""
+Inputs = Mapping[str, Tensor]  # one micro-batch: the keyword inputs of the network
 HOST_ARRAYS = ("documents", "grids")  # describe the layout of the other arrays; the host needs their values
 
 

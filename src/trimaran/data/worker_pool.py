@@ -41,8 +41,7 @@ from trimaran.data.feed import BadSample, LoadedArrays
 ALIGNMENT = 64
 GROWTH = 1.25
 
-ArrayLocation = tuple[str, str, tuple[int, ...], int]
-"""Name, dtype, shape and offset of an array."""
+ArrayLocation = tuple[str, str, tuple[int, ...], int]  # name, dtype, shape and offset of an array
 PREFIX = struct.Struct("=?I")  # success flag and length of the JSON message that follows
 STEP = struct.Struct("=q")
 log = logging.getLogger(__name__)
@@ -118,7 +117,7 @@ class LoaderWorker:
         # process, so the rank can attribute a crash to a sample.
         self._at = np.frombuffer(mmap.mmap(-1, 2 * STEP.size), dtype=np.int64)
         self._at[0] = NO_SAMPLE
-        self._results, results = context.Pipe(duplex=False)
+        self.results, results = context.Pipe(duplex=False)  # readable with the next result
         requests, self._requests = context.Pipe(duplex=False)
         arguments = (read, requests, results, [self, *siblings])
         self._process = context.Process(target=self._run, args=arguments, daemon=True)
@@ -140,11 +139,6 @@ class LoaderWorker:
         """When the worker counts as hung. The timeout starts once the process runs: a busy machine starts it late."""
         began = self._at[1] / 1e9 or self.last_active + START_SECONDS
         return max(self.last_active, began) + self._timeout_seconds
-
-    @property
-    def results(self) -> Connection:
-        """The pipe that becomes readable with the next result."""
-        return self._results
 
     def request(self, step: int) -> None:
         """Request `step` after the pending ones."""
@@ -190,9 +184,9 @@ class LoaderWorker:
         """Fill `into` and return it. A process may hang in the middle of a message, so every read has a timeout."""
         filled = 0
         while filled < len(into):
-            if not self._results.poll(self._timeout_seconds):
+            if not self.results.poll(self._timeout_seconds):
                 raise HungWorkerError(f"no data for {self._timeout_seconds:g} s")
-            size = os.readv(self._results.fileno(), [into[filled:]])
+            size = os.readv(self.results.fileno(), [into[filled:]])
             if not size:
                 raise EOFError
             filled += size
@@ -205,7 +199,7 @@ class LoaderWorker:
 
     def close(self) -> None:
         """Close the pipes and free the memory. Only for the thread that requests and receives."""
-        for each in (self._results, self._requests, *self._slots):
+        for each in (self.results, self._requests, *self._slots):
             each.close()
 
     def _run(self, read: Read, requests: Connection, results: Connection, inherited: Sequence["LoaderWorker"]) -> None:

@@ -12,6 +12,7 @@ from trimaran.data import (
     BadSampleError,
     ChatTokenizer,
     SamplePacker,
+    SampleRecord,
     Tokenizer,
     Turn,
     fill_patches,
@@ -30,19 +31,6 @@ class PromptImage:
 
     patches: np.ndarray
     size: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class UnplacedTokens:
-    """A sample without targets in which an image is one token."""
-
-    tokens: np.ndarray
-    images: range = range(0)
-    source: int = 0
-
-    @property
-    def targets(self) -> np.ndarray:
-        return np.zeros(len(self.tokens), dtype=bool)
 
 
 def read_image(file: Path, rules: ImageRules) -> PromptImage:
@@ -83,7 +71,8 @@ def place_images(
     if rules is None or not images:
         return ids.tolist(), []
     sizes = np.array([each.size for each in images], dtype=np.int64).reshape(-1, 2)
-    sample = SamplePacker(rules, limit=1 << 30).pack(UnplacedTokens(ids), sizes)
+    record = SampleRecord(ids, np.zeros(len(ids), dtype=bool), range(0), 0)  # without targets
+    sample = SamplePacker(rules, limit=1 << 30).pack(record, sizes)
     if sample.layouts:
         raise UserError("M077", "generation does not arrange the tiles of LLaVA-OneVision yet", where="--image",
                         fix="write the model with `trimaran export`, and use transformers")  # fmt: skip

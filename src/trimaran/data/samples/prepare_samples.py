@@ -108,9 +108,12 @@ def find_source_files(section: DataSection, source: MixtureSource, rules: ImageR
     """Return the source with its files. Raises if they are missing or of an unsupported type."""
     if source.source == "shapes" and rules is None:
         raise _takes_no_images("the samples of shapes have images", _where(section, source))
-    if source.path is not None and source.source == "webdataset" and _is_compressed(Path(source.path)):
-        raise UserError("T035", "a compressed tar file cannot be read at an offset", where=_where(section, source),
-                        fix="decompress it to .tar, for example with gunzip; that also loads faster")  # fmt: skip
+    if source.path is not None and source.source == "webdataset":
+        names = os.listdir(source.path) if os.path.isdir(source.path) else [Path(source.path).name]
+        is_compressed = any(name.endswith(COMPRESSED_SUFFIXES) for name in names)
+        if is_compressed and not any(name.endswith(".tar") for name in names):
+            raise UserError("T035", "a compressed tar file cannot be read at an offset", where=_where(section, source),
+                            fix="decompress it to .tar, for example with gunzip; that also loads faster")  # fmt: skip
     own = DataSection(source=source.source, path=source.path, text_field=source.text_field)
     try:
         files = [] if source.source == "shapes" and source.path is None else find_files(own)
@@ -124,13 +127,6 @@ def find_source_files(section: DataSection, source: MixtureSource, rules: ImageR
     if samples.temporal_patches:
         frames = replace(frames, together=FRAMES_TOGETHER, time_positions=rules.time_positions if rules else None)
     return SourceFiles(source, files, source.images or samples.images, frames)
-
-
-def _is_compressed(path: Path) -> bool:
-    """Return whether the path is a compressed tar file, or a folder that has those and no plain .tar."""
-    names = os.listdir(path) if path.is_dir() else [path.name]
-    compressed = any(name.endswith(COMPRESSED_SUFFIXES) for name in names)
-    return compressed and not any(name.endswith(".tar") for name in names)
 
 
 def _where(section: DataSection, source: MixtureSource) -> str:

@@ -9,7 +9,6 @@ from trimaran.core import DataSection, ImageRules, RowSizes
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.row_packing import slots_per_row
 from trimaran.data.samples.prepare_samples import find_source_files, size_threads, sources_of, tokenize_batch
-from trimaran.data.samples.raw_sample import SourceFiles
 from trimaran.data.samples.readers import read_samples
 from trimaran.data.samples.source_part import TokenizedSample
 from trimaran.data.samples.tokenize_chat import ChatTokenizer
@@ -29,8 +28,12 @@ def estimate_rows(section: DataSection, rules: ImageRules | None) -> RowSizes | 
     tokenizer = ChatTokenizer(load_tokenizer(section.tokenizer), section.samples.template, rules, section.seq_len)
     tables = []
     for source in sources_of(section):
-        files = find_source_files(section, source, rules)
-        samples, total = _first_samples(files, tokenizer)
+        raw = list(islice(read_samples(find_source_files(section, source, rules)), NUM_SAMPLES))
+        with size_threads() as threads:
+            outcomes = list(tokenize_batch(raw, tokenizer, threads))
+        samples = [each for outcome in outcomes if not isinstance(outcome, BadSampleError) for each in outcome]
+        fraction = raw[-1].fraction_read if len(raw) == NUM_SAMPLES else 1.0
+        total = len(samples) / fraction if fraction > 0 else float(len(samples))
         sizes = np.array([each for sample in samples for each in _sizes(sample, rules, section.seq_len)])
         share = source.weight or total * (source.epochs or 1.0)
         if len(sizes):
@@ -52,16 +55,6 @@ def estimate_rows(section: DataSection, rules: ImageRules | None) -> RowSizes | 
         attended_tokens=float(weights @ lengths**2) / (num_rows * section.seq_len),
         num_samples=len(sizes),
     )
-
-
-def _first_samples(files: SourceFiles, tokenizer: ChatTokenizer) -> tuple[list[TokenizedSample], float]:
-    """Return the first good samples of a source, and about how many samples it has."""
-    raw = list(islice(read_samples(files), NUM_SAMPLES))
-    with size_threads() as threads:
-        outcomes = list(tokenize_batch(raw, tokenizer, threads))
-    samples = [each for outcome in outcomes if not isinstance(outcome, BadSampleError) for each in outcome]
-    read = raw[-1].fraction_read if raw else 1.0
-    return samples, len(samples) / read if len(raw) == NUM_SAMPLES and read > 0 else float(len(samples))
 
 
 def _sizes(sample: TokenizedSample, rules: ImageRules | None, seq_len: int) -> Iterator[tuple[float, ...]]:

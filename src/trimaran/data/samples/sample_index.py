@@ -45,7 +45,7 @@ class SourceMixture(BaseModel):
 
 
 class SampleIndex:
-    """Random access to the samples and images of one or several sources. Data is read on access.
+    """Random access to the samples and images of one or several sources: a `SampleTable`. Data is read on access.
 
     Samples and images are numbered source by source, in reading order.
     """

@@ -146,10 +146,6 @@ class ChatTokenizer:
         """The tokens of one image: its image token and the delimiters around it."""
         return np.empty(0, dtype=np.int64) if self._image is None else self._image
 
-    def count_images(self, tokens: np.ndarray) -> int:
-        """Return how many images a sample has: those of its source, from the first on."""
-        return 0 if self._image_token is None else int(np.count_nonzero(tokens == self._image_token))
-
     def tokenize(self, batch: Sequence[RawSample]) -> list[list[TokenizedSample] | BadSampleError]:
         """Return the tokens of each sample, or why it has none. The caller adds the images."""
         prepared: list[SampleSegments | list[TokenizedSample] | BadSampleError] = []
@@ -234,7 +230,7 @@ class ChatTokenizer:
         self, tokens: np.ndarray, targets: np.ndarray, num_images: int
     ) -> list[TokenizedSample] | BadSampleError:
         """Return the sample, split if it is a long document, or why it is bad."""
-        if self.count_images(tokens) != num_images:
+        if (0 if self._image_token is None else np.count_nonzero(tokens == self._image_token)) != num_images:
             return BadSampleError("its text contains the image token without an image")
         if not targets[1:].any():
             return BadSampleError("it has no targets")

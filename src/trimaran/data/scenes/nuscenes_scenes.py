@@ -76,13 +76,21 @@ class NuscenesScenes:
 
     def scene(self, number: int) -> SimulatedScene:
         """Return a scene. Raises BadSampleError if a file is wrong, UserError if one is missing that may not be."""
-        sample = self.tables.samples[number]
+        sample, rules = self.tables.samples[number], self.rules
         try:
             to_vehicle = np.linalg.inv(self._ego_pose(sample))
             boxes = self._boxes(sample, to_vehicle)
             cameras, rig = self._cameras(sample, to_vehicle)
             points, radar = self._lidar(sample), self._radar(sample, to_vehicle)
-            ground = self._ground(sample, boxes)
+            cells = rules.cells
+            ground = np.full((cells, cells), UNKNOWN_GROUND, dtype=np.int64)  # without a map, no cell is known
+            if sample.map is not None:
+                centres = cell_centres(rules).astype(np.float64)
+                x, y = (each.ravel() for each in np.meshgrid(centres, centres, indexing="ij"))
+                world = self._ego_pose(sample) @ np.stack([x, y, np.zeros_like(x), np.ones_like(x)])
+                on_road = open_map(self._file(sample.map)).contains(world[0], world[1]).reshape(cells, cells)
+                ground = np.where(on_road, GROUND.index("road"), GROUND.index("terrain"))
+                ground = with_objects(ground, boxes, rules)
         except MissingFileError as error:
             raise UserError("D015", "a scene has no map of the drivable surface: a file is missing", where=str(error),
                             fix="restore it, or remove map.json: then the ground is not trained") from None  # fmt: skip
@@ -181,18 +189,6 @@ class NuscenesScenes:
                 kind = OBJECTS.index(CATEGORIES[each.category])
                 boxes.append([*pose[:3, 3], length, width, height, yaw, kind])
         return np.array(boxes, dtype=np.float32).reshape(-1, BOX_NUMBERS)
-
-    def _ground(self, sample: KeyFrame, boxes: np.ndarray) -> np.ndarray:
-        """Return the class of each cell: drivable or not by the map, and objects. Without a map, no cell is known."""
-        cells = self.rules.cells
-        if sample.map is None:
-            return np.full((cells, cells), UNKNOWN_GROUND, dtype=np.int64)
-        centres = cell_centres(self.rules).astype(np.float64)
-        x, y = (each.ravel() for each in np.meshgrid(centres, centres, indexing="ij"))
-        places = np.stack([x, y, np.zeros_like(x), np.ones_like(x)])
-        world = self._ego_pose(sample) @ places
-        on_road = open_map(self._file(sample.map)).contains(world[0], world[1]).reshape(cells, cells)
-        return with_objects(np.where(on_road, GROUND.index("road"), GROUND.index("terrain")), boxes, self.rules)
 
 
 def table_folders(folder: Path) -> list[Path]:

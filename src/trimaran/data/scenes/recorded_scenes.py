@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -133,31 +133,12 @@ def flat_pose(x: float, y: float, z: float, heading: float) -> np.ndarray:
     return np.array([[cos, -sin, 0, x], [sin, cos, 0, y], [0, 0, 1, z], [0, 0, 0, 1]])
 
 
-class SceneRecords(Protocol):
-    """Recorded scenes. `rig` f32 [cameras, RIG_NUMBERS] is for the model's images; None if each scene has its own."""
-
-    @property
-    def rig(self) -> np.ndarray | None: ...
-
-    @property
-    def digest(self) -> str:
-        """Identifies the scenes."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def scene(self, number: int) -> SimulatedScene:
-        """Return a scene. Raises BadSampleError if a file is wrong, UserError if one is missing that may not be."""
-        ...
-
-    def num_points(self, number: int) -> tuple[int, int]:
-        """Return the LiDAR and radar points of a scene inside the grid; 0 for a sensor that the model lacks."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class RecordedScenes:
-    """The scenes of a folder, in the order of its index. `radars` are the poses [4, 4] of the radars on the vehicle."""
+    """The scenes of a folder, in the order of its index. `radars` are the poses [4, 4] of the radars on the vehicle.
+
+    `rig` f32 [cameras, RIG_NUMBERS] is for the model's images. `digest` identifies the scenes.
+    """
 
     folder: Path
     rules: SceneRules
@@ -275,8 +256,19 @@ def open_index(folder: Path, rules: SceneRules, options: SceneOptions) -> Record
         raise _wrong("the index lists no scenes", where)
     digest = hashlib.sha256(text.encode()).hexdigest()
     rig = _rig(tree.get("cameras"), rules, where) if rules.cameras else None
-    radars = _radars(tree.get("radars", []), where) if rules.radar else ()
-    return RecordedScenes(folder, rules, options, rig, radars, tuple(scenes), digest)
+    radars = tree.get("radars", []) if rules.radar else []
+    if not isinstance(radars, list):
+        raise _wrong("the radars of the index are not a list", where)
+    poses = []
+    for number, radar in enumerate(radars):
+        try:
+            place = [*map(float, radar["position"]), float(radar["heading"])]
+        except (KeyError, TypeError, ValueError):
+            raise _wrong(f"radar {number} lacks position or heading", where) from None
+        if len(place) != 4 or not all(map(math.isfinite, place)):
+            raise _wrong(f"radar {number} has an impossible calibration", where)
+        poses.append(flat_pose(*place))
+    return RecordedScenes(folder, rules, options, rig, tuple(poses), tuple(scenes), digest)
 
 
 def write_scenes(scenes: Sequence[SimulatedScene], rules: SceneRules, folder: Path) -> None:
@@ -342,22 +334,6 @@ def camera_scale(name: str, size: tuple[float, float], rules: SceneRules, where:
         raise _wrong(f"images of {name}, {size[0]:g} x {size[1]:g}, would be distorted to {rules.width} x "
                      f"{rules.height}", where)  # fmt: skip
     return across, down
-
-
-def _radars(radars: Any, where: str) -> tuple[np.ndarray, ...]:
-    """Return the pose of each radar on the vehicle."""
-    if not isinstance(radars, list):
-        raise _wrong("the radars of the index are not a list", where)
-    poses = []
-    for number, radar in enumerate(radars):
-        try:
-            place = [*map(float, radar["position"]), float(radar["heading"])]
-        except (KeyError, TypeError, ValueError):
-            raise _wrong(f"radar {number} lacks position or heading", where) from None
-        if len(place) != 4 or not all(map(math.isfinite, place)):
-            raise _wrong(f"radar {number} has an impossible calibration", where)
-        poses.append(flat_pose(*place))
-    return tuple(poses)
 
 
 def _boxes(entry: Mapping[str, Any], rules: SceneRules) -> np.ndarray:

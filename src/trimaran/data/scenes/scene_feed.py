@@ -9,10 +9,11 @@ import numpy as np
 from trimaran.core import DataSection
 from trimaran.core.input_rules import RIG_NUMBERS, ScenePoints, SceneRules, Sensor
 from trimaran.data.feed import DataShare, LoadedArrays, QuarantiningFeed, num_held_out, positions
-from trimaran.data.scenes.nuscenes_scenes import open_nuscenes, table_folders
-from trimaran.data.scenes.recorded_scenes import INDEX, SceneOptions, SceneRecords, open_index
+from trimaran.data.scenes.nuscenes_scenes import NuscenesScenes, open_nuscenes, table_folders
+from trimaran.data.scenes.recorded_scenes import INDEX, RecordedScenes, SceneOptions, open_index
 from trimaran.data.scenes.simulated_scenes import SimulatedScene, blank_scene, make_scene
 
+SceneRecords = RecordedScenes | NuscenesScenes
 MEASURED_SCENES = 16
 NUM_SCENES = 100_000  # per epoch; scenes are generated on the fly
 SCENES_SEED = 0  # of the scene content; train.seed only changes their order
@@ -82,7 +83,12 @@ class SceneFeed(QuarantiningFeed):
             stacked = np.stack([getattr(each, name) for each in scenes])
             arrays[name] = stacked.reshape(*shape, *stacked.shape[1:])
         if rules.cameras and (recorded := self._scenes.recorded) is not None:
-            arrays["rig"] = self._rigs(recorded, scenes)
+            if recorded.rig is not None:
+                arrays["rig"] = np.broadcast_to(recorded.rig, (shape[0], *recorded.rig.shape)).copy()
+            else:  # each scene has its own calibration; a quarantined one has none
+                blank = np.ones((rules.cameras, RIG_NUMBERS), dtype=np.float32)
+                rigs = np.stack([blank if each.rig is None else each.rig for each in scenes])
+                arrays["rig"] = rigs.reshape(*shape, *rigs.shape[1:])
         offsets: dict[str, tuple[int, ...]] = {}
         for name, (rows, field, sensor) in RAGGED.items():
             if sensor is not None and sensor not in rules.sensors:
@@ -104,14 +110,6 @@ class SceneFeed(QuarantiningFeed):
     def steps_in(self, epochs: float) -> int:
         """Return the number of steps in so many epochs; the last step may extend into the next epoch."""
         return -(-round(epochs * len(self._scenes)) // self.share.global_batch)
-
-    def _rigs(self, recorded: SceneRecords, scenes: Sequence[SimulatedScene]) -> np.ndarray:
-        """Return the calibration of the cameras: of each micro-batch, or of each scene if each has its own."""
-        if recorded.rig is not None:
-            return np.broadcast_to(recorded.rig, (self.share.grad_accum, *recorded.rig.shape)).copy()
-        blank = np.ones((self._scenes.rules.cameras, RIG_NUMBERS), dtype=np.float32)  # of a quarantined scene
-        rigs = np.stack([blank if each.rig is None else each.rig for each in scenes])
-        return rigs.reshape(self.share.grad_accum, self.share.micro_batch, *rigs.shape[1:])
 
 
 def scene_feeds(

@@ -34,9 +34,22 @@ def read_rows(path: Path, files: list[Path], field: str, bad: BadLines) -> Itera
         raise UserError("T018", "there is neither a saved dataset nor a parquet or JSON file", where=str(path),
                         fix="name a folder written by save_to_disk, or one with .parquet or .json files")  # fmt: skip
     for number, file in enumerate(tables):
-        is_csv = data_suffix(file) in CSV_SUFFIXES
-        for text in _csv_texts(file, field, bad) if is_csv else _texts(_open_table(file), field, file, bad):
-            yield text, number / len(tables)
+        if data_suffix(file) not in CSV_SUFFIXES:
+            try:
+                check_regular_file(file, follow_links=True)
+                # Streaming avoids a second copy in the user's `datasets` cache.
+                kind = BUILDERS[data_suffix(file)]
+                rows = datasets.load_dataset(kind, data_files=str(file), split="train", streaming=True)
+            except (OSError, ValueError) as error:
+                raise _unreadable(file, error) from None
+            yield from ((text, number / len(tables)) for text in _texts(rows, field, file, bad))
+            continue
+        for line, row, _ in csv_rows(file, lambda position: 0.0):
+            where = f"{file}:{line}"
+            if isinstance(row, BadSampleError):
+                bad.add(UserError("T018", f"this row cannot be read: {row}", where=where, fix="correct the row"))
+            else:
+                yield counted_text(row, field, where, bad), number / len(tables)
 
 
 def read_saved(path: Path) -> Iterator[tuple[int, dict[str, Any], float]]:
@@ -68,25 +81,6 @@ def _open_saved(path: Path) -> datasets.Dataset:
         raise UserError("T018", f"the dataset has no split 'train', but {', '.join(names)}", where=str(path),
                         fix=f"name one of them: data.path = {path / names[0]}")  # fmt: skip
     return dataset["train" if "train" in names else names[0]]
-
-
-def _open_table(file: Path) -> datasets.IterableDataset:
-    """Return the rows of a file. Streaming avoids a second copy in the user's `datasets` cache."""
-    try:
-        check_regular_file(file, follow_links=True)
-        return datasets.load_dataset(BUILDERS[data_suffix(file)], data_files=str(file), split="train", streaming=True)
-    except (OSError, ValueError) as error:
-        raise _unreadable(file, error) from None
-
-
-def _csv_texts(file: Path, field: str, bad: BadLines) -> Iterator[str]:
-    """Yield the text of each row of a CSV file."""
-    for number, row, _ in csv_rows(file, lambda position: 0.0):
-        where = f"{file}:{number}"
-        if isinstance(row, BadSampleError):
-            bad.add(UserError("T018", f"this row cannot be read: {row}", where=where, fix="correct the row"))
-        else:
-            yield counted_text(row, field, where, bad)
 
 
 def _texts(rows: Any, field: str, path: Path, bad: BadLines) -> Iterator[str]:

@@ -34,16 +34,13 @@ class JsonTokenizer:
             raise UserError("T011", f"the tokenizer cannot be read: {error.strerror}", where=f"data.tokenizer: {path}",
                             fix="name a tokenizer.json, a model folder, or `bytes`") from None  # fmt: skip
         self._tokenizer = parse_tokenizer(self._file, path)
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._index(vocabulary, choose_end_token(vocabulary, end_token, path))
+        self._index(end_token)
 
-    def _index(self, vocabulary: dict[str, int], end_token: str) -> None:
-        self._end_token = end_token
-        self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
-        self.end_id = vocabulary[self._end_token]
-        self._special = {
-            str(each.content): number for number, each in self._tokenizer.get_added_tokens_decoder().items()
-        }
+    def _index(self, end_token: str | None) -> None:
+        vocabulary, added = self.vocabulary(), self._tokenizer.get_added_tokens_decoder()
+        self._end_token = choose_end_token(vocabulary, end_token, self._path)
+        self.vocab_size, self.end_id = max(vocabulary.values()) + 1, vocabulary[self._end_token]  # ids may have gaps
+        self._special = {str(each.content): number for number, each in added.items()}
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_many([text])[0]
@@ -54,15 +51,17 @@ class JsonTokenizer:
 
     def encode_plain(self, texts: Sequence[str]) -> list[np.ndarray]:
         with self._special_tokens_as_text():
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, dtype=np.int32) for each in encodings]
+            return self.encode_many(texts)
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         with self._special_tokens_as_text():
-            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            return self.encode_chats(texts)
+
+    def encode_chats(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return ids and character spans of texts that a chat template wrote: special tokens are recognised."""
         return [
             (np.array(each.ids, dtype=np.int32), np.array(each.offsets, dtype=np.int64).reshape(-1, 2))
-            for each in encodings
+            for each in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         ]
 
     @contextmanager
@@ -148,10 +147,17 @@ class ModelTokenizer(JsonTokenizer):
         asked, pre_tokenizer = self.content.config.get("add_prefix_space"), self._tokenizer.pre_tokenizer
         if isinstance(asked, bool) and isinstance(pre_tokenizer, pre_tokenizers.ByteLevel):  # as transformers does
             pre_tokenizer.add_prefix_space = asked
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        named = end_token or self.content.special_tokens.get("eos_token") or read_record(folder).get("end_token")
-        self._index(vocabulary, choose_end_token(vocabulary, named, folder))
-        self.begin_ids = self._begin_ids(vocabulary)
+        self._index(end_token or self.content.special_tokens.get("eos_token") or read_record(folder).get("end_token"))
+        # The ids before each document: as `add_bos_token` says, or else as the post-processor does it.
+        asked, begin = self.content.config.get("add_bos_token"), self.content.special_tokens.get("bos_token")
+        if isinstance(asked, bool):
+            vocabulary = self.vocabulary()
+            self.begin_ids = (vocabulary[begin],) if asked and begin in vocabulary else ()
+        else:
+            plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+            full = self._tokenizer.encode("a", add_special_tokens=True).ids
+            starts = (start for start in range(len(full)) if full[start : start + len(plain)] == plain)
+            self.begin_ids = tuple(full[: next(starts, 0)])
 
     def _add_configured_tokens(self) -> None:
         """Add the tokens that only tokenizer_config.json lists, under the ids that it gives them."""
@@ -167,35 +173,16 @@ class ModelTokenizer(JsonTokenizer):
                 raise unusable(f"tokenizer_config.json gives '{fields['content']}' the id {number}, tokenizer.json "
                                f"{self._tokenizer.token_to_id(fields['content'])}", self._path)  # fmt: skip
 
-    def _begin_ids(self, vocabulary: dict[str, int]) -> tuple[int, ...]:
-        """Return the ids before each document: as `add_bos_token` says, or else as the post-processor does it."""
-        asked, begin = self.content.config.get("add_bos_token"), self.content.special_tokens.get("bos_token")
-        if isinstance(asked, bool):
-            return (vocabulary[begin],) if asked and begin in vocabulary else ()
-        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
-        full = self._tokenizer.encode("a", add_special_tokens=True).ids
-        starts = (start for start in range(len(full)) if full[start : start + len(plain)] == plain)
-        return tuple(full[: next(starts, 0)])
-
     def describe(self) -> dict[str, str]:
         digest = hashlib.sha256()
         for name in sorted(self.content.files):
             digest.update(json.dumps([name, hashlib.sha256(self.content.files[name]).hexdigest()]).encode())
-        path, end_token = str(self._path.resolve()), self._end_token
-        return {"kind": "model", "path": path, "sha256": digest.hexdigest(), "end_token": end_token}
+        return super().describe() | {"kind": "model", "sha256": digest.hexdigest()}
 
     def save(self, folder: Path) -> None:
         for name, data in self.content.files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(data)
-
-    def encode_chats(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return ids and character spans of texts that a chat template wrote: special tokens are recognised."""
-        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [
-            (np.array(each.ids, dtype=np.int32), np.array(each.offsets, dtype=np.int64).reshape(-1, 2))
-            for each in encodings
-        ]
 
     def special_texts(self) -> list[str]:
         """Return the texts of the tokens that are marked as special."""

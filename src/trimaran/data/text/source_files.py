@@ -46,8 +46,7 @@ DAMAGED = "the compressed file is truncated or damaged"
 DELIMITERS = ",;\t"
 MAX_FIELD_CHARACTERS = 1 << 30
 HEAD_BYTES = 1 << 16
-FractionAt = Callable[[int], float]
-"""Returns the fraction of a source that lies before a position in the current file."""
+FractionAt = Callable[[int], float]  # returns the fraction of a source that lies before a position in the current file
 
 
 def find_files(section: DataSection) -> list[Path]:

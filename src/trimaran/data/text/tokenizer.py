@@ -48,20 +48,22 @@ def read_tokenizer_folder(folder: Path) -> TokenizerFolder:
         names += sorted(f"{MORE_TEMPLATES}/{file.name}" for file in more.iterdir() if file.suffix == ".jinja")
     files = {name: _read(folder / name) for name in names}
     config = _object(files, CONFIG, folder)
-    special = {**_object(files, SPECIAL_TOKENS, folder), **config}
+    texts: dict[str, str] = {}  # of special tokens such as `eos_token`, which a config writes as a text or an object
+    for key, value in {**_object(files, SPECIAL_TOKENS, folder), **config}.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and not key.startswith("add_") and isinstance(text, str):
+            texts[key] = text
     return TokenizerFolder(
         files=files,
         config=config,
-        special_tokens={key: text for key, value in special.items() if (text := _token_text(key, value)) is not None},
+        special_tokens=texts,
         templates=_templates(files, config, folder),
     )
 
 
 def read_record(folder: Path) -> dict[str, Any]:
     """Return the description of the tokenizer in a folder that a run has saved; empty for any other folder."""
-    if not (folder / RECORD).is_file():
-        return {}
-    return _object({RECORD: _read(folder / RECORD)}, RECORD, folder)
+    return _object({RECORD: _read(folder / RECORD)} if (folder / RECORD).is_file() else {}, RECORD, folder)
 
 
 def chat_template_names(folder: Path) -> list[str]:
@@ -81,20 +83,9 @@ def _templates(files: Mapping[str, bytes], config: Mapping[str, Any], folder: Pa
         template = _object(files, OLD_TEMPLATE, folder).get("chat_template")
     if isinstance(template, str):
         return {"default": template}
-    named = template if isinstance(template, list) else []
-    return {
-        str(each["name"]): each["template"]
-        for each in named
-        if isinstance(each, dict) and isinstance(each.get("name"), str) and isinstance(each.get("template"), str)
-    }
-
-
-def _token_text(key: str, value: Any) -> str | None:
-    """Return the text of a special token such as `eos_token`, which a config writes as a text or an object."""
-    if not key.endswith("_token") or key.startswith("add_"):
-        return None
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None
+    named = [each for each in template if isinstance(each, dict)] if isinstance(template, list) else []
+    pairs = ((each.get("name"), each.get("template")) for each in named)
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
 
 
 def _read(file: Path) -> bytes:
@@ -105,10 +96,8 @@ def _read(file: Path) -> bytes:
 
 
 def _object(files: Mapping[str, bytes], name: str, folder: Path) -> dict[str, Any]:
-    if name not in files:
-        return {}
     try:
-        found = json.loads(files[name])
+        found = json.loads(files.get(name, b"{}"))
     except (ValueError, RecursionError) as error:
         raise unusable(f"it is not JSON: {error}", folder / name) from None
     if not isinstance(found, dict):
@@ -294,20 +283,14 @@ def token_byte_lengths(tokenizer: Tokenizer, vocabulary: int) -> np.ndarray | No
     if isinstance(tokenizer, ByteTokenizer):
         lengths[: min(256, vocabulary)] = 1
         return lengths
-    texts = {number: tokenizer.ordinary_token(number) for number in range(min(vocabulary, tokenizer.vocab_size))}
-    ordinary = {number: text for number, text in texts.items() if text}
+    numbers = range(min(vocabulary, tokenizer.vocab_size))
+    ordinary = {number: text for number in numbers if (text := tokenizer.ordinary_token(number))}
     alphabet = set(byte_alphabet().values())
-    if all(alphabet.issuperset(text) for text in ordinary.values()):
-        sizes = {number: len(text) for number, text in ordinary.items()}
-    elif "<0x00>" in tokenizer.vocabulary():
-        sizes = {
-            number: 1
-            if len(text) == BYTE_LENGTH and text.startswith("<0x")
-            else len(text.replace(WORD_START, " ").encode())
-            for number, text in ordinary.items()
-        }
-    else:
+    is_byte_level = all(alphabet.issuperset(text) for text in ordinary.values())
+    if not is_byte_level and "<0x00>" not in tokenizer.vocabulary():
         return None
-    for number, size in sizes.items():
-        lengths[number] = size
+    for number, text in ordinary.items():
+        is_byte = len(text) == BYTE_LENGTH and text.startswith("<0x")
+        plain = 1 if is_byte else len(text.replace(WORD_START, " ").encode())
+        lengths[number] = len(text) if is_byte_level else plain
     return lengths

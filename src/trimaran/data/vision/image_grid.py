@@ -61,13 +61,6 @@ def token_grid(size: tuple[int, int], canvas: tuple[int, int], side: int) -> tup
     return rows, columns, int(rows // ratio), int(columns // ratio)
 
 
-def num_anyres_tokens(sizes: np.ndarray, canvases: np.ndarray, side: int) -> np.ndarray:
-    """Return the number of tokens of each image: those of its thumbnail, its rows, and a newline after each row."""
-    grids = (token_grid(tuple(size), tuple(canvas), side) for size, canvas in zip(sizes.tolist(), canvases.tolist(),
-                                                                                 strict=True))  # fmt: skip
-    return np.array([side**2 + rows * (columns + 1) for _, _, rows, columns in grids], dtype=np.int64)
-
-
 def anyres_layout(size: tuple[int, int], canvas: tuple[int, int], side: int) -> TokenLayout:
     """Return how the tokens of an image follow from its patches: first the thumbnail's, then tile after tile."""
     rows, columns, out_rows, out_columns = token_grid(size, canvas, side)
@@ -77,7 +70,9 @@ def anyres_layout(size: tuple[int, int], canvas: tuple[int, int], side: int) -> 
     corners, weights = [], []
     for row, row_weight in ((tops, 1 - downs), (np.minimum(tops + 1, rows - 1), downs)):
         for column, column_weight in ((lefts, 1 - rights), (np.minimum(lefts + 1, columns - 1), rights)):
-            corners.append(_patch_numbers(row[:, None] + first[0], column[None] + first[1], canvas[1], side))
+            down, across = row[:, None] + first[0], column[None] + first[1]  # of the whole grid
+            tile = 1 + down // side * canvas[1] + across // side  # the thumbnail's patches come first
+            corners.append(tile * side**2 + down % side * side + across % side)
             weights.append(np.broadcast_to(row_weight[:, None] * column_weight[None], corners[-1].shape))
     sources, factors = np.stack(corners, -1), np.stack(weights, -1)
     end = np.full((out_rows, 1, 4), NEWLINE)
@@ -117,12 +112,6 @@ def _neighbours(length: int, out: int) -> tuple[np.ndarray, np.ndarray]:
     return before, (at - before).astype(np.float64)
 
 
-def _patch_numbers(row: np.ndarray, column: np.ndarray, tiles_across: int, side: int) -> np.ndarray:
-    """Return the number of the patch at a row and column of the whole grid; the thumbnail's patches come first."""
-    tile = 1 + row // side * tiles_across + column // side
-    return tile * side**2 + row % side * side + column % side
-
-
 @dataclass(frozen=True, slots=True)
 class ImageSizes:
     """Per image: its tokens in the text, its patches, and the pairs of patches that attend to each other."""
@@ -141,13 +130,15 @@ def measure_images(sizes: np.ndarray, rules: ImageRules) -> ImageSizes:
         patches = rows * columns
         return ImageSizes(patches // rules.merge**2, patches, patches**2)
     tiles, side = rows * columns, tile_side(rules)
-    per_tile = side**2
-    if rules.variant == "anyres":
-        tiles = tiles + 1
-        tokens = num_anyres_tokens(sizes, canvases, side)
-        return ImageSizes(tokens, tiles * per_tile, tiles * per_tile**2)
-    tiles += (tiles > 1) & (rules.thumbnail != "none")
-    return ImageSizes(tiles * per_tile // rules.merge**2, tiles * per_tile, tiles * per_tile**2)
+    per_tile, is_anyres = side**2, rules.variant == "anyres"
+    tiles = tiles + (is_anyres | ((tiles > 1) & (rules.thumbnail != "none")))
+    tokens = tiles * per_tile // rules.merge**2
+    if is_anyres:  # those of the thumbnail, the rows, and a newline after each row
+        pairs = zip(sizes.tolist(), canvases.tolist(), strict=True)
+        grids = (token_grid((size[0], size[1]), (canvas[0], canvas[1]), side) for size, canvas in pairs)
+        counts = [per_tile + height * (width + 1) for _, _, height, width in grids]
+        tokens = np.array(counts, dtype=np.int64)
+    return ImageSizes(tokens, tiles * per_tile, tiles * per_tile**2)
 
 
 def grids_of(size: tuple[int, int], rules: ImageRules) -> np.ndarray:
@@ -159,9 +150,7 @@ def grids_of(size: tuple[int, int], rules: ImageRules) -> np.ndarray:
     if rules.variant == "native":
         return np.array([[rows, columns]], dtype=np.int32)
     tiles = rows * columns
-    if rules.variant == "anyres":
-        return np.full((tiles + 1, 2), tile_side(rules), dtype=np.int32)
-    tiles += tiles > 1 and rules.thumbnail != "none"
+    tiles += rules.variant == "anyres" or (tiles > 1 and rules.thumbnail != "none")
     return np.full((tiles, 2), tile_side(rules), dtype=np.int32)
 
 

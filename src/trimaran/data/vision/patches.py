@@ -6,7 +6,7 @@ from trimaran.core import ImageRules
 from trimaran.data.vision.decode import pixels_of, split_frames
 from trimaran.data.vision.image_grid import anyres_tiles, canvas_of, tile_side
 
-GREY = 128
+GREY = 128  # of a blank image
 
 
 def fill_patches(data: bytes, size: tuple[int, int], rules: ImageRules, out: np.ndarray) -> None:
@@ -24,17 +24,16 @@ def fill_patches(data: bytes, size: tuple[int, int], rules: ImageRules, out: np.
         return
     side = tile_side(rules)
     pixels, per_tile = side * rules.patch, side * side
-    if rules.variant == "anyres":  # the last pixels of a tile make no complete patch
-        for number, tile in enumerate(anyres_tiles(data, size, (rows, columns), rules)):
-            cut_patches(tile[:pixels, :pixels], rules, out[number * per_tile : (number + 1) * per_tile])
-        return
-    full_size = (columns * pixels, rows * pixels)
-    has_thumbnail = rows * columns > 1 and rules.thumbnail != "none"
-    canvas, *thumbnail = pixels_of(data, [full_size, (pixels, pixels)] if has_thumbnail else [full_size])
-    tiles = canvas.reshape(rows, pixels, columns, pixels, 3).swapaxes(1, 2).reshape(-1, pixels, pixels, 3)
-    ordered = [*tiles, *thumbnail] if rules.thumbnail == "last" else [*thumbnail, *tiles]
-    for number, tile in enumerate(ordered):
-        cut_patches(tile, rules, out[number * per_tile : (number + 1) * per_tile])
+    if rules.variant == "anyres":
+        ordered = anyres_tiles(data, size, (rows, columns), rules)
+    else:
+        full_size = (columns * pixels, rows * pixels)
+        has_thumbnail = rows * columns > 1 and rules.thumbnail != "none"
+        canvas, *thumbnail = pixels_of(data, [full_size, (pixels, pixels)] if has_thumbnail else [full_size])
+        tiles = canvas.reshape(rows, pixels, columns, pixels, 3).swapaxes(1, 2).reshape(-1, pixels, pixels, 3)
+        ordered = [*tiles, *thumbnail] if rules.thumbnail == "last" else [*thumbnail, *tiles]
+    for number, tile in enumerate(ordered):  # the last pixels of a tile may make no complete patch
+        cut_patches(tile[:pixels, :pixels], rules, out[number * per_tile : (number + 1) * per_tile])
 
 
 def _fill_frames(frames: list[bytes], size: tuple[int, int], rules: ImageRules, out: np.ndarray) -> None:
@@ -45,11 +44,6 @@ def _fill_frames(frames: list[bytes], size: tuple[int, int], rules: ImageRules, 
         if number < len(frames):
             cut_patches(pixels_of(frames[number], [size])[0], rules, one)
         target[:, :, number] = one.reshape(len(out), 3, -1)
-
-
-def grey_patches(out: np.ndarray) -> None:
-    """Write the patches of a blank image."""
-    out[:] = GREY
 
 
 def cut_patches(pixels: np.ndarray, rules: ImageRules, out: np.ndarray) -> None:

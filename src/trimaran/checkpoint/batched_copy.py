@@ -24,15 +24,12 @@ from trimaran.parallel.tensor_shards import SplitWeight
 PIN_CHUNK_BYTES = 1 << 28
 """Bytes pinned per call. A call blocks all other use of the GPU: pinning 15 GB at once stalled training for 8 s."""
 log = logging.getLogger(__name__)
-STAGING_BYTES = 1 << 24
-"""Of each of the two buffers on the GPU."""
+STAGING_BYTES = 1 << 24  # of each of the two buffers on the GPU
 MIN_DIRECT_BYTES = 1 << 20
 """From this size on, a tensor is copied as it is: it is not worth a second pass through the GPU's memory."""
-VALUES_PER_ROW = 1 << 14
-"""How many 4-byte values one program of the kernel gathers at most."""
+VALUES_PER_ROW = 1 << 14  # how many 4-byte values one program of the kernel gathers at most
 WORD_BYTES, ROW_FIELDS = 4, 4
-Gather = Callable[[Tensor, Tensor], None]
-"""Fills the second tensor as the rows of the first say; see `gather_rows`."""
+Gather = Callable[[Tensor, Tensor], None]  # fills the second tensor as the rows of the first say; see `gather_rows`
 
 
 class PinnedMemory:
@@ -257,20 +254,15 @@ def _merged(runs: Sequence[Run]) -> list[Run]:
     merged: list[Run] = []
     for run in runs:
         last = merged[-1] if merged else None
-        if last is not None and _are_neighbours(last, run):
-            source, num_bytes = last.sources[0], last.num_bytes + run.num_bytes
-            merged[-1] = Run(last.start, num_bytes, (source.as_strided((num_bytes,), (1,)),))
-        else:
-            merged.append(run)
+        if last and len(last.sources) == len(run.sources) == 1 and last.start + last.num_bytes == run.start:
+            mine, its = last.sources[0], run.sources[0]
+            is_same = mine.untyped_storage().data_ptr() == its.untyped_storage().data_ptr()
+            if is_same and mine.data_ptr() + last.num_bytes == its.data_ptr():
+                num_bytes = last.num_bytes + run.num_bytes
+                merged[-1] = Run(last.start, num_bytes, (mine.as_strided((num_bytes,), (1,)),))
+                continue
+        merged.append(run)
     return merged
-
-
-def _are_neighbours(first: Run, second: Run) -> bool:
-    if len(first.sources) != 1 or len(second.sources) != 1 or first.start + first.num_bytes != second.start:
-        return False
-    mine, its = first.sources[0], second.sources[0]
-    same = mine.untyped_storage().data_ptr() == its.untyped_storage().data_ptr()
-    return same and mine.data_ptr() + first.num_bytes == its.data_ptr()
 
 
 class BatchedCopy:

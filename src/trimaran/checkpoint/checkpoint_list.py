@@ -153,7 +153,8 @@ def _row(step: int, path: Path, seen: set[tuple[int, int]]) -> CheckpointRow:
         return CheckpointRow(step=step, name=path.name, status="refused", why=why, bytes=num_bytes)
     try:
         manifest = read_manifest(path)
-        wrong, elsewhere = _first_damage(path, manifest), files_elsewhere(path, manifest)
+        elsewhere = files_elsewhere(path, manifest)
+        wrong = _first_damage(path, manifest, {name for names in elsewhere.values() for name in names})
     except UserError as error:
         return CheckpointRow(step=step, name=path.name, status="damaged", why=error.what)
     written_bytes = 0
@@ -163,6 +164,10 @@ def _row(step: int, path: Path, seen: set[tuple[int, int]]) -> CheckpointRow:
             if (status.st_dev, status.st_ino) not in seen:  # else it is shared with an older checkpoint
                 seen.add((status.st_dev, status.st_ino))
                 written_bytes += status.st_size
+    inner = manifest.plan.get("plan", manifest.plan)
+    mesh, plan = inner.get("mesh") if isinstance(inner, dict) else None, "imported"
+    if isinstance(mesh, dict):  # the degrees above one, such as `dp_shard 4 x tp 2`
+        plan = " x ".join(f"{axis} {degree}" for axis, degree in mesh.items() if degree != 1) or "one rank"
     return CheckpointRow(
         step=step,
         name=path.name,
@@ -172,13 +177,12 @@ def _row(step: int, path: Path, seen: set[tuple[int, int]]) -> CheckpointRow:
         bytes=manifest.num_bytes,
         written_bytes=written_bytes,
         world_size=manifest.world_size,
-        plan=_describe_mesh(manifest.plan),
+        plan=plan,
         on_nodes=tuple(elsewhere),
     )
 
 
-def _first_damage(path: Path, manifest: Manifest) -> str:
-    elsewhere = {name for names in files_elsewhere(path, manifest).values() for name in names}
+def _first_damage(path: Path, manifest: Manifest, elsewhere: set[str]) -> str:
     for name, record in manifest.files.items():
         if name in elsewhere:
             continue
@@ -189,12 +193,3 @@ def _first_damage(path: Path, manifest: Manifest) -> str:
         if size != record.bytes:
             return f"{name} has {size:,} bytes instead of {record.bytes:,}"
     return ""
-
-
-def _describe_mesh(plan: dict[str, Any]) -> str:
-    """Return the mesh degrees above one, such as `dp_shard 4 x tp 2`."""
-    inner = plan.get("plan", plan)
-    mesh = inner.get("mesh") if isinstance(inner, dict) else None
-    if not isinstance(mesh, dict):
-        return "imported"
-    return " x ".join(f"{axis} {degree}" for axis, degree in mesh.items() if degree != 1) or "one rank"

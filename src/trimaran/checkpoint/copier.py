@@ -24,16 +24,14 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from trimaran.checkpoint.device_copier import DeviceCopier
 
-Pairs = tuple[list[Tensor], list[Tensor | SplitWeight]]
-"""Targets and sources of copies."""
+Pairs = tuple[list[Tensor], list[Tensor | SplitWeight]]  # targets and sources of copies
 SourcePairs = list[tuple[ShareItem, Tensor | SplitWeight]]
 
 
 class Copier:
     """Copies this rank's share of the state to memory slots. This class waits for each copy."""
 
-    allocates_in_background = False
-    """Whether a thread may still be allocating the slots after `__init__` has returned."""
+    allocates_in_background = False  # whether a thread may still be allocating the slots after `__init__` has returned
 
     def __init__(self, share: RankShare) -> None:
         self.share, self.items = share, encode_items(share.items)
@@ -41,8 +39,7 @@ class Copier:
         """How long the last copy stalled training: the host's time, and on a GPU the wait for the last timed copy."""
         self.commit_seconds = 0.0
         """How long after its start the last copy was committed; 0.0 if that was before `copy` returned."""
-        self.has_committed = False
-        """Whether any copy has been committed."""
+        self.has_committed = False  # whether any copy has been committed
         self._shards: Sequence[TensorShard] = ()
         self._sources: SourcePairs = []
         self._views: dict[MemorySlot, tuple[Pairs, Pairs]] = {}

@@ -18,10 +18,8 @@ UPDATE_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 class DurableDisk:
     """The calls that write a checkpoint. Tests replace it with one that fails at a chosen call."""
 
-    num_threads = 4
-    """How many threads write a large file."""
-    reads_back_all = False
-    """Whether every byte of a large file is read back, or the first and last block of each write."""
+    num_threads = 4  # how many threads write a large file
+    reads_back_all = False  # whether every byte of a large file is read back, or the first and last block of each write
     num_pieces = 0
     """How many chunks were written and read back and files synced: the progress of a save. Threads may miss some."""
 
@@ -38,8 +36,15 @@ class DurableDisk:
             self.num_pieces += 1
 
     def reserve(self, fd: int, num_bytes: int) -> None:
-        """Allocate a new file, so that a full disk is an OSError now, and threads can write to it at once."""
-        if not _fallocate(fd, num_bytes):
+        """Allocate a new file, so that a full disk is an OSError now, and threads can write to it at once.
+
+        On a file system that cannot, `os.posix_fallocate` would write to every block: minutes for a large file.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
+            number = ctypes.get_errno()
+            if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                raise OSError(number, os.strerror(number))
             os.ftruncate(fd, num_bytes)
 
     def open_direct(self, path: Path) -> tuple[int, bool]:
@@ -131,32 +136,12 @@ def report_disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"the checkpoint cannot be written: {error.strerror or error}"
-        raise UserError("K006", what, where=f"{error.filename or path} ({_free_space(path)})",
+        existing = path.absolute()
+        while not existing.exists():
+            existing = existing.parent
+        usage, mount = shutil.disk_usage(existing), existing.resolve()  # the path may begin with a descriptor
+        while not mount.is_mount():
+            mount = mount.parent
+        where = f"{error.filename or path} (disk {mount}: {show_bytes(usage.free)} of {show_bytes(usage.total)} free)"
+        raise UserError("K006", f"the checkpoint cannot be written: {error.strerror or error}", where=where,
                         fix="free space there, or keep fewer: --set checkpoint.keep=1") from error  # fmt: skip
-
-
-def _fallocate(fd: int, num_bytes: int) -> bool:
-    """Allocate the blocks of a file; return False if its file system cannot do that.
-
-    `os.posix_fallocate` would write to every block on a file system without it, which takes minutes for a large file.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-        raise OSError(number, os.strerror(number))
-    return False
-
-
-def _free_space(path: Path) -> str:
-    """Return the disk that `path` is on, or would be, and its free space."""
-    existing = path.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    usage = shutil.disk_usage(existing)
-    mount = existing.resolve()  # the path may begin with a descriptor of the run directory
-    while not mount.is_mount():
-        mount = mount.parent
-    return f"disk {mount}: {show_bytes(usage.free)} of {show_bytes(usage.total)} free"

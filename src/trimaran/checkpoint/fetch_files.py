@@ -93,9 +93,13 @@ def transfer_files(
     for each in transfers:
         num_bytes = manifest.files[each.name].bytes
         if layout.rank == each.sender:
-            for chunk in _chunks(path / each.name, num_bytes):
-                dist.send(chunk, dst=each.receiver)
-                report_progress()
+            with open_regular_file(path / each.name) as file:
+                for at in range(0, num_bytes, CHUNK_BYTES):  # zeros for what cannot be read: the checksum tells
+                    chunk = torch.zeros(min(CHUNK_BYTES, num_bytes - at), dtype=torch.uint8)
+                    data = os.pread(file.fileno(), len(chunk), at)
+                    chunk[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else chunk[:0]
+                    dist.send(chunk, dst=each.receiver)
+                    report_progress()
         elif layout.rank == each.receiver:
             chunks = _received(num_bytes, each.sender, report_progress)
             try:
@@ -118,16 +122,6 @@ def _gather_names(manifest: Manifest, names: Collection[str], nodes: Sequence[in
         given = np.unpackbits(np.ascontiguousarray(row).view(np.uint8), count=len(files))
         found[node].update(name for name, is_given in zip(files, given, strict=True) if is_given)
     return found
-
-
-def _chunks(path: Path, num_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield a file in chunks; zeros for what cannot be read, which the receiver's checksum tells."""
-    with open_regular_file(path) as file:
-        for at in range(0, num_bytes, CHUNK_BYTES):
-            chunk = torch.zeros(min(CHUNK_BYTES, num_bytes - at), dtype=torch.uint8)
-            data = os.pread(file.fileno(), len(chunk), at)
-            chunk[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else chunk[:0]
-            yield chunk
 
 
 def _received(num_bytes: int, sender: int, report_progress: Callable[[], None]) -> Iterator[memoryview]:

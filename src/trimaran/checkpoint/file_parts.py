@@ -21,8 +21,7 @@ from trimaran.checkpoint.manifest import FileRecord
 from trimaran.core.regular_files import open_regular_fd
 
 PART_BYTES = 64 << 20
-BLOCK_BYTES = 4096
-"""Direct I/O needs offsets, lengths and addresses that are multiples of this."""
+BLOCK_BYTES = 4096  # direct I/O needs offsets, lengths and addresses that are multiples of this
 MIN_THREADS, MAX_THREADS = 4, 12
 MAX_DIRECT_CALLS = 4
 """How many threads read or write at a time. The others hash: with more calls at once a disk becomes slower."""
@@ -134,11 +133,18 @@ def write_content(path: Path, content: Sequence[memoryview], disk: DurableDisk) 
     If the data is large, the length of the header must be a multiple of `BLOCK_BYTES`. Raises OSError if the file does
     not have `content`, as far as it is read back (see `_PartFile`), or if `content` changes meanwhile.
     """
-    if is_large(len(content[-1])):
-        return _write_parts(path, content, disk)
     num_bytes = sum(map(len, content))
     fd = disk.create(path)
     try:
+        if is_large(len(content[-1])):
+            disk.reserve(fd, num_bytes)
+            with _PartFile(path, fd, content, disk) as file:
+                parts = [(begin, min(num_bytes, begin + PART_BYTES)) for begin in range(0, num_bytes, PART_BYTES)]
+                digests = map_in_threads(file.write, parts, num_threads=disk.num_threads)
+                if file.needs_sample:
+                    map_in_threads(file.sample, parts, num_threads=disk.num_threads)
+            disk.sync(fd)
+            return FileRecord(num_bytes, part_bytes=PART_BYTES, part_sha256=tuple(digests))
         for _, chunk in _chunks(content, 0, num_bytes):
             disk.write(fd, chunk)
         disk.sync(fd)
@@ -149,22 +155,6 @@ def write_content(path: Path, content: Sequence[memoryview], disk: DurableDisk) 
         return FileRecord(num_bytes, _read_back(fd, content, (0, num_bytes), ThreadBuffer().of(), disk))
     finally:
         os.close(fd)
-
-
-def _write_parts(path: Path, content: Sequence[memoryview], disk: DurableDisk) -> FileRecord:
-    num_bytes = sum(map(len, content))
-    fd = disk.create(path)
-    try:
-        disk.reserve(fd, num_bytes)
-        with _PartFile(path, fd, content, disk) as file:
-            parts = [(begin, min(num_bytes, begin + PART_BYTES)) for begin in range(0, num_bytes, PART_BYTES)]
-            digests = map_in_threads(file.write, parts, num_threads=disk.num_threads)
-            if file.needs_sample:
-                map_in_threads(file.sample, parts, num_threads=disk.num_threads)
-        disk.sync(fd)
-    finally:
-        os.close(fd)
-    return FileRecord(num_bytes, part_bytes=PART_BYTES, part_sha256=tuple(digests))
 
 
 def has_content(path: Path, content: Sequence[memoryview], record: FileRecord, disk: DurableDisk) -> bool:

@@ -17,18 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.checkpoint.load_state import match_shards, window
-from trimaran.checkpoint.shard_index import overlaps
+from trimaran.checkpoint.load_state import match_shards
+from trimaran.checkpoint.shard_index import overlaps, window
 from trimaran.parallel.comm.json_exchange import all_gather_json
 from trimaran.parallel.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion
 from trimaran.parallel.tensor_shards import TORCH_DTYPES, CheckpointSource, TensorShard, copy_values, meta_of
 
-ROUND_BYTES = 256 << 20
-"""What a rank sends and receives at once, at most, unless one row of a tensor is larger."""
+ROUND_BYTES = 256 << 20  # what a rank sends and receives at once, at most, unless one row of a tensor is larger
 ALIGNMENT = 16  # of each piece in a buffer, so that it can be viewed with its own dtype
 
-Region = tuple[tuple[int, ...], tuple[int, ...]]
-"""Start and size."""
+Region = tuple[tuple[int, ...], tuple[int, ...]]  # start and size
 
 
 @dataclass(frozen=True, slots=True)

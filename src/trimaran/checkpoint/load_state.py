@@ -22,7 +22,7 @@ from torch import Tensor
 from trimaran.checkpoint.durable import CHUNK_BYTES, read_blocks
 from trimaran.checkpoint.file_parts import BLOCK_BYTES, MAX_DIRECT_CALLS, ThreadBuffer, ThreadProgress, map_in_threads
 from trimaran.checkpoint.manifest import Damage, FileRecord, unreadable
-from trimaran.checkpoint.shard_index import Overlap, overlaps
+from trimaran.checkpoint.shard_index import Overlap, overlaps, window
 from trimaran.checkpoint.step_files import StepFiles
 from trimaran.core import SpecialFileError, UserError, did_you_mean, open_regular_fd
 from trimaran.parallel.tensor_regions import TensorRegion
@@ -32,8 +32,7 @@ MAX_NAMED_TENSORS = 5
 SAME_MODEL = "resume with the model and optimizer that it was saved with"
 ANOTHER_CHECKPOINT = "resume from another checkpoint: `trimaran checkpoints verify RUN` says which are intact"
 MatchedShard = tuple[TensorShard, list[Overlap]]
-MAX_PART_BYTES = 256 << 20
-"""Files of larger parts, which nobody writes, are verified and read like files of one part."""
+MAX_PART_BYTES = 256 << 20  # files of larger parts, which nobody writes, are verified and read like files of one part
 
 
 class DiskSource:
@@ -151,11 +150,6 @@ def _matching_regions(shard: TensorShard, source: CheckpointSource) -> list[Over
         what = f"has {num_values:,} of the {shard.tensor.numel():,} values of {shard.key} that this run needs"
         raise _mismatch("K004", what, shard.key, source, ANOTHER_CHECKPOINT)
     return found
-
-
-def window(start: tuple[int, ...], size: tuple[int, ...], origin: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return the region as slices of a tensor that begins at `origin`."""
-    return tuple(slice(low - base, low - base + n) for low, n, base in zip(start, size, origin, strict=True))
 
 
 def _mismatch(code: str, what: str, key: str, source: CheckpointSource, fix: str) -> UserError:

@@ -236,31 +236,14 @@ def _invalid_record(name: str, record: Any) -> Damage | None:
     """Return what is wrong with a file's record. Only names that Trimaran writes are accepted: none is a path."""
     if not FILE_NAME.fullmatch(name):
         return Damage(MANIFEST, f"lists {name[:80]!r}, which is not a file of a checkpoint")
-    is_valid = (
-        isinstance(record, dict)
-        and type(record.get("bytes")) is int
-        and record["bytes"] >= 0
-        and (
-            (record.keys() == {"bytes", "sha256"} and _is_sha256(record["sha256"]))
-            or (name != INDEX and _has_part_checksums(record))
-        )
-    )
-    return None if is_valid else Damage(MANIFEST, f"has no valid length and checksum of {name}")
-
-
-def _has_part_checksums(record: dict[str, Any]) -> bool:
-    """Return whether there is one checksum for each part of the file, and no other."""
-    if record.keys() != {"bytes", "part_bytes", "part_sha256"}:
-        return False
-    part_bytes, checksums = record["part_bytes"], record["part_sha256"]
-    return (
-        type(part_bytes) is int
-        and part_bytes > 0
-        and isinstance(checksums, list)
-        and len(checksums) == -(-record["bytes"] // part_bytes) > 0
-        and all(map(_is_sha256, checksums))
-    )
-
-
-def _is_sha256(value: Any) -> bool:
-    return isinstance(value, str) and SHA256_HEX.fullmatch(value) is not None
+    fields = record if isinstance(record, dict) else {}
+    size, part_bytes, checksums, count = fields.get("bytes"), fields.get("part_bytes"), [], 0
+    if type(size) is int and size >= 0:
+        if fields.keys() == {"bytes", "sha256"}:
+            checksums, count = [fields["sha256"]], 1
+        elif fields.keys() == {"bytes", "part_bytes", "part_sha256"} and type(part_bytes) is int and part_bytes > 0:
+            checksums, count = fields["part_sha256"], -(-size // part_bytes) if name != INDEX else 0
+    is_valid = isinstance(checksums, list) and len(checksums) == count > 0
+    if is_valid and all(isinstance(each, str) and SHA256_HEX.fullmatch(each) for each in checksums):
+        return None
+    return Damage(MANIFEST, f"has no valid length and checksum of {name}")

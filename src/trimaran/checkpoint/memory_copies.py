@@ -33,14 +33,11 @@ LAYOUT = struct.Struct("=8sQQQI")
 SLOT_START = struct.Struct("=8sQQQI")
 """Of a slot: magic, bytes of the header, bytes of the data, checksum of the data, CRC-32 of the header and these."""
 MAGIC = b"trimaran"
-MAX_PROGRESS_BYTES = 64 << 10
-"""What a header may take besides the list of items."""
+MAX_PROGRESS_BYTES = 64 << 10  # what a header may take besides the list of items
 BLOCK_WORDS = 1 << 17
-BLOCKS_PER_PART = 32
-"""Of 1 MiB: what a thread adds up at once for a checksum."""
+BLOCKS_PER_PART = 32  # of 1 MiB: what a thread adds up at once for a checksum
 MAX_CHECKSUM_THREADS = 4
-ALLOCATE_BYTES = 1 << 30
-"""Bytes allocated per system call."""
+ALLOCATE_BYTES = 1 << 30  # bytes allocated per system call
 SPARE_FRACTION = 32  # a new slot has one more byte for each 32 of its share
 SPARE_ITEMS = 2  # times the list of items, which has an entry for each tensor or part of one
 STAT_BLOCK_BYTES = 512
@@ -81,8 +78,7 @@ class MemorySlot:
 
     def __init__(self, memory: Tensor, header_bytes: int) -> None:
         self.memory, self._header_bytes, self._header = memory, header_bytes, memory[:header_bytes].numpy()
-        self.data = memory[header_bytes:]
-        """All memory for values; a share takes the first bytes of it."""
+        self.data = memory[header_bytes:]  # all memory for values; a share takes the first bytes of it
 
     def invalidate(self) -> None:
         """Make the slot invalid: what it held is lost."""

@@ -41,8 +41,7 @@ from trimaran.runs.gloo_listeners import closed_listeners
 
 CHUNK_BYTES = 64 << 20
 FIRST_INTERVAL_STEPS = 2
-INTERVAL_PER_ROUND = 1.2
-"""The time between two rounds over the time that the last one took: rounds must not queue up."""
+INTERVAL_PER_ROUND = 1.2  # the time between two rounds over the time that the last one took: rounds must not queue up
 CopyKey = tuple[tuple[int, int], int, int]
 """Incarnation, step and world size: slots with the same key belong to the same copy of the state."""
 
@@ -220,8 +219,7 @@ class CopyFetcher:
 
     def __init__(self, finder: CopyFinder, copies: Sequence[FoundCopy], rank_layout: RankLayout) -> None:
         self._rank_layout = rank_layout
-        self._sender: dict[int, int] = {}
-        """By the rank of a share, the rank that sends it to nodes without it."""
+        self._sender: dict[int, int] = {}  # by the rank of a share, the rank that sends it to nodes without it
         for copy in sorted(copies, key=lambda each: (each.rank, each.reader)):
             self._sender.setdefault(copy.rank, copy.reader)
         local = {copy.rank: finder.contents(copy) for copy in copies if copy.node == rank_layout.node}
@@ -242,7 +240,16 @@ class CopyFetcher:
     def fetch(self, shards: Sequence[TensorShard]) -> MemorySource:
         """Return a source with all values that `shards` need. Every rank must call it."""
         if self._to_send:
-            needed = {rank for rank, contents in self._remote.items() if _overlaps(contents, shards)}
+            by_key: dict[str, list[TensorShard]] = defaultdict(list)
+            for shard in shards:
+                by_key[shard.key].append(shard)
+            needed = {
+                rank
+                for rank, contents in self._remote.items()
+                for item in contents.share.items
+                for shard in by_key.get(item.key, ())
+                if overlap(item.start, item.size, shard.start, tuple(shard.tensor.shape)) is not None
+            }
             wanted = np.array([rank in needed for rank in self._to_send])
             for column, receivers in enumerate(all_gather_int64(wanted).T):
                 for receiver in np.flatnonzero(receivers):
@@ -274,14 +281,3 @@ def open_node_copy(fds: Sequence[int], rank_layout: RankLayout, key: CopyKey) ->
     finder = CopyFinder([RankMemory(fd) for fd in fds], rank_layout)
     copies = finder.copies(key)
     return CopyFetcher(finder, copies, rank_layout).fetch([]) if copies else None
-
-
-def _overlaps(contents: SlotContents, shards: Sequence[TensorShard]) -> bool:
-    by_key: dict[str, list[TensorShard]] = defaultdict(list)
-    for shard in shards:
-        by_key[shard.key].append(shard)
-    return any(
-        overlap(item.start, item.size, shard.start, tuple(shard.tensor.shape)) is not None
-        for item in contents.share.items
-        for shard in by_key.get(item.key, ())
-    )

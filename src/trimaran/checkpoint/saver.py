@@ -34,8 +34,7 @@ from trimaran.parallel.tensor_shards import RankShare, item_view
 if TYPE_CHECKING:
     from trimaran.checkpoint.store.store_uploads import StoreUploads
 
-RANK_TIMEOUT_SECONDS = 3600.0
-"""How long to wait for another rank to write its share."""
+RANK_TIMEOUT_SECONDS = 3600.0  # how long to wait for another rank to write its share
 MAX_POLL_SECONDS = 0.25
 PROGRESS_SECONDS = 0.25  # between looks at what a save has written
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -261,7 +260,8 @@ class Saver:
             else:
                 is_new = not looks_complete(final)
                 commit(draft, final, reports, self._make_manifest(request), self._disk)
-            result |= _sizes(reports)
+            result["bytes"] = sum(report.num_bytes for report in reports)
+            result["written_bytes"] = sum(report.written_bytes for report in reports)  # the others were linked
         except Exception as error:
             result["failed"] = _message(error)
             if commit_nodes:
@@ -352,12 +352,6 @@ class Saver:
 
     def _wait_for_rank_0(self, what: str) -> str:
         return self._store.wait_get([self._key(what, 0)], RANK_TIMEOUT_SECONDS)[0]
-
-
-def _sizes(reports: Sequence[WriteReport]) -> dict[str, int]:
-    """Return the bytes of a checkpoint, and those that were written rather than linked."""
-    num_bytes = sum(report.num_bytes for report in reports)
-    return {"bytes": num_bytes, "written_bytes": sum(report.written_bytes for report in reports)}
 
 
 def refuse_not_finite(share: RankShare, memory: Tensor) -> None:

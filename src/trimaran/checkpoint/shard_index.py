@@ -20,8 +20,7 @@ import numpy as np
 from trimaran.core import UserError
 from trimaran.parallel.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion, overlap
 
-COMPACT = 2
-"""The value of `format` in a compact index; the older form has no such field."""
+COMPACT = 2  # the value of `format` in a compact index; the older form has no such field
 MAX_COUNT = 1 << 62
 MAX_PARTS = 1 << 22  # of one tensor
 MAX_NUMBERS = 1 << 26  # of all columns: a few bytes must not ask for all memory
@@ -96,6 +95,11 @@ def overlaps(regions: Sequence[TensorRegion], start: tuple[int, ...], size: tupl
     return [(region, *both) for region in found if (both := overlap(start, size, region.start, region.size))]
 
 
+def window(start: tuple[int, ...], size: tuple[int, ...], origin: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return the region as slices of a tensor that begins at `origin`."""
+    return tuple(slice(low - base, low - base + n) for low, n, base in zip(start, size, origin, strict=True))
+
+
 def runs_of(numbers: np.ndarray) -> list[int]:
     """Return the runs of a column, one after the other."""
     differences, runs, begin = np.diff(numbers), list[int](), 0
@@ -107,18 +111,6 @@ def runs_of(numbers: np.ndarray) -> list[int]:
         if begin > len(differences):
             return runs
     return [*runs, int(numbers[begin]), 0, 1]
-
-
-def compact_index_bytes(files: Sequence[str], tables: Mapping[str, tuple[TensorMeta, np.ndarray]]) -> bytes:
-    """Return the index file. A table has a row for each part: file number, offset, start and size, sorted by start."""
-    columns: dict[tuple[int, ...], int] = {}
-    tensors: dict[str, Any] = {}
-    for key, (meta, table) in sorted(tables.items()):
-        runs = [tuple(runs_of(column)) for column in table.T]
-        parts = [columns.setdefault(each, len(columns)) for each in runs]
-        tensors[key] = {"dtype": meta.dtype, "shape": meta.shape, "parts": parts}
-    fields = {"format": COMPACT, "files": files, "columns": [*columns], "tensors": tensors}
-    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
 def parse_compact_index(fields: dict[str, Any], sizes: Mapping[str, int]) -> TensorIndex:
@@ -265,6 +257,7 @@ def _compact_bytes(layouts: Sequence[ShardLayout]) -> bytes:
         for key, dtype, shape, start, size, file, offset in layout.rows:
             _check_meta(metas, key, dtype, shape)
             rows[key].append([number[file], offset, *start, *size])
+    # A table has a row for each part: file number, offset, start and size, sorted by start.
     tables: dict[str, tuple[TensorMeta, np.ndarray]] = {}
     for key, meta in metas.items():
         table, num_dims = np.array(rows.pop(key), np.int64), len(meta.shape)
@@ -277,7 +270,13 @@ def _compact_bytes(layouts: Sequence[ShardLayout]) -> bytes:
             if wrong := coverage_error(IndexEntry(meta, tuple(regions))):
                 raise AssertionError(f"{key}: {wrong}")
         tables[key] = meta, table
-    return compact_index_bytes(files, tables)
+    columns: dict[tuple[int, ...], int] = {}
+    tensors: dict[str, Any] = {}
+    for key, (meta, table) in sorted(tables.items()):
+        parts = [columns.setdefault(tuple(runs_of(column)), len(columns)) for column in table.T]
+        tensors[key] = {"dtype": meta.dtype, "shape": meta.shape, "parts": parts}
+    fields = {"format": COMPACT, "files": files, "columns": [*columns], "tensors": tensors}
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
 def _check_meta(metas: dict[str, TensorMeta], key: str, dtype: str, shape: Sequence[int]) -> TensorMeta:

@@ -97,10 +97,7 @@ def remove_drafts(folder: Path, disk: DurableDisk = DISK) -> list[str]:
         return []
     drafts = sorted(path for path in folder.iterdir() if DRAFT_NAME.fullmatch(path.name))
     for path in drafts:
-        if path.is_symlink():
-            disk.remove(path)
-        else:
-            remove_tree(path, disk)
+        disk.remove(path) if path.is_symlink() else remove_tree(path, disk)
     return [path.name for path in drafts]
 
 
@@ -124,9 +121,8 @@ def prune(
     steps = complete_steps(folder)
     if verified not in steps:
         return []
-    pruned = [
-        step for step in steps_to_prune(steps, keep=keep, keep_every=keep_every, verified=verified) if step != in_use
-    ]
+    old = steps_to_prune(steps, keep=keep, keep_every=keep_every, verified=verified)
+    pruned = [step for step in old if step != in_use]
     for step in pruned:
         remove_checkpoint(step_path(folder, step), disk)
     return pruned

@@ -10,7 +10,7 @@ import numpy as np
 
 from trimaran.checkpoint.file_parts import ThreadBuffer, ThreadProgress, hash_range, map_in_threads, num_io_threads
 from trimaran.checkpoint.manifest import INDEX, MANIFEST, Damage, DamagedError, FileRecord, unreadable
-from trimaran.checkpoint.shard_index import overlaps
+from trimaran.checkpoint.shard_index import overlaps, window
 from trimaran.checkpoint.step_files import StepFiles
 from trimaran.core import UserError, open_regular_fd
 from trimaran.parallel.tensor_regions import VALUE_BYTES, TensorMeta, TensorRegion
@@ -137,9 +137,7 @@ def _window(
 ) -> np.ndarray:
     """Return a part of a region; the last dimension of the array holds the bytes of one value."""
     values = files.bytes_of(meta, region).reshape(*region.size, VALUE_BYTES[meta.dtype])
-    return values[
-        tuple(slice(low - base, low - base + n) for low, n, base in zip(start, size, region.start, strict=True))
-    ]
+    return values[window(start, size, region.start)]
 
 
 def _distance(mine: np.ndarray, its: np.ndarray, dtype: str) -> float:

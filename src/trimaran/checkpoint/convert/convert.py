@@ -19,7 +19,7 @@ from trimaran.checkpoint.load_state import fill_shards
 from trimaran.core import AdapterSection, ModelSection, UserError
 from trimaran.models import model_folder
 from trimaran.models.from_hf import disk_layout
-from trimaran.nets import Decoder, open_network, peft_tensors
+from trimaran.nets import Decoder, Network, open_network, peft_tensors
 from trimaran.nets.adapters.attach import adapter_layout, attach_adapter
 from trimaran.nets.adapters.lora_linear import adapter_parameters, adapter_scaling, merge_adapter
 from trimaran.nets.base_weights import BaseWeights, open_base_weights
@@ -55,19 +55,19 @@ def export_hf(
     """
     refuse_occupied(folder)
     network, _ = open_network(section)
-    read = _reader(network.module, source)
-    total = sum(each.numel() for each in network.module.parameters())
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        done = 0
-        for name, tensor in network.disk_tensors(read):
-            yield name, tensor.to(DTYPES[dtype]) if tensor.is_floating_point() else tensor
-            done += tensor.numel()
-            progress("writing the weights", done / max(total, 1))
-
     config = network.disk_config() | ({"dtype": "bfloat16"} if dtype == "bf16" else {})
+    tensors = _cast(network, _reader(network.module, source), dtype, progress)
     with reporting_errors(folder):
-        write_hf_folder(folder, config, tensors(), origin=_origin(section), add_files=add_files)
+        write_hf_folder(folder, config, tensors, origin=_origin(section), add_files=add_files)
+
+
+def _cast(network: Network, read: ReadTensor, dtype: str | None, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a folder, in this dtype or else in their own."""
+    done, total = 0, sum(each.numel() for each in network.module.parameters())
+    for name, tensor in network.disk_tensors(read):
+        yield name, (tensor.to(DTYPES[dtype]) if dtype and tensor.is_floating_point() else tensor).contiguous()
+        done += tensor.numel()
+        progress("writing the weights", min(1.0, done / max(total, 1)))
 
 
 def export_dcp(source: CheckpointSource, section: ModelSection, folder: Path, *, progress: Progress) -> dict[str, str]:
@@ -240,9 +240,8 @@ def export_adapter(
     names: dict[Tensor, str] = {each: name for name, each in trained.items()}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for done, (name, tensor) in enumerate(
-            peft_tensors(network, lambda each: read_full_tensor(source, MODEL_PREFIX + names[each])), 1
-        ):
+        found = peft_tensors(network, lambda each: read_full_tensor(source, MODEL_PREFIX + names[each]))
+        for done, (name, tensor) in enumerate(found, 1):
             yield name, tensor.to(DTYPES[dtype])
             progress("writing the adapter", min(1.0, done / len(trained)))
 
@@ -269,21 +268,11 @@ def export_merged(
     refuse_occupied(folder)
     with ExitStack() as stack:
         base = open_base_weights(section.model_copy(update={"adapter": None}), seed, stack)
-        read = _merged_reader(base, source, _adapter_of(section))
-        total = sum(each.numel() for each in base.network.module.parameters())
-
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            done = 0
-            for name, tensor in base.network.disk_tensors(read):
-                is_cast = dtype is not None and tensor.is_floating_point()
-                yield name, (tensor.to(DTYPES[dtype]) if is_cast and dtype else tensor).contiguous()
-                done += tensor.numel()
-                progress("writing the weights", min(1.0, done / max(total, 1)))
-
+        tensors = _cast(base.network, _merged_reader(base, source, _adapter_of(section)), dtype, progress)
         names = {"fp32": "float32", "bf16": "bfloat16"}
         config = base.network.disk_config() | {"dtype": names[dtype] if dtype else base.dtype}
         with reporting_errors(folder):
-            write_hf_folder(folder, config, tensors(), origin=_origin(section), add_files=add_files)
+            write_hf_folder(folder, config, tensors, origin=_origin(section), add_files=add_files)
 
 
 def _adapter_of(section: ModelSection) -> AdapterSection:

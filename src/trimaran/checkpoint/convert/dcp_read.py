@@ -24,10 +24,6 @@ from trimaran.core import UserError, open_regular_file
 from trimaran.parallel import DTYPE_NAMES, VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion
 
 MARK = object()
-LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
-PUTS, GETS = {"BINPUT", "LONG_BINPUT"}, {"BINGET", "LONG_BINGET"}
-TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-IGNORED = {"PROTO", "FRAME"}
 METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
 MAX_PICKLE_BYTES = 64 << 10
@@ -112,29 +108,19 @@ class UnsafePickleError(Exception):
     """The pickle uses something that plain data does not need."""
 
 
-CONSTANTS = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": lambda: (),
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": lambda: PickledDict([]),
-    "MARK": lambda: MARK,
-}
-
-
 def read_pickle(program: bytes, *, names: Collection[str], where: str) -> Any:
     """Return the data in the pickle `program`: numbers, strings, tuples, lists, and the classes above.
 
     `names` are the full names that it may refer to. Time and memory are linear in the size of the program: repeated
     references stay one object.
     """
-    reader = _PickleReader(names)
+    stack, memo = list[Any](), dict[int, Any]()
     try:
         for opcode, argument, _ in pickletools.genops(program):
             if opcode.name == "STOP":
-                return reader.result()
-            reader.read(opcode.name, argument)
+                (value,) = _pop(stack, len(stack))
+                return value
+            _execute(opcode.name, argument, stack, memo, names)
         raise UnsafePickleError("it does not end")
     except UnsafePickleError as error:
         raise UserError("K021", f"this pickle is more than data, and none of it was executed: {error}", where=where,
@@ -144,98 +130,90 @@ def read_pickle(program: bytes, *, names: Collection[str], where: str) -> Any:
                         fix="copy the checkpoint again, or use another one") from None  # fmt: skip
 
 
-class _PickleReader:
-    """The stack and the memo of the pickle machine."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        self.names = names
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
-        self.opcodes = {
-            "MEMOIZE": lambda: self.memo.__setitem__(len(self.memo), self.top()),
-            "TUPLE": lambda: self.stack.append(tuple(self.pop_to_mark())),
-            "APPEND": lambda: self.extend_list([*self.pop(1)]),
-            "APPENDS": lambda: self.extend_list(self.pop_to_mark()),
-            "SETITEM": lambda: self.set_items([*self.pop(2)]),
-            "SETITEMS": lambda: self.set_items(self.pop_to_mark()),
-            "STACK_GLOBAL": lambda: self.push_global(*self.pop(2)),
-            "REDUCE": self.push_call,
-            "NEWOBJ": self.push_call,
-            "BUILD": self.set_state,
-            "BINPERSID": lambda: self.stack.append(PersistentId(*self.pop(1))),
-        }
-
-    def read(self, opcode: str, argument: Any) -> None:
-        if opcode in LITERALS:
-            self.stack.append(argument)
-        elif opcode in CONSTANTS:
-            self.stack.append(CONSTANTS[opcode]())
-        elif opcode in GETS:
-            self.stack.append(self.memo[argument])
-        elif opcode in PUTS:
-            self.memo[argument] = self.top()
-        elif opcode in TUPLES:
-            self.stack.append(self.pop(TUPLES[opcode]))
-        elif opcode == "GLOBAL":
-            self.push_global(*argument.split(" ", 1))
-        elif opcode in self.opcodes:
-            self.opcodes[opcode]()
-        elif opcode not in IGNORED:
+def _execute(opcode: str, argument: Any, stack: list[Any], memo: dict[int, Any], names: Collection[str]) -> None:
+    """Change the stack and the memo of the pickle machine as an instruction says."""
+    match opcode:
+        case (
+            "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "SHORT_BINUNICODE" | "BINUNICODE" | "BINUNICODE8"
+        ):
+            stack.append(argument)
+        case "BINGET" | "LONG_BINGET":
+            stack.append(memo[argument])
+        case "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+            memo[len(memo) if argument is None else argument] = _top(stack)
+        case "MARK":
+            stack.append(MARK)
+        case "NONE":
+            stack.append(None)
+        case "NEWTRUE" | "NEWFALSE":
+            stack.append(opcode == "NEWTRUE")
+        case "EMPTY_LIST":
+            stack.append([])
+        case "EMPTY_DICT":
+            stack.append(PickledDict([]))
+        case "EMPTY_TUPLE":
+            stack.append(())
+        case "TUPLE1" | "TUPLE2" | "TUPLE3":
+            stack.append(_pop(stack, int(opcode[-1])))
+        case "TUPLE":
+            stack.append(_pop_to_mark(stack))
+        case "APPEND" | "APPENDS":
+            values = _pop(stack, 1) if opcode == "APPEND" else _pop_to_mark(stack)
+            if not isinstance(_top(stack), list):
+                raise UnsafePickleError("it appends to something that is not a list")
+            stack[-1].extend(values)
+        case "SETITEM" | "SETITEMS":
+            flat = _pop(stack, 2) if opcode == "SETITEM" else _pop_to_mark(stack)
+            if not isinstance(_top(stack), PickledDict):
+                raise UnsafePickleError("it sets items of something that is not a dict")
+            stack[-1].pairs.extend(zip(flat[::2], flat[1::2], strict=True))
+        case "GLOBAL" | "STACK_GLOBAL":
+            module, name = argument.split(" ", 1) if opcode == "GLOBAL" else _pop(stack, 2)
+            is_named = isinstance(module, str) and isinstance(name, str)
+            full = f"{module}.{name}" if is_named else "something without a name"
+            if full not in names:
+                raise UnsafePickleError(f"it refers to {full[:100]!r}")
+            stack.append(GlobalName(full))
+        case "REDUCE" | "NEWOBJ":
+            function, inputs = _pop(stack, 2)
+            if not isinstance(function, GlobalName) or not isinstance(inputs, tuple):
+                raise UnsafePickleError("it calls something that is not a name")
+            stack.append(PickledCall(function.text, inputs))
+        case "BUILD":
+            call, state = _pop(stack, 2)
+            if not isinstance(call, PickledCall) or call.state is not None:
+                raise UnsafePickleError("it sets the state of something that is not a new object")
+            call.state = state
+            stack.append(call)
+        case "BINPERSID":
+            stack.append(PersistentId(*_pop(stack, 1)))
+        case "PROTO" | "FRAME":
+            pass
+        case _:
             raise UnsafePickleError(f"it uses the opcode {opcode}")
 
-    def result(self) -> Any:
-        (value,) = self.pop(len(self.stack))
-        return value
 
-    def top(self) -> Any:
-        if self.stack[-1] is MARK:
-            raise ValueError("a mark is not a value")
-        return self.stack[-1]
+def _top(stack: list[Any]) -> Any:
+    if stack[-1] is MARK:
+        raise ValueError("a mark is not a value")
+    return stack[-1]
 
-    def pop(self, count: int) -> tuple[Any, ...]:
-        taken = tuple(self.stack[-count:])
-        if len(taken) < count or any(each is MARK for each in taken):
-            raise ValueError("the stack is too short")
-        del self.stack[-count:]
-        return taken
 
-    def pop_to_mark(self) -> list[Any]:
-        position = next((index for index in reversed(range(len(self.stack))) if self.stack[index] is MARK), None)
-        if position is None:
-            raise ValueError("there is no mark")
-        taken = self.stack[position + 1 :]
-        del self.stack[position:]
-        return taken
+def _pop(stack: list[Any], count: int) -> tuple[Any, ...]:
+    taken = tuple(stack[-count:])
+    if len(taken) < count or any(each is MARK for each in taken):
+        raise ValueError("the stack is too short")
+    del stack[-count:]
+    return taken
 
-    def extend_list(self, values: list[Any]) -> None:
-        if not isinstance(self.top(), list):
-            raise UnsafePickleError("it appends to something that is not a list")
-        self.top().extend(values)
 
-    def set_items(self, flat: list[Any]) -> None:
-        target = self.top()
-        if not isinstance(target, PickledDict):
-            raise UnsafePickleError("it sets items of something that is not a dict")
-        target.pairs.extend(zip(flat[::2], flat[1::2], strict=True))
-
-    def push_global(self, module: Any, name: Any) -> None:
-        full = f"{module}.{name}" if isinstance(module, str) and isinstance(name, str) else "something without a name"
-        if full not in self.names:
-            raise UnsafePickleError(f"it refers to {full[:100]!r}")
-        self.stack.append(GlobalName(full))
-
-    def push_call(self) -> None:
-        function, inputs = self.pop(2)
-        if not isinstance(function, GlobalName) or not isinstance(inputs, tuple):
-            raise UnsafePickleError("it calls something that is not a name")
-        self.stack.append(PickledCall(function.text, inputs))
-
-    def set_state(self) -> None:
-        call, state = self.pop(2)
-        if not isinstance(call, PickledCall) or call.state is not None:
-            raise UnsafePickleError("it sets the state of something that is not a new object")
-        call.state = state
-        self.stack.append(call)
+def _pop_to_mark(stack: list[Any]) -> tuple[Any, ...]:
+    position = next((index for index in reversed(range(len(stack))) if stack[index] is MARK), None)
+    if position is None:
+        raise ValueError("there is no mark")
+    taken = tuple(stack[position + 1 :])
+    del stack[position:]
+    return taken
 
 
 class StorageLocation(NamedTuple):

@@ -141,11 +141,9 @@ def write_folder(
 
 def sync_folder(folder: Path, report_progress: Callable[[], None] = lambda: None) -> None:
     """Return when the files in `folder`, and their names, are durable."""
-    for file in folder.iterdir():
-        _sync(file)
+    for path in (*folder.iterdir(), folder):
+        _sync(path)
         report_progress()
-    _sync(folder)
-    report_progress()
 
 
 def _sync(path: Path) -> None:

@@ -33,10 +33,8 @@ PROGRESS_SECONDS = 0.5
 TAKEN_OVER = "taken over"
 log = logging.getLogger(__name__)
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-START_RETRY_SECONDS = (1.0, 2.0, 4.0)
-"""If the run waits for the answer."""
-STALL_SECONDS = 300.0
-"""A process that has said nothing for so long is killed, and the request has failed."""
+START_RETRY_SECONDS = (1.0, 2.0, 4.0)  # if the run waits for the answer
+STALL_SECONDS = 300.0  # A process that has said nothing for so long is killed, and the request has failed
 UPLOAD_NICENESS = 10
 
 

@@ -33,8 +33,7 @@ from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
 
 log = logging.getLogger(__name__)
 
-NODE_TIMEOUT_SECONDS = 24 * 3600.0
-"""How long to wait for the upload of another node."""
+NODE_TIMEOUT_SECONDS = 24 * 3600.0  # how long to wait for the upload of another node
 REFUSAL = ".refuse-in-store.json"
 PROGRESS_SECONDS, MAX_POLL_SECONDS = 0.5, 5.0
 POLL_SECONDS = 0.5
@@ -84,12 +83,9 @@ class StoreUploads:
         self._condition = threading.Condition()
         self._num_waiting = 0  # orders that are not done
         self._count, self._skipped = 0, 0
-        self.last_ordered = -1
-        """The last step that was ordered to be uploaded."""
-        self.step: int | None = None
-        """The step that is being uploaded: its files must stay."""
-        self.sent_bytes = self.total_bytes = 0
-        """How far this node is with it."""
+        self.last_ordered = -1  # the last step that was ordered to be uploaded
+        self.step: int | None = None  # the step that is being uploaded: its files must stay
+        self.sent_bytes = self.total_bytes = 0  # how far this node is with it
         threading.Thread(target=self._work, name="trimaran-upload", daemon=True).start()
 
     @property
@@ -271,8 +267,7 @@ class StoreFetcher:
         self._client, self._folder, self._rank_layout, self._owner = client, folder, rank_layout, owner
         self._own_disk = own_disk
         self._names: dict[int, str] | None = None
-        self.failed = ""
-        """Why the store was not asked for its checkpoints, though it should have been."""
+        self.failed = ""  # why the store was not asked for its checkpoints, though it should have been
 
     def close(self) -> None:
         self._client.close()

@@ -95,7 +95,20 @@ def find_blocks(model: nn.Module, forward: Forward, batch: Any, rows: int) -> Bl
     if [call.layer for call in trace.calls] != list(range(sum(1 for _ in stack.children()))):
         raise _uncuttable(f"the blocks of {name} do not run once each, in the order of the list")
     owners = {id(each): parameter for parameter, each in model.named_parameters()}
-    _check_blocks(name, trace, owners)
+    node = None
+    for call in trace.calls:
+        where = f"{name}.{call.layer}"
+        assert call.leaving is not None
+        if node is not None and call.entering_node is not node:
+            raise _uncuttable(f"the stream changes between {name}.{call.layer - 1} and {where}")
+        if call.leaving.shape != call.entering.shape or call.leaving.dtype != call.entering.dtype:
+            raise _uncuttable(f"{where} returns another shape or dtype than it gets")
+        if other := next((key for key, each in tensors_in(call.inputs) if each.requires_grad), ""):
+            raise _uncuttable(f"{where} gets {other}, which depends on weights, besides the stream")
+        read = read_parameters(call.leaving.grad_fn, call.entering_node, owners)
+        if foreign := sorted(each for each in read if not each.startswith(f"{where}.")):
+            raise _uncuttable(f"{where} depends on {foreign[0]}: blocks share weights or values")
+        node = call.leaving.grad_fn
     if trace.calls[0].entering.shape[:1] != (rows,):
         raise _uncuttable("the first dimension of the stream is not the rows of the batch")
     first, last = trace.calls[0], trace.calls[-1]
@@ -116,23 +129,6 @@ def find_blocks(model: nn.Module, forward: Forward, batch: Any, rows: int) -> Bl
         tied=frozenset(before & after),
         outputs=outputs,
     )
-
-
-def _check_blocks(name: str, trace: LayerTrace, owners: Mapping[int, str]) -> None:
-    node = None
-    for call in trace.calls:
-        where = f"{name}.{call.layer}"
-        assert call.leaving is not None
-        if node is not None and call.entering_node is not node:
-            raise _uncuttable(f"the stream changes between {name}.{call.layer - 1} and {where}")
-        if call.leaving.shape != call.entering.shape or call.leaving.dtype != call.entering.dtype:
-            raise _uncuttable(f"{where} returns another shape or dtype than it gets")
-        if other := next((key for key, each in tensors_in(call.inputs) if each.requires_grad), ""):
-            raise _uncuttable(f"{where} gets {other}, which depends on weights, besides the stream")
-        read = read_parameters(call.leaving.grad_fn, call.entering_node, owners)
-        if foreign := sorted(each for each in read if not each.startswith(f"{where}.")):
-            raise _uncuttable(f"{where} depends on {foreign[0]}: blocks share weights or values")
-        node = call.leaving.grad_fn
 
 
 def cut_module(model: nn.Module, blocks: BlockList, part: range, current: list[int]) -> StageStream:

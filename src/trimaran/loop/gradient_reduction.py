@@ -105,8 +105,16 @@ class GradientReduction:
             names = blake2b("\n".join(self._names[id(each)] for each in trained).encode(), digest_size=4).hexdigest()
             self._agree(f"a change of the trained parameters (now {len(trained)}, {names})")
         self._trained, self._is_first = list(trained), True
-        dense = [each for each in reversed(trained) if id(each) not in self._sparse]
-        self._buckets = [_bucket_for(each) for each in _in_buckets(dense)]
+        # Buckets of one dtype and device, in the order in which they are full.
+        full: list[list[nn.Parameter]] = []
+        filling: dict[object, list[nn.Parameter]] = {}
+        for each in (each for each in reversed(trained) if id(each) not in self._sparse):
+            kind = each.dtype, each.device
+            parameters = filling.setdefault(kind, [])
+            parameters.append(each)
+            if sum(other.nbytes for other in parameters) >= (BUCKET_BYTES if full else FIRST_BUCKET_BYTES):
+                full.append(filling.pop(kind))
+        self._buckets = [_bucket_for(each) for each in (*full, *filling.values())]
         self._bucket_of = {id(each): bucket for bucket in self._buckets for each in bucket.parameters}
         self._view_of = {
             id(each): view
@@ -130,17 +138,14 @@ class GradientReduction:
         bucket.num_pending -= 1
         # The first backward shows which parameters get several gradients.
         if self._state == LOCAL or self._is_sharded or self._is_first:
-            self._move_into_bucket(parameter, self._view_of[key])
+            gradient, view = parameter.grad, self._view_of[key]
+            # A gradient that is reduced later is kept in its bucket, which has memory for it already.
+            if gradient is not None and not gradient.is_sparse and gradient.data_ptr() != view.data_ptr():
+                with torch.no_grad():
+                    parameter.grad = view.copy_(gradient)
         else:
             while self._next < len(self._buckets) and self._buckets[self._next].num_pending == 0:
                 self._reduce_next()
-
-    @torch.no_grad()
-    def _move_into_bucket(self, parameter: Tensor, view: Tensor) -> None:
-        """Keep a gradient that is reduced later in its bucket, which has memory for it already."""
-        gradient = parameter.grad
-        if gradient is not None and not gradient.is_sparse and gradient.data_ptr() != view.data_ptr():
-            parameter.grad = view.copy_(gradient)
 
     @torch.no_grad()
     def _reduce_next(self) -> None:
@@ -244,19 +249,6 @@ def nothing_to_train() -> UserError:
                      "torch.no_grad() and without detach(), and unfreeze what should be trained")  # fmt: skip
 
 
-def _in_buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters in buckets of one dtype and device, in the order in which these are full."""
-    full: list[list[nn.Parameter]] = []
-    filling: dict[object, list[nn.Parameter]] = {}
-    for each in parameters:
-        kind = each.dtype, each.device
-        bucket = filling.setdefault(kind, [])
-        bucket.append(each)
-        if sum(other.nbytes for other in bucket) >= (BUCKET_BYTES if full else FIRST_BUCKET_BYTES):
-            full.append(filling.pop(kind))
-    return [*full, *filling.values()]
-
-
 def _bucket_for(parameters: list[nn.Parameter]) -> GradientBucket:
     first, size = parameters[0], sum(each.numel() for each in parameters)
     flat = torch.zeros(size + len(parameters), dtype=first.dtype, device=first.device)
@@ -277,11 +269,10 @@ def sparse_parameters(model: nn.Module) -> frozenset[int]:
 @torch.no_grad()
 def norm_with_sparse(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return the norm over all gradients, of which sparse ones are equal on all ranks."""
-    sparse = _sparse(parameters)
+    sparse, dense = _sparse_and_dense(parameters)
     if not sparse:
         return gradient_norm(parameters)
     squares = [each.coalesce().values().double().square().sum() for each in sparse]
-    dense = [each for each in parameters if each.grad is None or not each.grad.is_sparse]
     if dense:
         squares.append(gradient_norm(dense).double().square())
     return torch.stack(squares).sum().sqrt().float()
@@ -290,13 +281,14 @@ def norm_with_sparse(parameters: Sequence[nn.Parameter]) -> Tensor:
 @torch.no_grad()
 def clip_with_sparse(parameters: Sequence[nn.Parameter], most: float, norm: Tensor) -> None:
     """Scale all gradients so that their norm is at most `most`, like `torch.nn.utils.clip_grads_with_norm_`."""
-    sparse = _sparse(parameters)
-    dense = [each for each in parameters if each.grad is None or not each.grad.is_sparse] if sparse else parameters
+    sparse, dense = _sparse_and_dense(parameters)
     torch.nn.utils.clip_grads_with_norm_(dense, most, norm)
     factor = (most / (norm + 1e-6)).clamp(max=1.0)  # torch's
     for each in sparse:
         each.mul_(factor)
 
 
-def _sparse(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    return [each.grad for each in parameters if each.grad is not None and each.grad.is_sparse]
+def _sparse_and_dense(parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[nn.Parameter]]:
+    """Return the sparse gradients, and the parameters that have none."""
+    sparse = [each.grad for each in parameters if each.grad is not None and each.grad.is_sparse]
+    return sparse, [each for each in parameters if each.grad is None or not each.grad.is_sparse]

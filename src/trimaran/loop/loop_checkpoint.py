@@ -47,7 +47,7 @@ class SavedLoop:
         self.plan, self.device = plan, context.device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._context, self._state = context, state
-        self._checkpointers: dict[Path, LoopCheckpointer] = {}
+        self._savers: dict[Path, Saver] = {}
 
     @property
     def is_main(self) -> bool:
@@ -71,7 +71,20 @@ class SavedLoop:
         It holds the model, the optimizer, the scaler and the RNG states, and `others` with a `state_dict`: schedulers,
         loaders. Every rank must call it, between two steps. Only the newest two are kept.
         """
-        return self._checkpointer("loop.save()", folder, others).save(step)
+        saver, path = self._saver_of("loop.save()", folder, others)
+        self._state.gather()
+        shards = self._state.shards()
+        rows = assign_rows(shards, rank=self.rank, world_size=self.world_size, gather=all_gather_int64)
+        share = build_share(shards, rows)
+        memory = torch.empty(share.num_bytes, dtype=torch.uint8)
+        copy_to_memory(share, shards, memory)
+        saver.start(SaveRequest(step=step, share=share, memory=memory, progress=self._state.progress()))
+        saver.wait()
+        (result,) = saver.results()
+        if result.failed:
+            raise UserError("K032", f"step {step} was not saved: {result.failed}", where=str(path),
+                            fix="fix the cause and save again; earlier checkpoints are unchanged")  # fmt: skip
+        return Path(result.path)
 
     def resume(self, folder: str | Path, **others: Any) -> int:
         """Load the newest complete checkpoint in `folder` and return its step; 0 when there is none.
@@ -79,61 +92,33 @@ class SavedLoop:
         `others` are those of `save`, under the same names. Every rank must call it, before the first step. The number
         of ranks and the sharding may have changed since.
         """
-        self._context.num_steps = self._checkpointer("loop.resume()", folder, others).resume()
+        _, path = self._saver_of("loop.resume()", folder, others)
+        if self.is_main:
+            with suppress(OSError):  # the disk may be read-only
+                remove_drafts(path, DurableDisk())
+        barrier()
+        self._context.num_steps = restore_from_disk(self._state, path, self._rank_layout).step
         return self._context.num_steps
 
-    def _checkpointer(self, call: str, folder: str | Path, others: dict[str, Any]) -> "LoopCheckpointer":
-        """Return the checkpointer of `folder`, for a call that every rank must make."""
+    def _saver_of(self, call: str, folder: str | Path, others: dict[str, Any]) -> tuple[Saver, Path]:
+        """Return the saver of `folder`, and its path, for a call that every rank must make."""
         self._meet(call)
-        self._state.others = others
-        path = Path(folder).absolute()
-        if path not in self._checkpointers:
-            self._checkpointers[path] = LoopCheckpointer(path, self._state, self.plan)
-        return self._checkpointers[path]
+        self._state.others, path = others, Path(folder).absolute()
+        if path not in self._savers:
+            self._rank_layout = exchange_rank_layout(self.rank, dist.get_node_local_rank(fallback_rank=0))
+            about: dict[str, Any] = {"world_size": self.world_size, "plan": self.plan.model_dump(mode="json")}
+            self._savers[path] = Saver(
+                path,
+                self._rank_layout,
+                TorchStore(_get_default_store()),
+                CheckpointSection(),
+                lambda order: Manifest(step=order.step, progress=order.progress, time=time.time(), **about),
+                nonce=broadcast_json(secrets.token_hex(4)),
+            )
+        return self._savers[path], path
 
     def _meet(self, call: str) -> None:
         """Wait until every rank makes this call."""
-
-
-class LoopCheckpointer:
-    """Saves and loads the checkpoints of one folder. Every rank must call `save` and `resume`."""
-
-    def __init__(self, folder: Path, state: "LoopState", plan: Plan) -> None:
-        self._folder, self._state = folder, state
-        self._rank_layout = exchange_rank_layout(dist.get_rank(), dist.get_node_local_rank(fallback_rank=0))
-        about: dict[str, Any] = {"world_size": dist.get_world_size(), "plan": plan.model_dump(mode="json")}
-        self._saver = Saver(
-            folder,
-            self._rank_layout,
-            TorchStore(_get_default_store()),
-            CheckpointSection(),
-            lambda order: Manifest(step=order.step, progress=order.progress, time=time.time(), **about),
-            nonce=broadcast_json(secrets.token_hex(4)),
-        )
-
-    def save(self, step: int) -> Path:
-        """Write a checkpoint and return its folder once it is complete and verified. All ranks raise, or none does."""
-        self._state.gather()
-        shards, world_size = self._state.shards(), self._rank_layout.world_size
-        rows = assign_rows(shards, rank=self._rank_layout.rank, world_size=world_size, gather=all_gather_int64)
-        share = build_share(shards, rows)
-        memory = torch.empty(share.num_bytes, dtype=torch.uint8)
-        copy_to_memory(share, shards, memory)
-        self._saver.start(SaveRequest(step=step, share=share, memory=memory, progress=self._state.progress()))
-        self._saver.wait()
-        (result,) = self._saver.results()
-        if result.failed:
-            raise UserError("K032", f"step {step} was not saved: {result.failed}", where=str(self._folder),
-                            fix="fix the cause and save again; earlier checkpoints are unchanged")  # fmt: skip
-        return Path(result.path)
-
-    def resume(self) -> int:
-        """Load the newest complete checkpoint and return its step; 0 when there is none."""
-        if self._rank_layout.rank == 0:
-            with suppress(OSError):  # the disk may be read-only
-                remove_drafts(self._folder, DurableDisk())
-        barrier()
-        return restore_from_disk(self._state, self._folder, self._rank_layout).step
 
 
 class LoopState:
@@ -184,7 +169,15 @@ class LoopState:
 
     def progress(self) -> dict[str, Any]:
         first, *more = (model.progress() for model in self._models)
-        others = {name: json.dumps(to_json(_state_of(each))) for name, each in self.others.items()}
+        others = {}
+        for name, each in self.others.items():
+            is_generator = isinstance(each, torch.Generator)
+            if not is_generator and not hasattr(each, "state_dict"):
+                raise UserError("K033", f"a {type(each).__name__} has no state_dict to save",
+                                where="loop.save(folder, step, ...)",
+                                fix="pass objects with state_dict and load_state_dict, such as schedulers"
+                                )  # fmt: skip
+            others[name] = json.dumps(to_json(each.get_state() if is_generator else each.state_dict()))
         return first | {"random": self._rng.state(), "models": more, "others": others}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
@@ -302,14 +295,6 @@ class ScalerState:
             self._scaler.load_state_dict(dict(state))
 
 
-def _state_of(each: Any) -> Any:
-    if not isinstance(each, torch.Generator) and not hasattr(each, "state_dict"):
-        raise UserError("K033", f"a {type(each).__name__} has no state_dict to save",
-                        where="loop.save(folder, step, ...)",
-                        fix="pass objects with state_dict and load_state_dict, such as schedulers")  # fmt: skip
-    return each.get_state() if isinstance(each, torch.Generator) else each.state_dict()
-
-
 def to_json(value: Any) -> Any:
     """Return a state as JSON can hold it. Tuples, tensors and dicts with keys that are not text keep their type."""
     if isinstance(value, JSON_TYPES):
@@ -355,7 +340,14 @@ class ParamGroupSettings:
         self._optimizers = optimizers
 
     def state(self) -> dict[str, Any]:
-        return {"groups": [_json_settings(group) for group in self._groups()]}
+        """Return what JSON can hold: numbers, text and lists of them."""
+        groups = []
+        for group in self._groups():
+            values = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items()}
+            lists = {key: value if isinstance(value, (tuple, list)) else [value] for key, value in values.items()}
+            kept = [key for key, some in lists.items() if all(isinstance(each, JSON_TYPES) for each in some)]
+            groups.append({key: values[key] for key in kept if key not in ("params", "param_names")})
+        return {"groups": groups}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         for group, saved in zip(self._groups(), state["groups"], strict=True):
@@ -367,17 +359,6 @@ class ParamGroupSettings:
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
-
-
-def _json_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group that JSON can hold: numbers, text and lists of them."""
-    values = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items()}
-    return {
-        key: value
-        for key, value in values.items()
-        if key not in ("params", "param_names")
-        and all(isinstance(each, JSON_TYPES) for each in (value if isinstance(value, (tuple, list)) else [value]))
-    }
 
 
 class RngStates:

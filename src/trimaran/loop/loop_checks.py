@@ -33,9 +33,12 @@ class GradientWatch:
         self._records: list[tuple[nn.Parameter, Tensor, int, Tensor | None]] = []
 
     def record(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._records = [
-            (each, each.grad, each.grad._version, _size(each.grad)) for each in parameters if each.grad is not None
-        ]
+        self._records = []
+        for each in parameters:
+            if (gradient := each.grad) is not None:
+                # The norm: torch counts neither writes to `gradient.data` nor those of `_foreach` to DTensors.
+                size = None if gradient.is_sparse else local_tensor(gradient).norm()
+                self._records.append((each, gradient, gradient._version, size))
 
     def forget(self) -> None:
         self._records = []
@@ -44,28 +47,20 @@ class GradientWatch:
         """Return how many gradients have been written or replaced since `record`, or all if all were removed."""
         if all(parameter.grad is None for parameter, *_ in self._records):
             return len(self._records)
-        return sum(
-            parameter.grad is not gradient or gradient._version != version or _is_other(gradient, size)
-            for parameter, gradient, version, size in self._records
-            if parameter.grad is not None
-        )
+        num = 0
+        for parameter, gradient, version, size in self._records:
+            if parameter.grad is not None:
+                is_other = parameter.grad is not gradient or gradient._version != version
+                if not is_other and size is not None:
+                    now = local_tensor(gradient).norm()
+                    is_other = bool((now != size) & ~(now.isnan() & size.isnan()))
+                num += is_other
+        return num
 
 
 def local_tensor(gradient: Tensor) -> Tensor:
     """Return the part of a gradient that this rank holds."""
     return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
-
-
-def _size(gradient: Tensor) -> Tensor | None:
-    """Return the norm: torch counts neither writes to `gradient.data` nor those of `_foreach` to DTensors."""
-    return None if gradient.is_sparse else local_tensor(gradient).norm()
-
-
-def _is_other(gradient: Tensor, size: Tensor | None) -> bool:
-    if size is None:
-        return False
-    now = local_tensor(gradient).norm()
-    return bool((now != size) & ~(now.isnan() & size.isnan()))
 
 
 FIRST_STEPS = 3
@@ -99,7 +94,13 @@ class LoopChecks:
         self._warned_of_noise = self._warned_of_hooks = self._is_updating = self._is_gathered = False
         for each in optimizers:
             each.register_step_pre_hook(self._before_update)
-        self._hooks = self._hooked(model) if is_on else []
+        self._hooks: list[Any] = []
+        if is_on:  # watch random numbers and outputs, and the dimension along which sequence layers run
+            self._hooks.append(model.register_forward_pre_hook(Hook(self._before_forward)))
+            self._hooks.append(model.register_forward_hook(Hook(self._after_forward), prepend=not is_sharded))
+            for name, module in model.named_modules():
+                if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+                    self._hooks.append(module.register_forward_pre_hook(Hook(self._check_sequence, name)))
 
     @property
     def is_first(self) -> bool:
@@ -247,17 +248,6 @@ class LoopChecks:
                    "sum a loss for each row")  # fmt: skip
         return UserError("P140", what, where=calling_line(), fix=f"{fix}. {CHECK_OFF}")
 
-    def _hooked(self, model: nn.Module) -> list[Any]:
-        """Watch the model's random numbers and outputs, and the dimension along which its sequence layers run."""
-        hooks: list[Any] = [
-            model.register_forward_pre_hook(Hook(self._before_forward)),
-            model.register_forward_hook(Hook(self._after_forward), prepend=not self._is_sharded),
-        ]
-        for name, module in model.named_modules():
-            if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
-                hooks.append(module.register_forward_pre_hook(Hook(self._check_sequence, name)))
-        return hooks
-
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         self._random_state = random_state(self._context.device)
 
@@ -268,7 +258,10 @@ class LoopChecks:
         is_drawn = random_state(self._context.device) != self._random_state
         self._drawn = blake2b(self._random_state, digest_size=8).hexdigest() if is_drawn else ""
         if self._is_sharded:
-            output = tree_map(lambda each: each.view_as(each) if is_computed(each) else each, output)
+            output = tree_map(
+                lambda each: each.view_as(each) if isinstance(each, Tensor) and each.grad_fn is not None else each,
+                output,
+            )
         mark_outputs(output, self._owner)
         return output
 
@@ -335,10 +328,6 @@ def warn(code: str, text: str) -> None:
     warnings.warn(f"{code}: {text}", stacklevel=5)
 
 
-def is_computed(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.grad_fn is not None
-
-
 def random_state(device: torch.device) -> bytes:
     """Return the states of torch's generators of the CPU and the device."""
     return b"".join(each.numpy().tobytes() for each in generator_states(device))
@@ -394,7 +383,11 @@ class ReplicaAgreement:
                             where="loop.step()", fix="change weights alike on every rank: without random numbers that "
                             "differ between ranks, and only by loop.step() or from values that all ranks share. "
                             "prepare(..., check_replicas=False) turns this check off")  # fmt: skip
-        if not self._warned and (differing := _differing(dict(_buffers_of(self._model)))):
+        buffers = {}  # except BatchNorm's, which has its own warning; see `batch_norm_warning`
+        for path, module in self._model.named_modules() if not self._warned else ():
+            if not isinstance(module, AnyBatchNorm):
+                buffers |= {f"{path}.{name}": buffer for name, buffer in module.named_buffers(recurse=False)}
+        if differing := _differing({name.removeprefix("."): each for name, each in buffers.items()}):
             self._warned = True
             if dist.get_rank() == 0:
                 warnings.warn(
@@ -414,14 +407,6 @@ def _differing(tensors: Mapping[str, Tensor]) -> list[str]:
     gathered = all_gather_int64(checksums)
     unequal = (gathered != gathered[0]).any(0)
     return [name for name, differs in zip(strided, unequal, strict=True) if differs]
-
-
-def _buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers except BatchNorm's, which has its own warning; see `batch_norm_warning`."""
-    for path, module in model.named_modules():
-        if not isinstance(module, AnyBatchNorm):
-            for name, buffer in module.named_buffers(recurse=False):
-                yield f"{path}.{name}" if path else name, buffer
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -273,7 +273,14 @@ class LoopContext:
         """Return a range of rows; if it is empty, the row `instead`, which is not counted."""
         self.is_padding = start >= stop
         rows = slice(instead, instead + 1) if self.is_padding else slice(start, stop)
-        taken = to_device(cut_rows(batch, rows, dim), self.device)
+        num_rows = _num_rows(batch, dim)
+
+        def cut(leaf: Any) -> Any:
+            if has_rows(leaf):  # a tensor with fewer dimensions has its rows last
+                return leaf[(slice(None),) * min(dim, leaf.ndim - 1) + (rows,)]
+            return leaf[rows] if is_list(leaf) and len(leaf) == num_rows else leaf
+
+        taken = to_device(tree_map(cut, batch, is_leaf=is_list), self.device)
         self.note_rows(taken, dim)
         return taken
 
@@ -313,18 +320,6 @@ def is_list(leaf: Any) -> bool:
     """Return whether this is a list of text, or of numbers: plain values, perhaps one for each row."""
     kinds = {type(each) for each in leaf} if type(leaf) in (list, tuple) else set()
     return bool(kinds) and (kinds <= {str, bytes} or (isinstance(leaf, list) and kinds <= {int, float, bool}))
-
-
-def cut_rows(batch: Any, rows: slice, dim: int = 0) -> Any:
-    """Return a range of the rows of a batch, along dimension `dim`. A tensor with fewer dimensions has them last."""
-    num_rows = _num_rows(batch, dim)
-
-    def cut(leaf: Any) -> Any:
-        if has_rows(leaf):
-            return leaf[(slice(None),) * min(dim, leaf.ndim - 1) + (rows,)]
-        return leaf[rows] if is_list(leaf) and len(leaf) == num_rows else leaf
-
-    return tree_map(cut, batch, is_leaf=is_list)
 
 
 def _num_rows(batch: Any, dim: int) -> int | None:

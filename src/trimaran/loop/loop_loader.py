@@ -5,7 +5,7 @@ import json
 import random
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -28,8 +28,7 @@ WHERE = "loop.loader(...)"
 NUM_COMPARED = 2  # samples that all ranks load at the start, to see whether they read the same dataset
 KEPT = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
         "prefetch_factor", "persistent_workers")  # fmt: skip
-Place = tuple[int, int]
-"""The seed of a sample, and its index in the dataset."""
+Place = tuple[int, int]  # the seed of a sample, and its index in the dataset
 
 
 class LoopLoader:
@@ -44,7 +43,13 @@ class LoopLoader:
     def __init__(self, context: LoopContext, source: DataLoader, seed: int | None) -> None:
         self._context, self._source = context, source
         self._seed = broadcast_json((torch.initial_seed() if seed is None else seed) % 2**63)
-        self._order = _order_of(source)
+        self._order: ShuffledOrder | SamplerOrder = SamplerOrder(source)
+        sampler = source.sampler
+        if type(source.batch_sampler) is BatchSampler and source.generator is None:
+            is_plain = type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement
+            is_shuffled = is_plain and sampler.num_samples == len(source.dataset)  # pyrefly: ignore
+            if is_shuffled or type(sampler) is SequentialSampler:
+                self._order = ShuffledOrder(source, shuffle=is_shuffled)
         self.dataset: Any = source.dataset
         self.batch_size = source.batch_size
         self.batch_dim = 0  # of the rows in a batch
@@ -178,12 +183,10 @@ class ShuffledOrder:
         self._end = self._length - self._length % self._size if source.drop_last else self._length
 
     def batches(self, seed: int, position: EpochPosition) -> Iterator[np.ndarray]:
-        starts = range(position.num_samples, self._end, self._size)
-        return (self._batch(seed, position.epoch, start) for start in starts)
-
-    def _batch(self, seed: int, epoch: int, start: int) -> np.ndarray:
-        places = np.arange(start, min(start + self._size, self._end))
-        return positions(seed, epoch * self._length + places, self._length) if self._shuffle else places
+        for start in range(position.num_samples, self._end, self._size):
+            places = np.arange(start, min(start + self._size, self._end))
+            before = position.epoch * self._length
+            yield positions(seed, before + places, self._length) if self._shuffle else places
 
     def state(self, epoch: int) -> None:
         return None
@@ -219,21 +222,18 @@ class SamplerOrder:
                 generator.set_state(state)
             self._restored = None
             self._states = self._generator_states()
-            self._drawn = position.epoch, self._draw(seed, position.epoch)
+            for each in (self._source.sampler, self._source.batch_sampler):
+                if hasattr(each, "set_epoch"):
+                    each.set_epoch(position.epoch)
+            with kept_generators():
+                if not self._generators:
+                    _seed_generators(_sample_seed(seed, position.epoch, -1))
+                self._drawn = position.epoch, list(self._indices)
         left, num_samples = [], position.num_samples
         for batch in self._drawn[1]:  # the batch size may have changed since the first samples were dealt
             left.append(batch[num_samples:])
             num_samples = max(0, num_samples - len(batch))
         return [batch for batch in left if len(batch)]
-
-    def _draw(self, seed: int, epoch: int) -> list[np.ndarray]:
-        for each in (self._source.sampler, self._source.batch_sampler):
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(epoch)
-        with kept_generators():
-            if not self._generators:
-                _seed_generators(_sample_seed(seed, epoch, -1))
-            return list(self._indices)
 
     def _generator_states(self) -> list[Tensor]:
         return [each.get_state() for each in self._generators]
@@ -274,17 +274,6 @@ def build_loader(
 
 def _refusal(what: str, fix: str) -> UserError:
     return UserError("P047", f"loop.loader cannot deal this data: {what}", where=WHERE, fix=fix)
-
-
-def _order_of(source: DataLoader) -> ShuffledOrder | SamplerOrder:
-    sampler = source.sampler
-    if type(source.batch_sampler) is BatchSampler and source.generator is None:
-        if type(sampler) is SequentialSampler:
-            return ShuffledOrder(source, shuffle=False)
-        is_plain = type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement
-        if is_plain and sampler.num_samples == len(source.dataset):  # pyrefly: ignore
-            return ShuffledOrder(source, shuffle=True)
-    return SamplerOrder(source)
 
 
 def _sample_seed(seed: int, epoch: int, index: int) -> int:
@@ -334,7 +323,19 @@ def _own_or_borrowed(batch: Any) -> Any:
     source = next(rank for rank, each in enumerate(has_batch) if each)
     is_source = dist.get_rank() == source
     leaves, layout = tree_flatten(batch) if is_source else ([], None)
-    description = broadcast_json(_describe(leaves, layout) if is_source else None, src=source)
+    description: dict[str, Any] | None = None
+    if is_source:
+        assert layout is not None
+        described = [
+            {"shape": each.shape, "dtype": str(each.dtype).removeprefix("torch.")}
+            if isinstance(each, Tensor)
+            else {"value": each}
+            for each in leaves
+        ]
+        with suppress(TypeError, ValueError, NotImplementedError):  # JSON cannot hold a value
+            found = {"leaves": described, "layout": treespec_dumps(layout)}
+            description = json.loads(json.dumps(found))
+    description = broadcast_json(description, src=source)
     if description is None:
         raise UserError("T061", "a rank has no batch at all, and cannot borrow one from another rank: batches must be "
                         "made of tensors, numbers and text in dicts, lists and tuples",
@@ -349,19 +350,3 @@ def _own_or_borrowed(batch: Any) -> Any:
         else:
             borrowed.append(leaf["value"])
     return batch if batch is not NO_BATCH else tree_unflatten(borrowed, treespec_loads(description["layout"]))
-
-
-def _describe(leaves: list[Any], layout: Any) -> dict[str, Any] | None:
-    """Return the leaves of a batch without the values of tensors, and their tree; None if JSON cannot hold them."""
-    described = [
-        {"shape": each.shape, "dtype": str(each.dtype).removeprefix("torch.")}
-        if isinstance(each, Tensor)
-        else {"value": each}
-        for each in leaves
-    ]
-    try:
-        description = {"leaves": described, "layout": treespec_dumps(layout)}
-        json.dumps(description)  # raises where JSON cannot hold a value
-    except (TypeError, ValueError, NotImplementedError):
-        return None
-    return description

@@ -23,8 +23,19 @@ def checked_optimizers(
     if not found or not all(isinstance(each, Optimizer) for each in found):
         raise UserError("P131", "the second argument of prepare is neither an optimizer nor a list of them",
                         where=WHERE, fix="pass an optimizer, or several: prepare(model, [muon, adamw])")  # fmt: skip
-    for each in found:
-        _check_kind(each, is_sharded=is_sharded)
+    for optimizer in found:
+        kind = type(optimizer).__name__
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UserError("P131", f"{kind} computes the loss several times a step, through a closure, which a loop "
+                            "that is split over ranks does not do", where=WHERE,
+                            fix="use an optimizer whose step() needs no closure, such as AdamW or SGD")  # fmt: skip
+        is_whole = kind in WHOLE_TENSOR_OPTIMIZERS or type(optimizer).__module__.startswith(WHOLE_TENSOR_PACKAGES)
+        if is_sharded and is_whole:
+            raise UserError("P131", f"{kind} keeps states of whole rows, columns or blocks of a parameter, and a rank "
+                            "has only a shard of it", where="prepare(sharding=...)",
+                            fix="use sharding='none', or an optimizer whose states have the shape of their parameters, "
+                            "such as AdamW or SGD")  # fmt: skip
     names = {id(each): name for name, each in model.named_parameters()}
     seen: dict[int, str] = {}
     for optimizer in found:
@@ -70,18 +81,3 @@ def explained_errors(optimizer: Optimizer, *, is_sharded: bool) -> Iterator[None
         raise UserError("P131", f"{kind} cannot update sharded parameters: {type(error).__name__}: {error}",
                         where="loop.step()", fix="use sharding='none', or an optimizer that supports DTensor, such as "
                         "AdamW or SGD of torch") from error  # fmt: skip
-
-
-def _check_kind(optimizer: Optimizer, *, is_sharded: bool) -> None:
-    kind = type(optimizer).__name__
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise UserError("P131", f"{kind} computes the loss several times a step, through a closure, which a loop that "
-                        "is split over ranks does not do", where=WHERE,
-                        fix="use an optimizer whose step() needs no closure, such as AdamW or SGD")  # fmt: skip
-    is_whole = kind in WHOLE_TENSOR_OPTIMIZERS or type(optimizer).__module__.startswith(WHOLE_TENSOR_PACKAGES)
-    if is_sharded and is_whole:
-        raise UserError("P131", f"{kind} keeps states of whole rows, columns or blocks of a parameter, and a rank has "
-                        "only a shard of it", where="prepare(sharding=...)",
-                        fix="use sharding='none', or an optimizer whose states have the shape of their parameters, "
-                        "such as AdamW or SGD")  # fmt: skip

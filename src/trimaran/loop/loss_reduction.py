@@ -77,9 +77,7 @@ def check_divisor(loss: Tensor, *, count: float, reads_device: bool) -> None:
             if node._saved_weight is None and divisor == num_labels:  # perhaps several tokens for each sample
                 sizes.append(num_labels)
                 continue
-            ignored = node._saved_ignore_index
-            ignored = ignored - 2**64 if ignored >= 2**63 else ignored
-            labels = f"labels != {ignored}"
+            labels = f"labels != {ignored_index(node)}"
             if node._saved_weight is None:
                 divided, line = "the labels that are not ignored", f"num_tokens=({labels}).sum()"
             else:
@@ -95,6 +93,11 @@ def check_divisor(loss: Tensor, *, count: float, reads_device: bool) -> None:
                         f"mean of {count:g}", where=calling_line(),
                         fix="pass the number that the loss was divided by, such as num_tokens=loss.numel() before "
                         f'the mean; or sum the loss, and leave out reduction="mean". {CHECK_OFF}')  # fmt: skip
+
+
+def ignored_index(node: Any) -> int:
+    """Return the `ignore_index` of a cross-entropy's node, which has it as an unsigned number."""
+    return (node._saved_ignore_index + 2**63) % 2**64 - 2**63
 
 
 def accumulation_divisor(loss: Tensor) -> int:

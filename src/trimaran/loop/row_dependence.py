@@ -6,7 +6,7 @@ all rows. Nothing is accumulated, no random number is drawn, and the model itsel
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
+
+from trimaran.loop.loss_reduction import ignored_index
 
 MAX_NODES = 20_000
 MAX_ELEMENTS = 1 << 25  # of outputs and all that the loss makes of them: 128 MiB in fp32
@@ -131,25 +133,17 @@ def _is_dependent(gradient: Tensor, layout: Layout, edges: list[GradientEdge], n
     largest = int(rows.detach().abs().sum(1).argmax())
     for number, row in enumerate((largest, num_rows // 2, num_rows // 2 - 1, 0, num_rows - 1)):
         seconds = torch.autograd.grad((rows[row] * weights).sum(), edges, retain_graph=True, allow_unused=True)
-        dependent = _others(seconds, row, num_rows)
+        dependent: set[int] = set()
+        for each in seconds:
+            if each is not None:  # an output with several layouts gives the fewest rows
+                layouts = _layouts(tuple(each.shape), num_rows)
+                dependent |= min((_nonzero(_as_rows(each, some, num_rows), row) for some in layouts), key=len)
         if not dependent and not number:
             return False
         groups = {size for size in groups if all(each // size == row // size for each in dependent)}
         if not groups:
             return True
     return False
-
-
-def _others(seconds: Sequence[Tensor | None], row: int, num_rows: int) -> set[int]:
-    """Return the rows with a derivative other than `row`. An output with several layouts gives the fewest of them."""
-    found: set[int] = set()
-    for each in seconds:
-        if each is not None:
-            found |= min(
-                (_nonzero(_as_rows(each, layout, num_rows), row) for layout in _layouts(tuple(each.shape), num_rows)),
-                key=len,
-            )
-    return found
 
 
 def _nonzero(second: Tensor, row: int) -> set[int]:
@@ -261,8 +255,8 @@ def _labels_of(node: Any) -> list[int] | None:
     """Return the labels of a cross-entropy, without ignored ones; None if this node is something else."""
     if not node.name().startswith("NllLossBackward"):
         return None
-    labels, ignored = node._saved_target, node._saved_ignore_index
-    return labels[labels != (ignored - 2**64 if ignored >= 2**63 else ignored)].tolist()
+    labels = node._saved_target
+    return labels[labels != ignored_index(node)].tolist()
 
 
 def _shape_of_table(node: Any) -> tuple[int, ...]:
@@ -283,14 +277,10 @@ def _is_activation(node: Any, size: int) -> bool:
             is_custom = isinstance(each, BackwardCFunction) and not name.startswith(FSDP_INPUTS)
             if is_custom or (is_leaf and sorted(each.variable.shape) == shape):
                 return False
-        level = [
-            _below_views(following) for each in level for following, _ in each.next_functions if following is not None
-        ]
+        below = [following for each in level for following, _ in each.next_functions if following is not None]
+        level = []
+        for made in below:  # the node that makes what a chain of views shows
+            while made.name().startswith((*VIEWS, *TURNS)) and made.next_functions[0][0] is not None:
+                made = made.next_functions[0][0]
+            level.append(made)
     return size in shape
-
-
-def _below_views(node: Any) -> Any:
-    """Return the node that makes what this chain of views shows."""
-    while node.name().startswith((*VIEWS, *TURNS)) and node.next_functions[0][0] is not None:
-        node = node.next_functions[0][0]
-    return node

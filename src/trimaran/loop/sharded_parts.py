@@ -26,7 +26,9 @@ WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterD
 def blocks_of(model: nn.Module, wrap: Wrap | None, *, is_sharded: bool) -> tuple[nn.Module, ...]:
     """Return the modules that are gathered one at a time, in the order of the model; see `trimaran.prepare`."""
     if wrap is None:
-        return tuple(_without_shared(_largest_list(model), model))
+        stacks = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) > 1]
+        largest = max(stacks, key=lambda stack: sum(each.numel() for each in stack.parameters()), default=())
+        return tuple(_without_shared(dict.fromkeys(_with_forward(largest)), model))
     if not is_sharded:
         raise _wrong("wrap says how a sharded model is gathered, and sharding is 'none'",
                      "leave it out, or set sharding='parameters'")  # fmt: skip
@@ -68,13 +70,6 @@ def _of_size(module: nn.Module, least: int) -> Iterator[nn.Module]:
             yield from inner
         else:
             yield child
-
-
-def _largest_list(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the layers of the ModuleList that holds the most parameters; of a layer that is a list, its modules."""
-    stacks = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) > 1]
-    largest = max(stacks, key=lambda stack: sum(each.numel() for each in stack.parameters()), default=())
-    return tuple(dict.fromkeys(_with_forward(largest)))
 
 
 def _with_forward(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -120,8 +115,8 @@ def gather_for_parts(model: nn.Module, before_call: Callable[[], None]) -> None:
         raise UserError("P136", f"this model cannot be sharded: {error}", where="prepare(sharding=...)",
                         fix="use wrap=... with modules that share no weights") from None  # fmt: skip
     root = UnitCalls(model, before_call)
-    model.register_forward_pre_hook(root.note_enter, prepend=True)
-    model.register_forward_hook(root.note_leave, always_call=True)
+    model.register_forward_pre_hook(functools.partial(root.note, 1), prepend=True)
+    model.register_forward_hook(functools.partial(root.note, -1), always_call=True)
     root.wrap_methods(model)
     for part in _outside_of_units(model):
         if not isinstance(part, WITHOUT_FORWARD):
@@ -179,13 +174,10 @@ class UnitCalls:
         self._unit, self._state, self._before_call = unit, unit._get_fsdp_state(), before_call
         self._depth = 0
 
-    def note_enter(self, module: nn.Module, args: Any) -> None:
+    def note(self, change: int, *_: Any) -> None:
+        """Note that the unit's own forward begins (1) or ends (-1)."""
         if not torch.compiler.is_compiling():
-            self._depth += 1
-
-    def note_leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._depth -= 1
+            self._depth += change
 
     def enter_part(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return None if torch.compiler.is_compiling() else self._enter(args, kwargs)
@@ -201,7 +193,8 @@ class UnitCalls:
     def _wrapped(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._is_running():
+            # The unit's own forward, or another call, may have gathered the weights already.
+            if self._depth > 0 or self._state._training_state.name == "FORWARD":
                 return method(*args, **kwargs)
             args, kwargs = self._enter(args, kwargs)
             versions, output = self._versions(), None
@@ -217,10 +210,6 @@ class UnitCalls:
             return output
 
         return call
-
-    def _is_running(self) -> bool:
-        """Return whether the unit's own forward, or another call, has gathered the weights already."""
-        return self._depth > 0 or self._state._training_state.name == "FORWARD"
 
     def _enter(self, args: Any, kwargs: Any) -> Any:
         self._depth += 1
@@ -328,11 +317,20 @@ class CopyMaker:
 
     def __init__(self, model: nn.Module, shard: Callable[[nn.Module], None], *, is_sharded: bool) -> None:
         self._model, self._shard, self._is_sharded = model, shard, is_sharded
-        self._layout, self._failure = _without_values(model) if is_sharded else (model, "")
+        self._layout, self._failure = model, ""
+        if is_sharded:  # a copy whose parameters have no values
+            empty: dict[int, Any] = {
+                id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=False)
+                for each in model.parameters()
+            }
+            try:
+                self._layout = copy.deepcopy(model, empty)
+            except Exception as error:
+                self._failure = f"{type(error).__name__}: {error}"
 
     def make(self, device: torch.device) -> nn.Module:
         """Return a copy with the model's weights and buffers, in eval mode, without gradients."""
-        if self._layout is None:
+        if self._failure:
             raise UserError("P137", f"this model cannot be copied: {self._failure}", where=WHERE,
                             fix="let copy.deepcopy work on its modules, for instance with a __deepcopy__")  # fmt: skip
         made = copy.deepcopy(self._layout)
@@ -377,15 +375,3 @@ def _refuse(memo: Any) -> NoReturn:
 def _copy_each(sources: list[Tensor], targets: list[Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
-
-
-def _without_values(model: nn.Module) -> tuple[nn.Module | None, str]:
-    """Return a copy whose parameters have no values, or None and why the model cannot be copied."""
-    empty: dict[int, Any] = {
-        id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=False)
-        for each in model.parameters()
-    }
-    try:
-        return copy.deepcopy(model, empty), ""
-    except Exception as error:
-        return None, f"{type(error).__name__}: {error}"

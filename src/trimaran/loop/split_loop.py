@@ -108,8 +108,14 @@ class SplitLoop(SavedLoop):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole weights, by their names in the model, on the CPU of the main rank; else an empty dict."""
-        tensors = all_tensors([Network(self.model, (), None)], self._stages, self.rank, self._full_tensors)
-        full = dict(tensors)
+        copied = self._copied
+
+        def tensors_of(network: Network) -> Iterator[tuple[str, Tensor]]:
+            for name, each in network.module.state_dict().items():
+                if isinstance(each, Tensor) and name not in copied:
+                    yield name, gathered(each.detach()).cpu().contiguous()
+
+        full = dict(all_tensors([Network(self.model, (), None)], self._stages, self.rank, tensors_of))
         return full if self.is_main else {}
 
     def _cut(self) -> StageStream:
@@ -218,19 +224,12 @@ class SplitLoop(SavedLoop):
         """The names of this stage's copies of tied parameters."""
         return self._blocks.tied if self._blocks is not None and self._stages.here[0] > 0 else frozenset()
 
-    def _full_tensors(self, network: Network) -> Iterator[tuple[str, Tensor]]:
-        copied = self._copied
-        for name, each in network.module.state_dict().items():
-            if isinstance(each, Tensor) and name not in copied:
-                yield name, gathered(each.detach()).cpu().contiguous()
-
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the whole gradients of the parameters that a rank holds, by name. A collective for slices."""
     found = {}
     for name, each in model.named_parameters():
-        if each.grad is not None:
-            grad = each.grad
+        if (grad := each.grad) is not None:
             found[name] = (gathered(grad) if isinstance(grad, DTensor) else grad).detach().clone()
     return found
 
@@ -292,22 +291,19 @@ def apply_tensor_plan(model: nn.Module, tensor: Mapping[str, str], mesh: DeviceM
             raise wrong_tensor(f"the pattern {pattern} matches no module",
                                "print([name for name, _ in model.named_modules()])")  # fmt: skip
         for name, each in found:
-            _refuse_width(name, each, style, mesh.size())
+            module: Any = each
+            if not isinstance(module, nn.Linear) and not is_conv1d(module):
+                raise wrong_tensor(f"{name} is a {type(module).__name__}, and only linear layers are split",
+                                   "name linear layers only")  # fmt: skip
+            rows, columns = module.weight.shape
+            outputs, inputs = (columns, rows) if is_conv1d(module) else (rows, columns)
+            width = outputs if style.startswith("columns") else inputs
+            if width % mesh.size():
+                raise wrong_tensor(f"tp {mesh.size()} does not divide the {width} {style.partition('-')[0]} of {name}",
+                                   "use a tp that divides them, and the heads of attention")  # fmt: skip
             layer = STYLES[style]
             layer.src_data_rank = None
             layer._apply(each, mesh)
-
-
-def _refuse_width(name: str, module: Any, style: str, degree: int) -> None:
-    if not isinstance(module, nn.Linear) and not is_conv1d(module):
-        raise wrong_tensor(f"{name} is a {type(module).__name__}, and only linear layers are split",
-                           "name linear layers only")  # fmt: skip
-    rows, columns = module.weight.shape
-    outputs, inputs = (columns, rows) if is_conv1d(module) else (rows, columns)
-    width = outputs if style.startswith("columns") else inputs
-    if width % degree:
-        raise wrong_tensor(f"tp {degree} does not divide the {width} {style.partition('-')[0]} of {name}",
-                           "use a tp that divides them, and the heads of attention")  # fmt: skip
 
 
 def _wrong(what: str, fix: str) -> UserError:
@@ -355,7 +351,14 @@ def prepare_split(
                         where="prepare(example=...)", fix=f"pass a batch of at least {wanted} rows")  # fmt: skip
     rows = rows_of_batch(example, 0, wanted)
     with eval_mode(model):
-        whole = _alone(model, forward, rows, plan, device)
+        whole = Computed()  # for each row after the other, on this rank alone
+        with _recorded(model, whole.outputs):
+            for number in range(wanted):
+                loss, _ = forward(to_device(rows_of_batch(rows, number, number + 1), device))
+                loss.backward()
+                whole.loss += float(loss.detach())
+        whole.gradients = gradients_of(model)
+        model.zero_grad()
         traced = to_device(rows_of_batch(rows, 0, TRACED_ROWS), device)
         blocks = find_blocks(model, forward, traced, TRACED_ROWS) if plan.mesh.pp > 1 else None
     ranks = build_mesh(plan.mesh, device_type=device.type)
@@ -369,19 +372,6 @@ def prepare_split(
     with eval_mode(model):
         _refuse_difference(whole, _split(loop, rows))
     return loop
-
-
-def _alone(model: nn.Module, forward: Forward, rows: Any, plan: Plan, device: torch.device) -> Computed:
-    """Return what the whole model computes for each row after the other, on this rank alone."""
-    computed = Computed()
-    with _recorded(model, computed.outputs):
-        for number in range(plan.mesh.dp * plan.grad_accum):
-            loss, _ = forward(to_device(rows_of_batch(rows, number, number + 1), device))
-            loss.backward()
-            computed.loss += float(loss.detach())
-    computed.gradients = gradients_of(model)
-    model.zero_grad()
-    return computed
 
 
 def _split(loop: SplitLoop, rows: Any) -> Computed:
@@ -405,16 +395,22 @@ def _split(loop: SplitLoop, rows: Any) -> Computed:
 def _refuse_difference(whole: Computed, split: Computed) -> None:
     """Raise on all ranks if a rank found a difference, with the first module whose output or gradient differs."""
     names = list(whole.gradients)
-    wrong = [names.index(name) for name, each in split.gradients.items() if _differs(whole.gradients[name], each)]
+    wrong = []
+    for number, name in enumerate(names):
+        if (found := split.gradients.get(name)) is not None:
+            expected = whole.gradients[name]
+            if (found - expected).norm() > TOLERANCE * expected.norm().clamp(min=1e-6) + 1e-6:
+                wrong.append(number)
     outputs = list(whole.outputs)
     moved = [
         outputs.index(name)
         for name, (shape, value) in split.outputs.items()
         if whole.outputs[name][0] == shape and abs(value - whole.outputs[name][1]) > TOLERANCE * abs(value)
     ]
-    found = all_gather_json([min(moved, default=-1), min(wrong, default=-1)])
-    first_output = min((each for each, _ in found if each >= 0), default=-1)
-    first_gradient = min((each for _, each in found if each >= 0), default=-1)
+    ranks = all_gather_json([min(moved, default=-1), min(wrong, default=-1)])
+    first_output, first_gradient = (
+        min((each for each in some if each >= 0), default=-1) for some in zip(*ranks, strict=True)
+    )
     loss_differs = abs(split.loss - whole.loss) > TOLERANCE * abs(whole.loss)
     if not loss_differs and first_gradient < 0:
         return
@@ -424,10 +420,6 @@ def _refuse_difference(whole: Computed, split: Computed) -> None:
                     where=PLAN_WHERE, fix="let every `columns` layer be followed by a `rows` layer, with nothing "
                     "that mixes columns or has weights in between; return the sum of the loss over rows, without "
                     "randomness in eval mode")  # fmt: skip
-
-
-def _differs(expected: Tensor, found: Tensor) -> bool:
-    return bool((found - expected).norm() > TOLERANCE * expected.norm().clamp(min=1e-6) + 1e-6)
 
 
 @contextmanager

@@ -86,8 +86,20 @@ def open_engine(config: EngineConfig) -> OpenEngine:
     if type(runner) is ModelRunner and DEVICE_TRAITS[device.type].has_graphs and bank is None:
         runner = GraphRunner(network, device, dtype, runner.cache, runner.traits)
         runner.capture(config.sizes.max_running, config.sizes.max_step_tokens)  # before the first request
-    engine = new_engine(runner, config)
-    return OpenEngine(engine, lambda weights: _load_into(network, weights, config, cache_folder))
+
+    @torch.no_grad()
+    def load(weights: TrainedWeights) -> None:
+        """Copy other weights of the same model into the network in place, so that captured graphs stay valid."""
+        if weights.step is not None and not has_adapter(weights):
+            load_checkpoint(network, weights.path)
+            return
+        loaded, _ = open_network(weights, torch.device("cpu"), config.dtype, cache=cache_folder)
+        new = dict(loaded.module.named_parameters()) | dict(loaded.module.named_buffers())
+        for name, each in [*network.module.named_parameters(), *network.module.named_buffers()]:
+            if name in new:
+                each.copy_(new[name])
+
+    return OpenEngine(new_engine(runner, config), load)
 
 
 def new_engine(runner: Runner, config: EngineConfig) -> BatchingEngine:
@@ -136,19 +148,6 @@ def refuse_other_bases(config: EngineConfig) -> None:
         cache = None if config.cache is None else Path(config.cache)
         for path in adapter_folders(config).values():
             refuse_other_base(base, saved_base(path), seed=0, cache=cache)
-
-
-def _load_into(network: Network, weights: TrainedWeights, config: EngineConfig, cache_folder: Path | None) -> None:
-    """Copy other weights of the same model into the network in place, so that captured graphs stay valid."""
-    if weights.step is not None and not has_adapter(weights):
-        load_checkpoint(network, weights.path)
-        return
-    loaded, _ = open_network(weights, torch.device("cpu"), config.dtype, cache=cache_folder)
-    with torch.no_grad():
-        new = dict(loaded.module.named_parameters()) | dict(loaded.module.named_buffers())
-        for name, each in [*network.module.named_parameters(), *network.module.named_buffers()]:
-            if name in new:
-                each.copy_(new[name])
 
 
 NUM_BYTES = 256

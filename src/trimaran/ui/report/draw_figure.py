@@ -108,7 +108,8 @@ def draw_lines(figure: Lines, *, may_zoom: bool = False) -> Html:
     else:
         upwards = even_axis([*values, *([0.0] if figure.stacked else [])], figure.unit, may_log=figure.log_y)
 
-    shapes, series = [], []
+    shapes: list[Html] = [] if figure.x_name else grid_lines((), map(upwards.place, upwards.even_values()))
+    series = []
     for each, points in drawn:
         places, color = [(across.place(x), upwards.place(y)) for x, y in points], each.color or usual[each.name]
         if each.upper:

@@ -10,8 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import check_regular_file
+from trimaran.core import UserError, check_regular_file
 from trimaran.models import ModelSpec, weight_files
 from trimaran.models.families.disk_parts import HEAD, DiskPart, PartsOf
 from trimaran.models.from_hf import disk_layout, is_extra_layer

@@ -15,6 +15,7 @@ from trimaran.models import ModelSpec, PerceptionSpec, Spec, VlmSpec, decoder_of
 from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.decoder.decoder import Decoder
 from trimaran.nets.decoder.key_value_cache import KeyValueCache
+from trimaran.nets.decoder.moe import MoeLayer
 from trimaran.nets.decoder.tp_plan import serving_tensor_plan, tensor_plan
 from trimaran.nets.local_shards import ReadTensor, full_tensor, to_empty
 from trimaran.nets.paged_cache import PagedExtension
@@ -75,6 +76,10 @@ class Network:
     def may_leave_out_parameters(self) -> bool:
         """Whether a loss may not depend on some trained parameters, such as those of experts without tokens."""
         return False
+
+    def uncalled_linears(self) -> set[nn.Module]:
+        """Return linear layers whose weight the module around them uses in fp32: routers and stems of vision towers."""
+        return {each.gate for each in self.module.modules() if isinstance(each, MoeLayer)}
 
     def has_cache(self, device: torch.device) -> bool:
         """Return whether the network, on `device`, computes the same with a cache as without. Every rank calls it."""

@@ -1,6 +1,6 @@
 """Public names of `trimaran.parallel`, and the modules that they come from. They are imported on first use."""
 
-from .apply import apply_plan as apply_plan, gradient_sync as gradient_sync, sharding_steps as sharding_steps
+from .apply import apply_compile as apply_compile, apply_plan as apply_plan, gradient_sync as gradient_sync, sharding_steps as sharding_steps
 from .axes.cp import AllGatherContext as AllGatherContext, CONTEXTS as CONTEXTS, apply_cp as apply_cp
 from .axes.ep import TokenDispatcher as TokenDispatcher, apply_ep as apply_ep
 from .axes.fsdp import parameter_groups as parameter_groups
@@ -33,7 +33,6 @@ from .fp8_linear import (
     RECIPE_MAJOR as RECIPE_MAJOR, apply_fp8 as apply_fp8, as_fp8 as as_fp8, convert_linears as convert_linears, linear as linear,
     require_fp8_device as require_fp8_device,
 )
-from .frozen_weights import store_frozen_weights as store_frozen_weights
 from .joint_layers import apply_joint_projections as apply_joint_projections
 from .kernels.vocab_rows import row_gradients as row_gradients, row_sums as row_sums
 from .memory.activation_offload import (
@@ -41,7 +40,6 @@ from .memory.activation_offload import (
     SynchronousCopies as SynchronousCopies, apply_activation_offload as apply_activation_offload,
     offload_blocks as offload_blocks,
 )
-from .memory.compile import apply_compile as apply_compile
 from .memory.recompute import (
     RECOMPUTED_ATTRIBUTE as RECOMPUTED_ATTRIBUTE, apply_recompute as apply_recompute, matrix_rank as matrix_rank,
     selective_policy as selective_policy,
@@ -73,7 +71,7 @@ from .optimizer.state_streaming import (
 )
 from .precision import (
     autocast as autocast, fsdp_modules as fsdp_modules, kept_weight_casts as kept_weight_casts,
-    override_precision as override_precision,
+    override_precision as override_precision, store_frozen_weights as store_frozen_weights,
 )
 from .tensor_regions import (
     IndexEntry as IndexEntry, TensorIndex as TensorIndex, TensorMeta as TensorMeta, TensorRegion as TensorRegion,

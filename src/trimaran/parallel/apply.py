@@ -54,8 +54,6 @@ def steps_of(plan: Plan) -> Iterator[Apply]:
 
         yield apply_activation_offload
     if plan.compile:
-        from trimaran.parallel.memory.compile import apply_compile  # noqa: PLC0415
-
         yield apply_compile
     if plan.engine_traits.uses_fsdp:  # DeepSpeed shards the module itself, later
         yield from sharding_steps(plan)
@@ -63,6 +61,20 @@ def steps_of(plan: Plan) -> Iterator[Apply]:
         from trimaran.parallel.comm.compression import apply_compression  # noqa: PLC0415
 
         yield apply_compression
+
+
+def apply_compile(network: Network, plan: Plan, ranks: RankMesh) -> None:
+    """Compile each block separately: equal blocks share one compilation. Parameter names do not change.
+
+    Runs after recompute, whose policy becomes part of the graph, and before FSDP, whose hooks stay outside. Activation
+    offload wraps the compiled block, in either order.
+    """
+    if plan.compile:
+        import torch._dynamo  # noqa: F401, PLC0415  torch imports it when the first block is compiled
+
+        others = network.compiled_outside_blocks if ranks.degrees.tp == 1 else ()
+        for block in (*network.blocks, *others):
+            block.compile()
 
 
 def sharding_steps(plan: Plan) -> Iterator[Apply]:

@@ -155,10 +155,6 @@ def _multiply(
     )
 
 
-def _empty(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return left.new_empty(left.shape[0], right.shape[0], dtype=dtype)
-
-
 def _mx_matmul(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor) -> Tensor:
     """Return `left @ right.T` on a Blackwell GPU, which reads scales in tiles of 128x4."""
     kinds = {"scale_recipe_a": F.ScalingType.BlockWise1x32, "scale_recipe_b": F.ScalingType.BlockWise1x32}
@@ -180,7 +176,7 @@ def in_tiles(scales: Tensor) -> Tensor:
 define_operator(
     "fp8_block_matmul(Tensor left, Tensor left_scales, Tensor right, Tensor right_scales, ScalarType dtype) -> Tensor",
     _multiply,
-    _empty,
+    lambda left, left_scales, right, right_scales, dtype: left.new_empty(len(left), len(right), dtype=dtype),
 )
 
 

@@ -10,10 +10,8 @@ from torch import nn
 
 from trimaran.core import Plan
 from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
-from trimaran.nets import Network
-from trimaran.nets.decoder.attention import Attention, RMSNorm
-from trimaran.nets.decoder.decoder import Decoder, DecoderLayer
-from trimaran.nets.decoder.moe import ExpertWeights, FeedForward, MoeLayer
+from trimaran.nets import Attention, Decoder, DecoderLayer, Network, RMSNorm
+from trimaran.nets.decoder.moe import ExpertWeights, FeedForward
 from trimaran.nets.local_shards import own_dtype
 from trimaran.parallel.mesh import recompute_of, tower_of_blocks
 
@@ -32,12 +30,7 @@ def matmul_weights(network: Network) -> Iterator[nn.Parameter]:
     for module in modules:
         for each in module.parameters(recurse=False):
             num_owners[id(each)] = num_owners.get(id(each), 0) + 1
-    # Routers compute in fp32 after all, and stems of vision towers, which first sum their patch weights over frames.
-    in_fp32: set[nn.Module] = {each.gate for each in modules if isinstance(each, MoeLayer)}
-    if "vision" in network.towers:
-        from trimaran.nets.vlm.vision import Stem  # noqa: PLC0415  networks without images do not need it
-
-        in_fp32 |= {each.patch_embed for each in modules if isinstance(each, Stem)}
+    in_fp32 = network.uncalled_linears()
     for module in modules:
         if isinstance(module, MATMUL_MODULES) and own_dtype(module) is None and module not in in_fp32:
             for each in module.parameters(recurse=False):

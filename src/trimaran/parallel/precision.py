@@ -11,13 +11,14 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from trimaran.core import Plan
-from trimaran.nets import Network
-from trimaran.nets.decoder.moe import MoeLayer
+from trimaran.nets import MoeLayer, Network
 from trimaran.nets.local_shards import DTYPE_ATTRIBUTE, kept_shard_casts, own_dtype
 
 # With fp8, all other operators and the inputs and outputs of fp8 matmuls are bf16.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # never called, so an override applies to their children
+# The attributes of a transformers model that list modules whose weights stay in fp32.
+KEPT_IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[object]:
@@ -141,3 +142,24 @@ def _cast_if_needed(dtype: torch.dtype, value: Any) -> Any:
     accepted = {dtype, torch.float32}
     fits = not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dtype in accepted
     return value if fits else value.to(dtype)
+
+
+def store_frozen_weights(network: Network, plan: Plan) -> None:
+    """Store frozen parameters in the dtype that their module computes in, in place. Runs before `apply_plan`.
+
+    That is the plan's, or the one that the recipe gives the module. Nothing updates them, so no wider copy is needed,
+    and FSDP gathers them as they are stored. A parameter that several modules share has the widest of their dtypes.
+    Weights that transformers keeps in fp32 stay so.
+    """
+    wanted: dict[nn.Parameter, torch.dtype] = {}
+    in_fp32 = network.uncalled_linears()
+    lists = (getattr(each, attribute, None) for each in network.module.modules() for attribute in KEPT_IN_FP32)
+    kept = {name for names in lists for name in names or ()}
+    for path, module in network.module.named_modules():
+        dtype = torch.float32 if module in in_fp32 else own_dtype(module) or DTYPES[plan.precision]
+        for name, each in module.named_parameters(path, recurse=False):
+            if not each.requires_grad and each.is_floating_point():
+                here = torch.float32 if any(f".{part}." in f".{name}." for part in kept) else dtype
+                wanted[each] = torch.promote_types(wanted.get(each, here), here)
+    for each, dtype in wanted.items():
+        each.data = each.data.to(dtype)

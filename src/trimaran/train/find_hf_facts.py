@@ -14,7 +14,7 @@ from trimaran.models.hf_facts import HfFacts
 from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.hf.hf import HfNetwork
 from trimaran.nets.hf.hf_attention import longest_packed_row, mixes_documents, mixing_reason
-from trimaran.nets.hf.hf_sharding import count_experts, hf_tp_sizes
+from trimaran.nets.hf.hf_sharding import count_experts, hf_tensor_plan
 from trimaran.nets.hf.hf_stages import pipeline_layers
 from trimaran.nets.network import WeightsNeededError
 from trimaran.parallel.fp8_linear import fp8_layers
@@ -31,7 +31,7 @@ def find_hf_facts(section: ModelSection) -> HfFacts:
     except UserError as error:
         return HfFacts(untrainable=error)
     assert isinstance(network, HfNetwork), "the section names a Hugging Face model"
-    sizes, without_tp = _tried(lambda: hf_tp_sizes(network.module))
+    sizes, without_tp = _tried(lambda: hf_tensor_plan(network.module, degree=2)[1])
     has_fp8_layers = bool(fp8_layers(network))
     layers, without_pp = _tried(lambda: pipeline_layers(network))
     num_experts, without_ep = _tried(lambda: count_experts(network.module))

@@ -30,12 +30,7 @@ class AdapterUpdate:
     factor: Tensor | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenGroup:
-    """The tokens of a row that use the adapter with this number; `rows` None if all of them do."""
-
-    adapter: int
-    rows: Tensor | None
+TokenGroup = tuple[int, Tensor | None]  # a number of an adapter, and the tokens of a row that use it: None if all do
 
 
 class AdapterBank:
@@ -117,18 +112,17 @@ class AdapterBank:
         self, updates: Mapping[int, AdapterUpdate], has_bias: bool, layer: nn.Linear, args: tuple[Any, ...], out: Tensor
     ) -> Tensor | None:
         """Return a layer's output with the updates of its tokens; None, for no change, if no token has one."""
-        groups = [each for each in (self._head_groups if layer is self._head else self._groups)
-                  if each.adapter in updates]  # fmt: skip
+        used = self._head_groups if layer is self._head else self._groups
+        groups = [(updates[number], rows) for number, rows in used if number in updates]
         if not groups:
             return None
         x, flat = args[0].flatten(0, -2), out.flatten(0, -2)
         bias = local_part(layer.bias) if has_bias else None
-        for group in groups:
-            update = updates[group.adapter]
-            if group.rows is None:
+        for update, rows in groups:
+            if rows is None:
                 flat = _updated(x, flat, update, bias)
             else:
-                flat[group.rows] = _updated(x[group.rows], flat[group.rows], update, bias)
+                flat[rows] = _updated(x[rows], flat[rows], update, bias)
         return flat.view_as(out)
 
 
@@ -164,12 +158,9 @@ def _updated_weight(weight: Tensor, update: AdapterUpdate) -> Tensor:
 def _groups(of_tokens: np.ndarray, device: torch.device) -> list[TokenGroup]:
     numbers = np.unique(of_tokens)
     if len(numbers) == 1:
-        return [TokenGroup(int(numbers[0]), None)] if numbers[0] else []
-    return [
-        TokenGroup(int(number), torch.from_numpy(np.flatnonzero(of_tokens == number)).to(device))
-        for number in numbers
-        if number
-    ]
+        return [(int(numbers[0]), None)] if numbers[0] else []
+    rows = {int(each): torch.from_numpy(np.flatnonzero(of_tokens == each)).to(device) for each in numbers if each}
+    return [*rows.items()]
 
 
 @torch.no_grad()

@@ -9,9 +9,7 @@ from trimaran.core import AdapterSection, UserError, did_you_mean
 from trimaran.models.adapter_rules import ALL_LINEAR, last_parts, listed, refuse_large_rank, refuse_unknown_targets
 from trimaran.models.module_names import is_named
 from trimaran.nets.adapters.lora_linear import LoraLinear, add_adapter
-from trimaran.nets.decoder.moe import MoeLayer
 from trimaran.nets.network import Network, output_head, refuse_unknown_tower, tower_of
-from trimaran.nets.vlm.vision import Stem
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +48,12 @@ def adapter_layout(network: Network, section: AdapterSection) -> AdapterLayout:
     names = network.module.named_parameters(remove_duplicate=False)
     trained = frozenset(name for name, each in names if id(each) in wanted and each.requires_grad)
     # Experts are no linear layers, and a gate with one output has no low rank.
-    not_called = _layers_not_called(network)
+    not_called = network.uncalled_linears()
     plain = {name: part for name, part in network.module.named_modules() if type(part) is nn.Linear}
     linears = {
         name: each
         for name, each in plain.items()
-        if each.out_features > 1 and id(each) not in not_called
+        if each.out_features > 1 and each not in not_called
         if tower_of(name, network.towers) in adapted and f"{name}.weight" not in trained
     }
     targets = _matching(network, section, linears)
@@ -64,18 +62,12 @@ def adapter_layout(network: Network, section: AdapterSection) -> AdapterLayout:
     return AdapterLayout(targets=targets, trained=trained)
 
 
-def _layers_not_called(network: Network) -> set[int]:
-    """Return the ids of routers and patch embeddings: the module around each uses its weight."""
-    inside = {id(part.gate) for part in network.module.modules() if isinstance(part, MoeLayer)}
-    return inside | {id(part.patch_embed) for part in network.module.modules() if isinstance(part, Stem)}
-
-
 def linears_to_pack(network: Network, section: AdapterSection) -> Iterable[nn.Linear]:
     """Yield the layers that a 4-bit base packs, after `attach_adapter`: those inside the blocks of adapted towers."""
     adapted = section.towers or ([*network.towers][-1],)
-    blocks, not_called = {part for block in network.blocks for part in block.modules()}, _layers_not_called(network)
+    blocks, not_called = {part for block in network.blocks for part in block.modules()}, network.uncalled_linears()
     for name, part in network.module.named_modules():
-        is_called = type(part) in (nn.Linear, LoraLinear) and id(part) not in not_called
+        is_called = type(part) in (nn.Linear, LoraLinear) and part not in not_called
         if is_called and part in blocks and tower_of(name, network.towers) in adapted:
             assert isinstance(part, nn.Linear)
             yield part

@@ -17,10 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trimaran.core import AdapterSection, UserError
-from trimaran.core.regular_files import check_regular_file
-from trimaran.models import read_json
-from trimaran.models.vlm_config import disk_form
+from trimaran.core import AdapterSection, UserError, check_regular_file
+from trimaran.models import disk_form, read_json
 from trimaran.nets.adapters.attach import AdapterLayout, adapter_layout
 from trimaran.nets.adapters.lora_linear import LoraLinear, adapter_scaling, is_adapter_parameter
 from trimaran.nets.decoder.moe import ExpertWeights
@@ -295,24 +293,18 @@ def _fill_layer(
     if not math.isclose(opened.scaling(module, len(down)), adapter_scaling(section), rel_tol=1e-6):
         raise _other_shape(opened, module, f"the scaling {opened.scaling(module, len(down)):g}")
     rows = stored.rows(layer.out_features)
-    down, up = _own_part(down, up[rows], before, section.rank)
+    # An adapter of the recipe's rank is shared by all parts, and each gets a copy. One that was written for the parts
+    # has their ranks in sum, and all but one block of the rows is zero.
+    up, own = up[rows], slice(before * section.rank, (before + 1) * section.rank)
+    others = torch.cat([up[:, : own.start], up[:, own.stop :]], dim=1)
+    if len(down) != section.rank and not others.any():
+        down, up = down[own], up[:, own]
     if down.shape != layer.lora_A.shape or up.shape != layer.lora_B.shape:
         raise _other_shape(opened, module, f"the shapes {[*down.shape]} and {[*up.shape]}")
     _fill(layer.lora_A, down)
     _fill(layer.lora_B, up)
     if layer.lora_magnitude is not None:
         _fill(layer.lora_magnitude, opened.tensor(PREFIX + module + MAGNITUDE).flatten()[rows])
-
-
-def _own_part(down: Tensor, up: Tensor, before: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the adapter of one part of a joint projection, given the rows of this part.
-
-    An adapter of the recipe's rank is shared by all parts, and each gets a copy. One that was written for the parts has
-    their ranks in sum, and all but one block of the rows is zero.
-    """
-    own = slice(before * rank, (before + 1) * rank)
-    others = torch.cat([up[:, : own.start], up[:, own.stop :]], dim=1)
-    return (down, up) if len(down) == rank or others.any() else (down[own], up[:, own])
 
 
 def _fill(parameter: Tensor, value: Tensor) -> None:

@@ -237,7 +237,12 @@ class MoeLayer(nn.Module):
         if self.training and torch.is_grad_enabled():
             self.routing_stats = self.routing_stats.to(x.device).add_(routing.stats)
         places = sorted_places(routing.choices.flatten()).view(-1, self.spec.top_k)
-        sent = self.dispatch.send(self.experts, self._rows(x, routing, places), routing.counts)
+        rows = scatter_rows(x.flatten(0, 1), places)  # in the order of their experts, one for each choice
+        if self.spec.router.weights_input:
+            weights = routing.weights.flatten(0, 1)
+            factors = weights.new_empty(len(rows), 1).index_copy(0, places.flatten(), weights.view(-1, 1))
+            rows = rows * factors.to(rows.dtype)
+        sent = self.dispatch.send(self.experts, rows, routing.counts)
         shared = None if self.shared_expert is None else self.shared_expert(x)  # while rows travel
         if shared is not None and self.shared_expert_gate is not None:
             shared = self.shared_expert_gate(x).sigmoid() * shared
@@ -269,16 +274,6 @@ class MoeLayer(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             bias = None if self.gate.bias is None else local_for_compute(self.gate.bias).float()
             return F.linear(x.float(), local_for_compute(self.gate.weight).float(), bias)
-
-    def _rows(self, x: Tensor, routing: Routing, places: Tensor) -> Tensor:
-        """Return the rows of `x` in the order of their experts, one for each choice."""
-        rows = scatter_rows(x.flatten(0, 1), places)
-        if not self.spec.router.weights_input:
-            return rows
-        weights = routing.weights.flatten(0, 1)
-        return rows * weights.new_empty(len(rows), 1).index_copy(0, places.flatten(), weights.view(-1, 1)).to(
-            rows.dtype
-        )
 
     def _reset_routing_stats(self) -> None:
         # Not a buffer: buffers are broadcast from rank 0 and saved in checkpoints.

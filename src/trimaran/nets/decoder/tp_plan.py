@@ -4,8 +4,7 @@ Between the sharded matmuls the stream is sharded along the sequence (sequence p
 its part of the norms and residuals.
 """
 
-from trimaran.models import ModelSpec
-from trimaran.models.vlm_spec import VlmSpec
+from trimaran.models import ModelSpec, VlmSpec
 
 ENDS = {"embed_tokens": "embedding-to-sequence", "norm": "parameters", "lm_head": "sequence-to-logits"}
 ATTENTION = {

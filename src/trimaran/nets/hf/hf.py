@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trimaran.core import UserError
 from trimaran.models import Spec, model_folder, weight_files
+from trimaran.models.hf_facts import refuse_tp_degree
 from trimaran.models.vlm_config import FOREIGN
 from trimaran.nets.absent_modules import STREAM_ARGUMENT
 from trimaran.nets.decoder.attention_context import Context, document_positions
@@ -140,7 +141,9 @@ class HfNetwork(Network):
         return shape, shape
 
     def tensor_plan(self, degree: int) -> Mapping[str, str]:
-        return hf_tensor_plan(self.whole_module, degree)
+        plan, sizes = hf_tensor_plan(self.whole_module, degree)
+        refuse_tp_degree(degree, sizes)
+        return plan
 
     def serving_plan(self, degree: int) -> Mapping[str, str]:
         styles = self.tensor_plan(degree)

@@ -172,6 +172,11 @@ def mixing_reason(module: Any) -> str:
     return getattr(module, MIXING_ATTRIBUTE)
 
 
+def first_line(error: Exception) -> str:
+    """Return the kind of an error of a model's own code, and the first line of its text."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 def first_true(reasons: Mapping[str, bool]) -> str:
     """Return the first reason that applies; empty if none does."""
     return next((reason for reason, applies in reasons.items() if applies), "")

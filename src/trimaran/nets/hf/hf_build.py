@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # private in torch; 
 from trimaran.core import UserError
 from trimaran.models import model_folder, weight_files
 from trimaran.nets.hf.hf import auto_class, blocks_of, hf_config, hf_model, load_hf_model
+from trimaran.nets.hf.hf_attention import first_line
 from trimaran.nets.hf.hf_kinds import refuse_other_kind, refuse_without_head
 from trimaran.nets.hf_weights import open_sources, open_weights
 from trimaran.nets.local_shards import local_part, local_slices
@@ -204,7 +205,7 @@ def _build_on_meta(config: Any, folder: Path | None, trust_remote_code: bool) ->
     except UserError:
         raise
     except Exception as error:  # any error of transformers or of the model's own code
-        return None, [], f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return None, [], first_line(error)
     return module, sources, problem
 
 

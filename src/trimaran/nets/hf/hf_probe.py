@@ -17,6 +17,7 @@ from trimaran.nets.hf.hf_attention import (
     ISOLATING_LAYERS,
     SCOPE_ARGUMENT,
     attention_difference,
+    first_line,
     first_true,
     is_noncausal,
     takes_scope,
@@ -257,7 +258,7 @@ def paged_difference(network: Network, device: torch.device) -> str:
         if not reason:
             reason = _difference_of_logits(network, tokens, torch.stack(whole))
     except Exception as error:  # any error of the model's own code
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        reason = first_line(error)
     if not reason:
         setattr(module, PAGED_ATTRIBUTE, True)
     elif not takes_scope(module):

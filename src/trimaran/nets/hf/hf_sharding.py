@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.core import UserError
-from trimaran.models.hf_facts import refuse_tp_degree
 from trimaran.models.spec import every_rank_has_rows
 from trimaran.nets.decoder.scattered_rows import gather_rows, scatter_rows, sorted_places
 from trimaran.nets.local_shards import with_local_parameters
@@ -108,23 +107,13 @@ def _no_experts(module: nn.Module, reason: str) -> UserError:
                      fix="set ep to 1 and shard the parameters instead: plan.mesh.dp_shard")  # fmt: skip
 
 
-def hf_tensor_plan(module: Any, degree: int) -> dict[str, str]:
-    """Return the style of every module that has parameters, by name pattern.
+def hf_tensor_plan(module: Any, degree: int) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the style of every module with parameters, by name pattern, and the heads and widths that must divide.
 
     There is no sequence parallelism: transformers' attention would take a part of the sequence for all of it. Embedding
     and head are sharded along the vocabulary, in which the last ranks hold fewer rows if the degree does not divide it.
+    Raises UserError if there is no tensor-parallel plan for the model.
     """
-    plan, sizes = _plan_and_sizes(module, degree)
-    refuse_tp_degree(degree, sizes)
-    return plan
-
-
-def hf_tp_sizes(module: Any) -> dict[str, int]:
-    """Return the heads and widths that a degree must divide. Raises UserError without a tensor-parallel plan."""
-    return _plan_and_sizes(module, degree=2)[1]
-
-
-def _plan_and_sizes(module: Any, degree: int) -> tuple[dict[str, str], dict[str, int]]:
     if reason := UNSUPPORTED.get(module.config.model_type):
         raise _tp_unsupported(module, reason)
     ours = OUR_PLANS.get(module.config.model_type, {})

@@ -27,7 +27,7 @@ from trimaran.nets.absent_modules import (
     record_layer,
     tensors_in,
 )
-from trimaran.nets.hf.hf_attention import transformers, uses_eager_attention
+from trimaran.nets.hf.hf_attention import first_line, transformers, uses_eager_attention
 
 if TYPE_CHECKING:
     from trimaran.nets.hf.hf import HfNetwork
@@ -132,7 +132,7 @@ def _traced(module: nn.Module, name: str) -> tuple[Any, LayerTrace]:
             try:
                 trace.logits = meta(use_cache=False, **arguments).logits
             except Exception as error:  # any error of the model's own code
-                reason = reason or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                reason = reason or first_line(error)
                 continue
             finally:
                 for handle in handles:
@@ -266,7 +266,7 @@ def _problem(module: Any, layers: LayerList, part: range, dtype: torch.dtype) ->
         try:
             out = module(use_cache=False, **arguments, **entering)
         except Exception as error:  # any error of the model's own code
-            problem = problem or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            problem = problem or first_line(error)
             continue
         result = out if isinstance(out, Tensor) else out.logits
         if (part.stop < layers.count) != isinstance(out, Tensor):

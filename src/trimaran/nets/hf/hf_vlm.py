@@ -107,7 +107,10 @@ class QwenVisionAdapter(VisionAdapter):
         super().__init__(module, spec)
         pack_images(self._model.visual)
         stem = self._model.visual.patch_embed.proj
-        stem.forward = MethodType(_patch_matmul, stem)
+        # The convolution of patches of the kernel's own size, [P, features], is one matmul.
+        stem.forward = MethodType(
+            lambda own, patches: F.linear(patches.flatten(1), own.weight.flatten(1), own.bias), stem
+        )
 
     def encode(self, images: ImagePatches) -> Tensor:
         """See `VisionAdapter`. Passes values that the tower would otherwise compute with device synchronisation."""
@@ -126,11 +129,6 @@ class QwenVisionAdapter(VisionAdapter):
             pixels = pixels.unflatten(1, (CHANNELS, 1, -1)).expand(-1, -1, vision.frames, -1)
         arguments["grid_thw"] = F.pad(grids, (1, 0), value=1)
         return self._model.visual(pixels.flatten(1), **arguments).pooler_output
-
-
-def _patch_matmul(stem: nn.Conv3d, patches: Tensor) -> Tensor:
-    """Return the convolution of patches of the kernel's own size, [P, features]: one matmul."""
-    return F.linear(patches.flatten(1), stem.weight.flatten(1), stem.bias)
 
 
 class LlavaVisionAdapter(VisionAdapter):

@@ -84,31 +84,29 @@ class Vlm(nn.Module):
         if positions is not None:
             decoder, local = self.spec.language, torch.stack([self.context.shard(each) for each in positions])
             rotation = grid_rotation_at(local, decoder.block.rope, decoder.head_dim, self.spec.sections)
-        run = partial(
-            self.language,
+        # The tokens of deepstack are added after the first layers. Those of layers on later stages accompany the
+        # stream, in its last dimension.
+        pending: list[Tensor] = []
+        num_in, num_out = (0, 0) if is_text else self.num_pending
+        if placed is not None and deep:
+            assert self.language.place is not None
+            zero = deep[0].new_zeros(1)  # at text positions
+            pending = [self.language.place(zero, each, placed[1]) for each in deep]
+        elif num_in and placed is None:
+            first, *pending = stream[0].chunk(1 + num_in, -1)
+            stream = (first,)
+        now, later = pending[: len(pending) - num_out], pending[len(pending) - num_out :]
+        out, balance = self.language(
+            *stream,
             tokens=tokens,
             documents=documents,
             lengths=lengths,
             rotation=rotation,
             placed=placed,
+            added=now,
             extension=extension,
         )
-        if not self.spec.projector.deepstack or is_text:
-            return run(*stream)
-        # What the language model returns. The tokens of deepstack are added after its first layers.
-        # Those of layers on later stages accompany the stream, in its last dimension.
-        assert self.language is not None
-        num_in, num_out = self.num_pending
-        num_added = (num_in if not deep else len(deep)) - num_out
-        if placed is not None:
-            assert self.language.place is not None
-            zero = deep[0].new_zeros(1)  # at text positions
-            pending = [self.language.place(zero, each, placed[1]) for each in deep]
-        else:
-            first, *pending = stream[0].chunk(1 + num_in, -1)
-            stream = (first,)
-        out, balance = run(*stream, added=pending[:num_added])
-        return torch.cat([out, *pending[num_added:]], -1) if num_out else out, balance
+        return torch.cat([out, *later], -1) if later else out, balance
 
     @property
     def num_pending(self) -> tuple[int, int]:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.core import UserError
-from trimaran.models import read_json
+from trimaran.models import VlmSpec, read_json
 from trimaran.models.vlm_config import Form, disk_form, form_of_config, vlm_to_disk
-from trimaran.models.vlm_spec import VlmSpec
 from trimaran.nets.decoder.key_value_cache import KeyValueCache
 from trimaran.nets.decoder.tp_plan import serving_tensor_plan, vlm_tensor_plan
 from trimaran.nets.hf_weights import open_sources, refuse_problems
@@ -20,6 +19,7 @@ from trimaran.nets.network import Network
 from trimaran.nets.nf4_linear import loadable_weights, weight_to_fill
 from trimaran.nets.paged_cache import PagedExtension
 from trimaran.nets.varlen_attention import run_lengths
+from trimaran.nets.vlm.vision import Stem
 from trimaran.nets.vlm.vlm_model import Vlm
 from trimaran.nets.vlm.vlm_names import DiskTensor, canonical, in_memory, may_be_ignored, on_disk
 
@@ -162,6 +162,10 @@ class VlmNetwork(Network):
     def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:
         images = {name: inputs[name] for name in IMAGE_INPUTS if name in inputs}
         return self.module(*stream, tokens=inputs["tokens"], extension=extension, **images)[0]
+
+    def uncalled_linears(self) -> set[nn.Module]:
+        stems = {each.patch_embed for each in self.module.modules() if isinstance(each, Stem)}
+        return Network.uncalled_linears(self) | stems
 
     @property
     def towers(self) -> Mapping[str, str]:

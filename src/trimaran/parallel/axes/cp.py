@@ -13,8 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trimaran.core import Plan
-from trimaran.nets import Context, Network
-from trimaran.nets.decoder.attention_context import AttentionScope, attend
+from trimaran.nets import AttentionScope, Context, Network, attend
 from trimaran.nets.varlen_attention import PLAIN, AttentionOptions, causal_window, masked_attention, run_lengths
 from trimaran.parallel.axes.block_attention import Scores
 from trimaran.parallel.axes.ring_attention import ring_attention

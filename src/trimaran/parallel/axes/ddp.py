@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from trimaran.core import Plan
-from trimaran.nets import Network
-from trimaran.nets.nf4_linear import packed_parameters
+from trimaran.nets import Network, packed_parameters
 from trimaran.parallel.axes.fsdp import experts_of, reducing_ranks, replicate_fsdp, set_expert_gradient_divisor
 from trimaran.parallel.mesh import RankMesh
 

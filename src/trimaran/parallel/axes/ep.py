@@ -12,9 +12,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from trimaran.core import Plan
 from trimaran.models.hf_facts import refuse_ep_degree
-from trimaran.nets import Network
+from trimaran.nets import Network, gather_rows, scatter_rows, sorted_places
 from trimaran.nets.decoder.moe import ExpertWeights, MoeLayer, as_autocast
-from trimaran.nets.decoder.scattered_rows import gather_rows, scatter_rows, sorted_places
 from trimaran.nets.hf.hf_sharding import count_experts, spread, spreadable_experts, stacked_experts
 from trimaran.parallel.axes.sharded_layers import compute_some_experts, sharded
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS

@@ -15,16 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from trimaran.core import Plan
-from trimaran.core.engine_rules import unit_sizes
+from trimaran.core import Plan, unit_sizes
 from trimaran.core.plan import Sharding
 from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.nets import Network
+from trimaran.nets import Network, packed_parameters, tower_of
 from trimaran.nets.decoder.decoder import DecoderLayer, PredictionLayer
 from trimaran.nets.decoder.moe import ExpertWeights
 from trimaran.nets.hf.hf_sharding import is_spread
-from trimaran.nets.network import tower_of
-from trimaran.nets.nf4_linear import packed_parameters
 from trimaran.parallel.axes.image_split import image_split_towers
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
 from trimaran.parallel.disk_store import put_on_disk
@@ -113,10 +110,8 @@ def _joined(units: Sequence[FsdpUnit], names: Mapping[int, str], plan: Plan) -> 
     rows: dict[tuple[object, ...], list[FsdpUnit]] = {}
     for unit in units:
         (module,) = unit.modules
-        joins = isinstance(module, DecoderLayer) and not isinstance(
-            module, PredictionLayer
-        )  # which not all forwards call
-        if joins and unit.sharding != "none":
+        is_layer = isinstance(module, DecoderLayer) and not isinstance(module, PredictionLayer)  # not always called
+        if is_layer and unit.sharding != "none":
             rows.setdefault((names[id(module)].rpartition(".")[0], unit.dtype, unit.sharding), []).append(unit)
     joined: dict[int, tuple[nn.Module, ...]] = {}  # by the last layer of a unit; the others have none
     for row in rows.values():

@@ -12,12 +12,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from trimaran.core import Plan
 from trimaran.models import matches_module
-from trimaran.nets import Network
+from trimaran.nets import Network, tower_of
 from trimaran.nets.absent_modules import AbsentModule
 from trimaran.nets.adapters.lora_linear import DOWN, MAGNITUDE, UP, LoraLinear, is_adapter_parameter
 from trimaran.nets.decoder.attention import WideRMSNorm
 from trimaran.nets.local_shards import local_for_compute
-from trimaran.nets.network import tower_of
 from trimaran.parallel.axes.sharded_layers import (
     ForeignColumns,
     ForeignExperts,
@@ -144,11 +143,9 @@ class ReducedOutput(ShardedParameters):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
         if isinstance(module, nn.Linear) and module.bias is not None and computes_with_shards(module):
-            module.register_forward_hook(self._add_bias)
+            local = partial(local_for_compute, gradient_is_partial=self._is_partial)
+            module.register_forward_hook(lambda linear, _, out: out + local(linear.bias).to(out.dtype))
         return module
-
-    def _add_bias(self, module: nn.Linear, _: Any, out: Tensor) -> Tensor:
-        return out + local_for_compute(module.bias, gradient_is_partial=self._is_partial).to(out.dtype)
 
 
 class ShardedWideNorm(ParallelStyle):

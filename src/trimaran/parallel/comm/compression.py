@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from trimaran.core import Plan, UserError
-from trimaran.core.plan import data_axis
+from trimaran.core import Plan, UserError, data_axis
 from trimaran.core.replica_sync import Compression, LayerKind
 from trimaran.nets import Network
 from trimaran.nets.local_shards import is_fsdp_module

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from trimaran.core import Plan
 from trimaran.core.replica_sync import INT8_BLOCK, SPARSE_BLOCK, SPARSE_LEVEL_BYTES, LocalSteps, synchronisation_bytes
 from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.nets import Network
-from trimaran.nets.local_shards import local_part
+from trimaran.nets import Network, local_part
 from trimaran.parallel.comm.gradient_exchange import gather_single, int8_message, read_int8
 from trimaran.parallel.mesh import RankMesh
 from trimaran.runs.gloo_listeners import closed_listeners

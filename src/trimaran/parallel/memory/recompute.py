@@ -20,8 +20,7 @@ from torch.utils.checkpoint import (
 
 from trimaran.core import Plan
 from trimaran.core.plan import RECOMPUTED_BY_OPERATOR, Recompute
-from trimaran.nets import Network
-from trimaran.nets.adapters.lora_linear import LoraLinear
+from trimaran.nets import LoraLinear, Network
 from trimaran.parallel.axes import ring_attention as _registers_operator  # noqa: F401
 from trimaran.parallel.mesh import RankMesh, recompute_of, tower_of_blocks
 

@@ -181,7 +181,9 @@ class LowMemoryAdamW(SplitWeightsOptimizer):
         streamed = {key: _as_table(value) for key, value in states.items() if key not in NOT_MOMENTS}
         others = {"weight": weight, "low": low}
         streamed |= {key: each for key, each in others.items() if each is not None and store_of(each) is not None}
-        multiple = max(CHUNK_ROW_MULTIPLE, *(_rows_per_block(each) for each in streamed.values()))
+        # Rows of a table on disk begin and end with a block of its file.
+        widths = [each.shape[1] * each.element_size() for each in streamed.values() if store_of(each) is not None]
+        multiple = max(CHUNK_ROW_MULTIPLE, *(ALIGNMENT // math.gcd(ALIGNMENT, each) for each in widths), 1)
         height = max(multiple, self._chunk_values // max(1, weight.shape[1]) // multiple * multiple)
         for start in range(0, len(weight) if weight.numel() else 0, max(1, height)):
             rows, runs = slice(start, min(start + height, len(weight))), None
@@ -215,13 +217,6 @@ def _zeros(moments: MomentFormat, shard: Tensor, on_host: bool, store: DiskStore
         else torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
         for key, (shape, dtype) in moments.layout(tuple(shard.shape)).items()
     }
-
-
-def _rows_per_block(table: Tensor) -> int:
-    """Return how many rows of a table on disk begin and end with a block of its file; 1 for one in memory."""
-    if store_of(table) is None:
-        return 1
-    return ALIGNMENT // math.gcd(ALIGNMENT, table.shape[1] * table.element_size())
 
 
 def _as_table(tensor: Tensor) -> Tensor:

@@ -96,7 +96,11 @@ def optimizer_of(
 ) -> Optimizer:
     """Return the optimizer of `build_optimizer` for these parameters and their names."""
     constants = train.optimizer
-    groups = named_groups(names, train, towers)
+    by_mesh: dict[object, dict[nn.Parameter, str]] = {}  # torch's fused kernel cannot mix meshes
+    for each, name in names.items():
+        by_mesh.setdefault(each.device_mesh if is_dtensor(each) else None, {})[each] = name
+    groups = [group for on_mesh in by_mesh.values() for group in decay_groups(on_mesh, train, towers)]
+    groups = [group | {"params": [(names[each], each) for each in group["params"]]} for group in groups]
     defaults = {
         "lr": train.lr,
         "betas": (constants.beta1, constants.beta2),
@@ -114,17 +118,6 @@ def optimizer_of(
     return LowMemoryAdamW(
         groups, defaults=defaults, states=states, seed=train.seed, on_host=on_host, split=split, disk=disk
     )
-
-
-def named_groups(
-    names: Mapping[nn.Parameter, str], train: TrainSection, towers: Mapping[str, str] = ONE_TOWER
-) -> list[dict[str, Any]]:
-    """Return the `decay_groups` of named parameters, one set per mesh: torch's fused kernel cannot mix meshes."""
-    by_mesh: dict[object, dict[nn.Parameter, str]] = {}
-    for each, name in names.items():
-        by_mesh.setdefault(each.device_mesh if is_dtensor(each) else None, {})[each] = name
-    groups = [group for on_mesh in by_mesh.values() for group in decay_groups(on_mesh, train, towers)]
-    return [group | {"params": [(names[each], each) for each in group["params"]]} for group in groups]
 
 
 def decay_groups(

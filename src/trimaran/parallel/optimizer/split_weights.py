@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from trimaran.core import Plan
-from trimaran.nets import Network
-from trimaran.nets.local_shards import full_tensor
+from trimaran.nets import Network, full_tensor
 from trimaran.parallel.joint_layers import matmul_weights
 from trimaran.parallel.tensor_shards import SplitWeight, goes_to_disk, split_fp32
 

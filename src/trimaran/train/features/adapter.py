@@ -10,7 +10,7 @@ from trimaran.nets.adapters.peft_format import load_peft_adapter, refuse_inexpre
 from trimaran.nets.initial_weights import initialise_adapter
 from trimaran.nets.local_shards import is_on_meta
 from trimaran.nets.nf4_linear import pack_frozen_weights
-from trimaran.parallel.frozen_weights import store_frozen_weights
+from trimaran.parallel.precision import store_frozen_weights
 from trimaran.train.rank_networks import Attachment
 
 

@@ -14,7 +14,7 @@ from .report.figure_axis import (
 from .report.sparse_feeds import MachinesFeed as MachinesFeed
 from .report.markup import Html as Html, tag as tag
 from .report.draw_figure import (
-    LABEL_GAP as LABEL_GAP, MAX_LABEL as MAX_LABEL, draw_figure as draw_figure, draw_lines as draw_lines,
+    LABEL_GAP as LABEL_GAP, MAX_LABEL as MAX_LABEL, draw_figure as draw_figure,
     end_labels as end_labels, spread_apart as spread_apart,
 )
 from .report.plots import MACHINE_TITLES as MACHINE_TITLES, SPREAD_TITLES as SPREAD_TITLES

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimaran.autopilot.decision_loop import ChangeAnswer, DecisionLoop, PendingRequest, RunSettings
-from trimaran.autopilot.proposal import Proposal
+from trimaran.autopilot.policy import Proposal
 from trimaran.autopilot.trial import TimedStep
 from trimaran.core import AutopilotSection
 

@@ -2,16 +2,15 @@
 
 from .drill.drill import Drills as Drills, complete_target as complete_target
 from .drill.drill_run import (
-    RunObserver as RunObserver, drills_file as drills_file, is_own as is_own, mark_as_own as mark_as_own,
+    DrillResult as DrillResult, Observed as Observed, RunObserver as RunObserver, drills_file as drills_file,
+    is_complete as is_complete, is_own as is_own, judge as judge, mark_as_own as mark_as_own,
 )
-from .drill.find_processes import find_processes as find_processes
 from .drill.inject import (
     DrillFault as DrillFault, FaultName as FaultName, INJECTIONS as INJECTIONS, KINDS as KINDS,
     MAX_FILL_BYTES as MAX_FILL_BYTES, damage_checkpoint as damage_checkpoint, filled_disk as filled_disk,
-    inject as inject, parse_kill_in_change as parse_kill_in_change, parse_slow as parse_slow,
+    find_processes as find_processes, inject as inject, parse_kill_in_change as parse_kill_in_change, parse_slow as parse_slow,
     refuse_shared_disk as refuse_shared_disk,
 )
-from .drill.measure import DrillResult as DrillResult, Observed as Observed, is_complete as is_complete, judge as judge
 from .machine.bench import (
     complete_collectives as complete_collectives, complete_comm_groups as complete_comm_groups,
     write_calibration as write_calibration,

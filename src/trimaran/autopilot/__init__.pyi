@@ -9,11 +9,9 @@ from .decision_loop import (
     PendingRequest as PendingRequest, RunSettings as RunSettings,
 )
 from .policy import (
-    MemoryTrend as MemoryTrend, Situation as Situation, advise as advise, decide as decide, why_not as why_not,
-)
-from .proposal import (
-    Proposal as Proposal, changes_course as changes_course, describe as describe, is_changeable as is_changeable,
-    is_pinned as is_pinned, settings_of as settings_of, undo_of as undo_of,
+    MemoryTrend as MemoryTrend, Proposal as Proposal, Situation as Situation, advise as advise,
+    changes_course as changes_course, decide as decide, describe as describe, is_changeable as is_changeable,
+    is_pinned as is_pinned, settings_of as settings_of, undo_of as undo_of, why_not as why_not,
 )
 from .propose_changes import (
     SLOW_RANKS as SLOW_RANKS, SLOW_RATIO as SLOW_RATIO, best_layout as best_layout, deal_by_speed as deal_by_speed,

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.autopilot.decision_loop import ChangeAnswer, DecisionLoop, Output, PendingRequest, RunSettings
-from trimaran.autopilot.policy import GROWING_MEMORY_FRACTION, fits
-from trimaran.autopilot.proposal import Patch, Proposal, settings_of
+from trimaran.autopilot.policy import GROWING_MEMORY_FRACTION, Patch, Proposal, fits, settings_of
 from trimaran.autopilot.propose_changes import (
     best_layout,
     proposals_of,
@@ -26,11 +25,8 @@ from trimaran.autopilot.propose_changes import (
     without_slow_node,
 )
 from trimaran.autopilot.trial import TimedStep
-from trimaran.core import Decision, UserError
-from trimaran.core.regular_files import open_regular_fd
-from trimaran.doctor.diagnose import diagnose
-from trimaran.doctor.evidence import Evidence, read_evidence
-from trimaran.doctor.memory_fix import usable_bytes
+from trimaran.core import Decision, UserError, open_regular_fd
+from trimaran.doctor import Evidence, diagnose, read_evidence, usable_bytes
 from trimaran.doctor.predicted_gain import can_measure_links, with_measured_links
 from trimaran.doctor.step_breakdown import get_number, step_breakdown
 from trimaran.machine import Link
@@ -92,15 +88,12 @@ class Controller:
         self._known_settings: dict[str, Any] = {}
         self._read(first=True)
         # Go on with the trial of an earlier controller of this run.
-        trial, request = self.loop.trial, read_change_request(self.run)
-        if trial is None:
-            return
-        is_ours = request is not None and request.by == "autopilot" and request.id == trial.request
-        pending = None
-        if request is not None and is_ours:
-            pending = PendingRequest(id=request.id, patch=dict(request.patch), reason=request.reason)
-            self._requested_at = self._clock()
-        self.loop.resume_trial(pending)
+        if (trial := self.loop.trial) is not None:
+            request, pending = read_change_request(self.run), None
+            if request is not None and request.by == "autopilot" and request.id == trial.request:
+                pending = PendingRequest(id=request.id, patch=dict(request.patch), reason=request.reason)
+                self._requested_at = self._clock()
+            self.loop.resume_trial(pending)
 
     def poll(self) -> None:
         """Read what is new, and write decisions and a request if there are any."""
@@ -124,7 +117,11 @@ class Controller:
                 self.run.change_request.unlink(missing_ok=True)
                 self.loop.abandon_request(f"the ranks did not answer for {ANSWER_SECONDS:.0f} s")
         pending = read_change_request(self.run) if self.run.change_request.exists() else None
-        if self._has_open_incident() or (pending is not None and pending.by == "user"):
+        has_open_incident = any(
+            each.action is None or (each.action in OPEN_ACTIONS and "seconds_to_recover" not in each.cost)
+            for each in self._reader.incidents()[-1:]
+        )
+        if has_open_incident or (pending is not None and pending.by == "user"):
             self._write(loop.take_output())
             return
         self._notice_recovery()
@@ -149,35 +146,26 @@ class Controller:
                 if get_number(line, "memory", "reserved") is not None:  # only the CUDA allocator reports it
                     self._memory_limit = get_number(line, "memory", "total") or self._memory_limit
         for event in self._reader.events():
-            self._read_event(event)
+            kind, step, pending = event.get("kind"), int(event.get("step") or 0), self.loop.pending
+            if kind == "change":
+                if (answer := read_answer(event)) is not None:
+                    self.loop.add_answer(answer)
+                continue
+            self.loop.marks.add(event)
+            if kind == "ready" and pending is not None and _is_about_nodes(pending):
+                # The ranks were started again on other nodes.
+                took = self._clock() - self._requested_at
+                known = ChangeAnswer(
+                    id=pending.id, step=step, status="applied", patch=pending.patch, pause_seconds=took
+                )
+                self.loop.add_answer(known)
         if restarted and not first:
             self._links = None  # the number of ranks may be another
             if not self._waits_for_nodes:
                 self.loop.restarted(self.loop.step)
         self._waits_for_nodes = _is_about_nodes(self.loop.pending)
 
-    def _read_event(self, event: Mapping[str, Any]) -> None:
-        kind, step = event.get("kind"), int(event.get("step") or 0)
-        if kind == "change":
-            if (answer := read_answer(event)) is not None:
-                self.loop.add_answer(answer)
-            return
-        self.loop.marks.add(event)
-        if kind == "ready" and (pending := self.loop.pending) is not None and _is_about_nodes(pending):
-            # The ranks were started again on other nodes.
-            seconds = self._clock() - self._requested_at
-            self.loop.add_answer(
-                ChangeAnswer(id=pending.id, step=step, status="applied", patch=pending.patch, pause_seconds=seconds)
-            )
-
-    def _has_open_incident(self) -> bool:
-        return any(
-            each.action is None or (each.action in OPEN_ACTIONS and "seconds_to_recover" not in each.cost)
-            for each in self._reader.incidents()[-1:]
-        )
-
     def _notice_recovery(self) -> None:
-        """If a node that was left out is fast again, look at once whether to take it back."""
         try:
             version = self.run.node_speeds.stat().st_mtime_ns
         except OSError:
@@ -225,7 +213,6 @@ class Controller:
         return found
 
     def _evidence(self) -> Evidence:
-        """Return the evidence of the steps that are compared, and of those between them."""
         evidence = read_evidence(self.run, calibrations=self._calibrations)
         first = min((each.step for each in self.loop.baseline_steps()), default=0)
         return replace(evidence, steps=tuple(each for each in evidence.steps if each["step"] >= first))
@@ -275,16 +262,15 @@ def _is_about_nodes(pending: PendingRequest | None) -> bool:
 
 def read_sample(line: Mapping[str, Any]) -> TimedStep | None:
     """Return the step of a line of the metrics; None if it has no time."""
-    step, seconds = line.get("step"), get_number(dict(line), "step_seconds")
-    if not isinstance(step, int) or not seconds:
+
+    def number(*path: str) -> float:
+        return get_number(dict(line), *path) or 0.0
+
+    step, seconds, checkpoint = line.get("step"), number("step_seconds"), number("phases", "checkpoint")
+    if not isinstance(step, int) or not seconds or seconds <= checkpoint + number("phases", "data"):
         return None
-    checkpoint, data = (get_number(dict(line), "phases", name) or 0.0 for name in ("checkpoint", "data"))
-    ranks = get_number(dict(line), "ranks", "peak_bytes", "max") or 0.0
-    peak = max(ranks, get_number(dict(line), "peak_bytes") or 0.0)
-    if seconds <= checkpoint + data:
-        return None
-    written = get_number(dict(line), "time") or 0.0
-    return TimedStep(step, seconds - checkpoint, seconds, peak_bytes=peak, time=written)
+    peak = max(number("ranks", "peak_bytes", "max"), number("peak_bytes"))
+    return TimedStep(step, seconds - checkpoint, seconds, peak_bytes=peak, time=number("time"))
 
 
 def read_answer(event: Mapping[str, Any]) -> ChangeAnswer | None:
@@ -310,14 +296,11 @@ def read_answer(event: Mapping[str, Any]) -> ChangeAnswer | None:
 @contextmanager
 def only_controller(run: RunDirectory) -> Iterator[bool]:
     """Yield whether this process is the only autopilot of the run; it stays so until the end."""
-    fd = open_regular_fd(run.path / "autopilot.lock", os.O_CREAT | os.O_RDWR, mode=0o600)
+    fd, is_only = open_regular_fd(run.path / "autopilot.lock", os.O_CREAT | os.O_RDWR, mode=0o600), True
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_only = True
-    except BlockingIOError:
-        is_only = False
-    except OSError:
-        is_only = True  # a network disk without locks
+    except OSError as error:
+        is_only = not isinstance(error, BlockingIOError)  # any other: a network disk without locks
     try:
         yield is_only
     finally:
@@ -334,29 +317,9 @@ def control(run: RunDirectory, stop: threading.Event, *, calibrations: Path | No
                 if is_only:
                     controller = Controller(run, calibrations=calibrations)
                     while not stop.wait(POLL_SECONDS):
-                        with contextlib.suppress(
-                            UserError, FileNotFoundError
-                        ):  # the recipe or the plan is being replaced
+                        # The recipe or the plan may be being replaced.
+                        with contextlib.suppress(UserError, FileNotFoundError):
                             controller.poll()
             stop.wait(10 * POLL_SECONDS)  # another controller may end before the run does
     except Exception:
         log.exception("the autopilot has ended; the run continues without it")
-
-
-class ControllerThread:
-    """Runs the autopilot of a run in a thread of this process, between `start` and `end`."""
-
-    def __init__(self, run: RunDirectory, *, calibrations: Path | None = None) -> None:
-        self._stop = threading.Event()
-        options: dict[str, Any] = {"calibrations": calibrations}
-        self._thread = threading.Thread(
-            target=control, args=(run, self._stop), kwargs=options, name="autopilot", daemon=True
-        )
-
-    def __enter__(self) -> "ControllerThread":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(timeout=5.0)

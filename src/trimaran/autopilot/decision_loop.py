@@ -5,8 +5,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from trimaran.autopilot.policy import MemoryTrend, Situation, baseline_steps_needed, choose_change
-from trimaran.autopilot.proposal import CHECKPOINT_FIELDS, Patch, Proposal, describe
+from trimaran.autopilot.policy import (
+    CHECKPOINT_FIELDS,
+    MemoryTrend,
+    Patch,
+    Proposal,
+    Situation,
+    baseline_steps_needed,
+    choose_change,
+    describe,
+)
 from trimaran.autopilot.trial import (
     MAX_BASELINE_STEPS,
     AppliedChange,
@@ -96,7 +104,6 @@ class DecisionLoop:
 
     @property
     def trial(self) -> Decision | None:
-        """The decision that is being tried."""
         return next((each for each in self.decisions.values() if each.outcome == "trying"), None)
 
     @property
@@ -148,31 +155,26 @@ class DecisionLoop:
                 self._since = max(self._since, answer.step + WARM_UP_STEPS + 1)
         else:
             self.pending = None
+            pause, in_place = answer.pause_seconds, answer.in_place
             if answer.status == "applied":
-                self._applied(trial, answer, pending)
-            else:
-                # End a trial whose request was refused or failed. The ranks are back on the plan that they had.
-                if not self._changes:
-                    if answer.status == "failed":
-                        self._pauses[answer.in_place].append(answer.pause_seconds)
-                    why = f"{trial.reason}; {answer.status}: {answer.error}" if answer.error else trial.reason
-                    measured = {"pause_seconds": answer.pause_seconds} if answer.pause_seconds else None
-                    outcome: DecisionOutcome = "refused" if answer.status == "refused" else "failed"
-                    self._write(replace(trial, outcome=outcome, reason=why, measured=measured))
-                    self._forget_trial(answer.step)
-                else:
-                    # If the old plan cannot be restored, what was tried goes on, and is measured no further.
-                    self._end(trial, "kept" if self._changes[-1].is_after else "rolled-back")
-
-    def _applied(self, trial: Decision, answer: ChangeAnswer, pending: PendingRequest | None) -> None:
-        is_after = answer.patch == trial.patch
-        self._pauses[answer.in_place].append(answer.pause_seconds)
-        change = AppliedChange(
-            step=answer.step, is_after=is_after, pause_seconds=answer.pause_seconds, in_place=answer.in_place
-        )
-        self._changes.append(change)
-        if not is_after and (outcome := pending.outcome if pending else "rolled-back" if trial.measured else None):
-            self._end(trial, outcome)
+                is_after = answer.patch == trial.patch
+                self._pauses[in_place].append(pause)
+                change = AppliedChange(step=answer.step, is_after=is_after, pause_seconds=pause, in_place=in_place)
+                self._changes.append(change)
+                ends_with = pending.outcome if pending else "rolled-back" if trial.measured else None
+                if not is_after and ends_with:
+                    self._end(trial, ends_with)
+            elif self._changes:
+                # If the old plan cannot be restored, what was tried goes on, and is measured no further.
+                self._end(trial, "kept" if self._changes[-1].is_after else "rolled-back")
+            else:  # the ranks are back on the plan that they had
+                if answer.status == "failed":
+                    self._pauses[in_place].append(pause)
+                why = f"{trial.reason}; {answer.status}: {answer.error}" if answer.error else trial.reason
+                measured = {"pause_seconds": pause} if pause else None
+                outcome: DecisionOutcome = "refused" if answer.status == "refused" else "failed"
+                self._write(replace(trial, outcome=outcome, reason=why, measured=measured))
+                self._forget_trial(answer.step)
 
     def _user_changed(self, answer: ChangeAnswer) -> None:
         """A person's change wins: it ends the trial as it stands, and its fields stay as the person set them."""
@@ -232,7 +234,12 @@ class DecisionLoop:
                 elif move == "keep":
                     self._end(trial, "kept")
                 elif move == "roll back":
-                    self._request(trial, trial.undo, "rolled-back", f"take back: {_why_rolled_back(record)}")
+                    comparison, why = compare(record.windows) if record.before else None, "it cost too much"
+                    if comparison is not None:
+                        why = f"{comparison.gain:.1%} shorter steps are not shown to be more than noise"
+                        if comparison.gain < 0:
+                            why = f"steps are {-comparison.gain:.1%} longer with it"
+                    self._request(trial, trial.undo, "rolled-back", f"take back: {why}")
         elif self.section.mode != "off" and self.is_due():
             self._decide(facts, now, propose)
         return self.take_output()
@@ -261,10 +268,15 @@ class DecisionLoop:
         if len(steps) < MIN_BASELINE_STEPS:
             return
         baseline = baseline_of([each.seconds for each in steps])
-        left = facts.total_steps - self.step
+        half, memory = len(steps) // 2, None
+        if facts.memory_limit and steps:
+            parts = (steps[:half], steps[half:])
+            earlier, later = (max((each.peak_bytes for each in part), default=0.0) for part in parts)
+            growth = max(0.0, later - earlier) / max(1, half)
+            memory = MemoryTrend(peak=max(earlier, later), growth=growth, limit=facts.memory_limit)
         situation = Situation(
             step=self.step,
-            steps_left=left,
+            steps_left=facts.total_steps - self.step,
             baseline=baseline,
             settings=facts.settings,
             proposals=[*self._returns(baseline, facts.settings)] or propose(),
@@ -272,7 +284,7 @@ class DecisionLoop:
             decisions=list(self.decisions.values()),
             pins=self.pins,
             may_change_course=self.section.may_change_course,
-            memory=_memory_use(steps, facts.memory_limit),
+            memory=memory,
             pause_seconds={kind: sum(pauses) / len(pauses) for kind, pauses in self._pauses.items() if pauses},
             shifted_at=self.shift.step if self.shift else 0,
         )
@@ -359,21 +371,15 @@ class DecisionLoop:
         )
 
     def _end(self, trial: Decision, outcome: DecisionOutcome) -> None:
-        known = self._known_step(trial, outcome)
+        known, record = None, self._record(trial)
+        if record.before and self._changes:  # a step under the plan that the run goes on with, as it was measured
+            after = [each for window in record.windows if window.is_after for each in window.seconds]
+            known = (baseline_of(after) if after else None) if outcome == "kept" else record.baseline
         self._write(replace(self.decisions[trial.id], outcome=outcome, measured=self._measured(trial)))
         self._forget_trial(self._changes[-1].step if self._changes else self.step)
         self._known = known
 
-    def _known_step(self, trial: Decision, outcome: DecisionOutcome) -> Baseline | None:
-        """Return a step under the plan that the run goes on with, as the trial has measured it."""
-        record = self._record(trial)
-        if not record.before or not self._changes:
-            return None
-        after = [each for window in record.windows if window.is_after for each in window.seconds]
-        return (baseline_of(after) if after else None) if outcome == "kept" else record.baseline
-
     def _measured(self, trial: Decision) -> dict[str, float] | None:
-        """Return what the trial has measured so far."""
         record = self._record(trial)
         if not record.before or not self._changes:
             return trial.measured
@@ -408,21 +414,3 @@ class DecisionLoop:
         """Return the latest steady steps under the present plan."""
         warm = [each for each in self._samples if each.step >= self._since and self.marks.is_warm(each.step)]
         return self.marks.steady(warm[-MAX_BASELINE_STEPS:], TimedStep.place)
-
-
-def _memory_use(steps: Sequence[TimedStep], limit: float | None) -> MemoryTrend | None:
-    """Return the peak of recent steps and its growth per step; None if the limit is not known."""
-    if not limit or not steps:
-        return None
-    half = len(steps) // 2
-    earlier, later = (max((each.peak_bytes for each in part), default=0.0) for part in (steps[:half], steps[half:]))
-    return MemoryTrend(peak=max(earlier, later), growth=max(0.0, later - earlier) / max(1, half), limit=limit)
-
-
-def _why_rolled_back(trial: TrialRecord) -> str:
-    comparison = compare(trial.windows) if trial.before else None
-    if comparison is None:
-        return "it cost too much"
-    if comparison.gain < 0:
-        return f"steps are {-comparison.gain:.1%} longer with it"
-    return f"{comparison.gain:.1%} shorter steps are not shown to be more than noise"

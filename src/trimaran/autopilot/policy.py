@@ -1,17 +1,18 @@
 """Which change to try next: facts in, one decision or none out. A pure function.
 
 Every proposal is priced: what it should gain over the steps that are left, times the chance that a trial can show it,
-less what the trial costs. The best one is tried if it pays and if the budget for trials allows its worst case.
+less what the trial costs. The best one is tried if it pays and if the budget for trials allows its worst case. Also
+what a proposal is: a change, what it should gain, and what trying it costs.
 """
 
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from statistics import NormalDist
 from typing import Any, Protocol
 
-from trimaran.autopilot.proposal import Proposal, changes_course, is_changeable, is_pinned, undo_of
 from trimaran.autopilot.trial import (
     LOOK_CONFIDENCE,
     MIN_HARM_STEPS,
@@ -19,11 +20,95 @@ from trimaran.autopilot.trial import (
     max_trial_steps,
 )
 from trimaran.autopilot.verdict import Baseline, smallest_gain_to_show, steps_to_show
-from trimaran.core import AutopilotSection, Decision, UserError
-from trimaran.core.plugins import KINDS, load_plugin
-from trimaran.runs.read.steady_steps import WARM_UP_STEPS
+from trimaran.core import KINDS, AutopilotSection, Decision, Plan, Recipe, UserError, load_plugin
+from trimaran.core.autopilot_section import OTHER_CHANGEABLE_FIELDS
+from trimaran.planner.change_plan import RESULT_FIELDS
+from trimaran.runs import LEFT_OUT_FIELD, WARM_UP_STEPS
 
 log = logging.getLogger(__name__)
+
+
+Patch = dict[str, Any]  # recipe fields by dotted name, such as `plan.micro_batch`
+CHECKPOINT_FIELDS = tuple(field for field in OTHER_CHANGEABLE_FIELDS if field.startswith("checkpoint."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """One change: `patch`, and `undo`, the patch that takes it back.
+
+    `gain` is the fraction of a step that it should save, `uncertainty` the standard deviation of that. `reason` is one
+    sentence, `finding` the code of the finding that it is from. `peak_ratio` is the predicted peak memory with it over
+    that without it. `saves_memory`: it is made to need less memory, whatever it costs in time. `is_in_place`: ranks
+    make it without building networks again. `first_step_seconds` is what the first step takes longer: compilation.
+    `facts` are further numbers to write down with the decision. `is_measured`: its gain follows from steps that were
+    measured, so it may take back a change that was kept.
+    """
+
+    patch: Patch
+    undo: Patch
+    gain: float
+    uncertainty: float
+    reason: str
+    finding: str = ""
+    peak_ratio: float = 1.0
+    saves_memory: bool = False
+    is_in_place: bool = False
+    first_step_seconds: float = 0.0
+    is_measured: bool = False
+    facts: Mapping[str, float] = field(default_factory=dict)
+
+
+def is_changeable(field: str) -> bool:
+    """Return whether a running run can change the field at all."""
+    return field.startswith("plan.") or field in OTHER_CHANGEABLE_FIELDS or field == LEFT_OUT_FIELD
+
+
+def changes_course(patch: Iterable[str]) -> bool:
+    """Return whether a patch changes the results of training, not only how they are computed."""
+    names = [f"plan.{name}" for name in RESULT_FIELDS]
+    return any(field == each or field.startswith(f"{each}.") for field in patch for each in names)
+
+
+def is_pinned(field: str, pins: Iterable[str]) -> bool:
+    """Return whether a pin such as `mesh`, `plan.mesh` or `plan.mesh.tp` covers the field.
+
+    Micro-batch and accumulation change together, so a pin of one covers both.
+    """
+    names = {field, field.replace("grad_accum", "micro_batch"), field.replace("micro_batch", "grad_accum")}
+    full = [pin for each in pins for pin in (each, f"plan.{each}")]
+    return any(
+        name == pin or name.startswith(f"{pin}.") or pin.startswith(f"{name}.") for name in names for pin in full
+    )
+
+
+def settings_of(plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    """Return the present values of the fields that can change, by dotted name."""
+    tree = recipe.model_dump(mode="json", include={"data", "checkpoint", "faults"})
+    others = {field: reduce(lambda here, key: here[key], field.split("."), tree) for field in OTHER_CHANGEABLE_FIELDS}
+    return dict(_leaves(plan.model_dump(mode="json"), "plan.")) | others
+
+
+def undo_of(patch: Mapping[str, Any], settings: Mapping[str, Any]) -> Patch | None:
+    """Return the patch that restores the present values; None if a field has none."""
+    if any(field not in settings for field in patch):
+        return None
+    return {field: settings[field] for field in patch}
+
+
+def describe(patch: Mapping[str, Any], undo: Mapping[str, Any]) -> str:
+    """Return a patch as text, such as `micro_batch 1 -> 4, grad_accum 8 -> 2`."""
+    return ", ".join(
+        f"{name.removeprefix('plan.')} {undo.get(name)} -> {value}"
+        for name, value in patch.items()
+        if undo.get(name) != value
+    )
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, Any]]:
+    for name, value in tree.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
 
 
 NORMAL = NormalDist()
@@ -210,7 +295,7 @@ def why_not(proposal: Proposal, situation: Situation) -> str | None:
         return "it would change the results of training"
     if situation.memory is not None and not fits(proposal, situation.memory.peak, situation.memory.limit):
         return "it would not fit"
-    # Why the decisions so far forbid the proposal; None if they do not.
+    # Do the decisions so far forbid it?
     tries = [
         each
         for each in situation.decisions
@@ -227,7 +312,7 @@ def why_not(proposal: Proposal, situation: Situation) -> str | None:
 
 def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, is_same_plan: bool) -> str | None:
     """Return why one earlier decision forbids the proposal; `is_same_plan`: the plan has not changed since."""
-    same = _key(old.patch) == _key(proposal.patch)
+    same, now = _key(old.patch) == _key(proposal.patch), situation.baseline.step_seconds
     further = is_same_plan and _goes_further(proposal, old, situation)
     if old.outcome in ("failed", "refused"):
         contains = all(proposal.patch.get(name, _MISSING) == value for name, value in old.patch.items())
@@ -235,7 +320,9 @@ def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, i
     if old.outcome in ("rolled-back", "kept") and not is_current(old, situation):
         return None
     if old.outcome == "rolled-back" and old.measured:
-        if _was_better(old, situation):
+        # If steps were clearly shorter with it than they are without it now, the machine became slower during the
+        # trial, and the change was blamed for it.
+        if now > (1 + MIN_CHANGED_FRACTION) * old.measured.get("step_seconds", math.inf):
             return None
         further |= same and old.measured.get("gain", 0.0) < -MIN_CLEAR_LOSS
         return "it did not help before" if further or (same and is_same_plan) else None
@@ -250,7 +337,9 @@ def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, i
             for earlier in kept[:index]
         )
         may_return = num_returns < MAX_MEASURED_RETURNS if proposal.is_measured else not num_returns
-        may_return &= proposal.is_measured or _has_drifted(old, situation)
+        # If steps have become clearly longer since it was kept, its reasons may be gone.
+        after = (old.measured or {}).get("step_seconds", 0.0)
+        may_return &= proposal.is_measured or (bool(after) and now > (1 + MIN_DRIFT_TO_RETURN) * after)
         return None if may_return else "it would take back a change that was kept"
     forbidden = {"undone": "a person took it back", "advised": "it was advised before"}
     return forbidden.get(old.outcome) if same else None
@@ -267,34 +356,14 @@ def _returns(proposal: Proposal, old: Decision) -> bool:
                for each, value in proposal.patch.items())  # fmt: skip
 
 
-def _was_better(old: Decision, situation: Situation) -> bool:
-    """Return whether steps were clearly shorter with a change that was rolled back than they are without it now.
-
-    Then the machine became slower during the trial, and the change was blamed for it.
-    """
-    then = (old.measured or {}).get("step_seconds", math.inf)
-    return situation.baseline.step_seconds > (1 + MIN_CHANGED_FRACTION) * then
-
-
-def _has_drifted(old: Decision, situation: Situation) -> bool:
-    """Return whether steps have become clearly longer since a decision was kept: its reasons may be gone."""
-    after = (old.measured or {}).get("step_seconds", 0.0)
-    return bool(after) and situation.baseline.step_seconds > (1 + MIN_DRIFT_TO_RETURN) * after
-
-
 def _goes_further(proposal: Proposal, old: Decision, situation: Situation) -> bool:
     """Return whether the proposal moves one number further in the direction in which a decision failed."""
     for name, value in old.patch.items():
         now, new = situation.settings.get(name), proposal.patch.get(name)
-        if name == "plan.grad_accum" or not _is_number(value) or not _is_number(now) or not _is_number(new):
-            continue
-        if now < value <= new or new <= value < now:
+        are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (value, now, new))
+        if name != "plan.grad_accum" and are_numbers and (now < value <= new or new <= value < now):
             return True
     return False
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _key(patch: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ Everything is priced against the measured step. What the model knows little abou
 policy may try it where that is cheap.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trimaran.autopilot.proposal import (
+from trimaran.autopilot.policy import (
     Patch,
     Proposal,
     changes_course,
@@ -23,17 +24,13 @@ from trimaran.autopilot.proposal import (
 )
 from trimaran.core import Decision, Finding, Plan, UserError
 from trimaran.core.autopilot_section import OTHER_CHANGEABLE_FIELDS
-from trimaran.doctor.evidence import Evidence
+from trimaran.doctor import Evidence, forecast, predicted_gain
 from trimaran.doctor.memory_fix import cheapest_memory_fix
-from trimaran.doctor.predicted_gain import forecast, predicted_gain
 from trimaran.doctor.rules.balance import slow_computer
 from trimaran.doctor.step_breakdown import MIN_STEPS, StepBreakdown, get_number, steady_steps, step_breakdown
 from trimaran.launch.supervise.next_attempt import resized
+from trimaran.planner import check_micro_batches, neighbour_patches, plan_with, search
 from trimaran.planner.change_plan import RESULT_FIELDS, is_in_place
-from trimaran.planner.memory_ladder import plan_with
-from trimaran.planner.rules.replica_rules import check_micro_batches
-from trimaran.planner.search.goals import search
-from trimaran.planner.search.neighbours import neighbour_patches
 from trimaran.runs.node_records import LEFT_OUT_FIELD, has_recovered, speedup_of
 
 MIN_UNCERTAINTY = 0.05  # of a step: how far the cost model is off even where it predicts no change
@@ -94,15 +91,9 @@ def with_recovered_node(
     if measured is None:
         return []
     for host in left_out:
-        # The last decision that left a node out; None if a person did.
-        added = (
-            each
-            for each in reversed(decisions)
-            if each.outcome == "kept"
-            and host in each.patch.get(LEFT_OUT_FIELD, ())
-            and host not in each.undo[LEFT_OUT_FIELD]
-        )
-        cause = next(added, None)
+        kept = [each for each in decisions if each.outcome == "kept" and host in each.patch.get(LEFT_OUT_FIELD, ())]
+        # None if a person left the node out.
+        cause = next((each for each in reversed(kept) if host not in each.undo[LEFT_OUT_FIELD]), None)
         if cause is None or not has_recovered(speeds.get(host, ())):
             continue
         size = now + int(cause.baseline.get(SLOW_RANKS, 0))
@@ -169,7 +160,11 @@ def rows_by_speed(evidence: Evidence, settings: Mapping[str, Any]) -> list[Propo
     patch: Patch = {FIELD: [] if len({*rows}) == 1 else rows}
     undo = {FIELD: settings[FIELD]}
     gain = (1 - then / slow.most) * (measured.compute + measured.straggler) / measured.step
-    if patch == undo or gain <= 0 or not _is_allowed(plan, patch[FIELD]):
+    if patch == undo or gain <= 0:
+        return []
+    try:
+        check_micro_batches(plan.model_copy(update={"micro_batches": tuple(patch[FIELD])}))
+    except UserError:
         return []
     return [
         Proposal(
@@ -210,14 +205,6 @@ def deal_by_speed(total: int, num_ranks: int, slow: int, slowdown: float) -> lis
     return [fewest if index == slow else next(others) for index in range(num_ranks)]
 
 
-def _is_allowed(plan: Plan, rows: Sequence[int]) -> bool:
-    try:
-        check_micro_batches(plan.model_copy(update={"micro_batches": tuple(rows)}))
-    except UserError:
-        return False
-    return True
-
-
 MAX_HOST_MEMORY_FRACTION = 0.9  # in use, above which no loader processes are added
 MAX_HOST_SAMPLES = 64  # of the nodes, the most recent ones
 COMPILE_SECONDS, WARM_COMPILE_SECONDS = 30.0, 10.0  # assumed; 37 s on the 2 busy cores of the test machine
@@ -245,16 +232,18 @@ def proposals_of(
         by_patch.setdefault(_key(each.patch), each)  # the most important finding comes first
     found, known = list(by_patch.values()), {*by_patch}
     question = evidence.planner_inputs()
-    for kind, patch in neighbour_patches(evidence.plan, question, far=True) if question else ():
+    candidates = [*neighbour_patches(evidence.plan, question, far=True)] if question else []
+    if question and evidence.recipe.autopilot.may_change_course:  # fewer bits, which change the results of training
+        plan = evidence.plan
+        if plan.precision == "fp32" and question.cluster.device.traits.prefers_16_bits:
+            candidates.append(("precision", {"plan.precision": "bf16"}))
+        if plan.mesh.dp_replicate > 1 and plan.comm.compression == "none" and plan.comm.overlap:
+            candidates.append(("compression", {"plan.comm.compression": "bf16"}))
+    for kind, patch in [*candidates, *([("layout", layout)] if layout else [])]:
         if _key(patch) not in known:
             known.add(_key(patch))
             priced = _priced(evidence, measured, patch, settings)
             found += [each for each in priced if kind not in MEMORY_FOR_TIME or each.peak_ratio >= 1]
-    for patch in _course_changes(evidence) if question else ():
-        if _key(patch) not in known:
-            found += _priced(evidence, measured, patch, settings)
-    if layout and _key(layout) not in known:
-        found += _priced(evidence, measured, layout, settings)
     if peak_is_near:
         found += _saving_memory(evidence, settings)
     return found
@@ -265,62 +254,59 @@ def _of_findings(evidence: Evidence, findings: Sequence[Finding], settings: Mapp
     for finding in findings:
         patch = _as_json(finding.patch)
         undo = undo_of(patch, settings)
-        if not patch or undo is None or not all(map(is_changeable, patch)) or not _host_has_room(evidence, patch):
+        if not patch or undo is None or not all(map(is_changeable, patch)):
             continue
+        if "data.workers" in patch:  # a host that runs out of memory kills a process, which may be a rank
+            samples = ((get_number(each, "ram_used"), get_number(each, "ram")) for each in evidence.samples)
+            fractions = [used / total for used, total in samples if used and total]
+            if max(fractions[-MAX_HOST_SAMPLES:], default=0.0) >= MAX_HOST_MEMORY_FRACTION:
+                continue
         # The allocator's settings are judged by time: retries cost some, and the peak of what is allocated stays.
         saves_memory = finding.code in MEMORY_CODES and not patch.keys() <= {*OTHER_CHANGEABLE_FIELDS}
         if finding.gain is None and not saves_memory:
             continue
         gain = finding.gain or 0.0
-        yield Proposal(
-            patch=patch,
-            undo=undo,
+        yield _predicted(
+            evidence,
+            patch,
+            undo,
             gain=gain,
             uncertainty=max(MIN_UNCERTAINTY, (1.2 - finding.confidence) * abs(gain)),
             reason=f"{finding.verdict}; {describe(patch, undo)}",
             finding=finding.code,
-            peak_ratio=_peak_ratio(evidence, patch),
             saves_memory=saves_memory,
-            is_in_place=_is_in_place(evidence.plan, patch),
-            first_step_seconds=_first_step_seconds(evidence.plan, patch),
         )
 
 
 def _priced(evidence: Evidence, measured: StepBreakdown, patch: Patch, settings: Mapping[str, Any]) -> list[Proposal]:
-    """Return the proposal for a patch; none if it cannot run, does not fit, or cannot be predicted."""
     patch = _as_json(patch)
-    undo, question = undo_of(patch, settings), evidence.planner_inputs()
-    if undo is None or question is None or (changes_course(patch) and not _may_change_course(evidence)):
+    undo, may_change_course = undo_of(patch, settings), evidence.recipe.autopilot.may_change_course
+    if undo is None or evidence.planner_inputs() is None or (changes_course(patch) and not may_change_course):
         return []
     gain = predicted_gain(evidence, measured, patch)
     if gain is None:
         return []
     direction = f"{gain:.0%} shorter" if gain > 0 else f"{-gain:.0%} longer, give or take {MIN_UNCERTAINTY:.0%},"
-    return [
-        Proposal(
-            patch=patch,
-            undo=undo,
-            gain=gain,
-            uncertainty=max(MIN_UNCERTAINTY, RELATIVE_UNCERTAINTY * abs(gain)),
-            reason=f"{describe(patch, undo)}: steps should be {direction} by the cost model",
-            peak_ratio=_peak_ratio(evidence, patch),
-            is_in_place=_is_in_place(evidence.plan, patch),
-            first_step_seconds=_first_step_seconds(evidence.plan, patch),
-        )
-    ]
+    uncertainty = max(MIN_UNCERTAINTY, RELATIVE_UNCERTAINTY * abs(gain))
+    reason = f"{describe(patch, undo)}: steps should be {direction} by the cost model"
+    return [_predicted(evidence, patch, undo, gain=gain, uncertainty=uncertainty, reason=reason)]
 
 
-def _peak_ratio(evidence: Evidence, patch: Patch) -> float:
-    """Return the predicted peak memory with the patch over that without it; 1 if it cannot be predicted."""
-    question = evidence.planner_inputs()
-    if question is None or not any(name.startswith("plan.") for name in patch):
-        return 1.0
-    try:
-        changed = plan_with(evidence.plan, patch)
-    except ValidationError:
-        return 1.0
-    now, then = forecast(question, evidence.plan), forecast(question, changed)
-    return then.peak_bytes / now.peak_bytes if now.peak_bytes else 1.0
+def _predicted(evidence: Evidence, patch: Patch, undo: Patch, **known: Any) -> Proposal:
+    """Return the proposal for a patch, with `known` and what the planner tells of the changed plan."""
+    plan, question = evidence.plan, evidence.planner_inputs()
+    peak_ratio, in_place, first_step_seconds = 1.0, False, 0.0
+    with contextlib.suppress(ValidationError):
+        changed = plan_with(plan, patch)
+        in_place = is_in_place(plan, changed)
+        if question is not None and any(name.startswith("plan.") for name in patch):
+            now, then = forecast(question, plan), forecast(question, changed)
+            peak_ratio = then.peak_bytes / now.peak_bytes if now.peak_bytes else 1.0
+    if patch.get("plan.compile", plan.compile) and not in_place:  # torch keeps what it compiled before on disk
+        first_step_seconds = WARM_COMPILE_SECONDS if plan.compile else COMPILE_SECONDS
+    known = {"peak_ratio": peak_ratio, **known}
+    place: dict[str, Any] = {"is_in_place": in_place, "first_step_seconds": first_step_seconds}
+    return Proposal(patch=patch, undo=undo, **place, **known)
 
 
 def _saving_memory(evidence: Evidence, settings: Mapping[str, Any]) -> list[Proposal]:
@@ -331,17 +317,16 @@ def _saving_memory(evidence: Evidence, settings: Mapping[str, Any]) -> list[Prop
     if fix is None or undo is None:
         return []
     return [
-        Proposal(
-            patch=patch,
-            undo=undo,
+        _predicted(
+            evidence,
+            patch,
+            undo,
             gain=fix.gain,
             uncertainty=MIN_UNCERTAINTY,
             reason=f"memory is about to run out: {describe(patch, undo)}; {fix.effect}",
             finding="F061",
             peak_ratio=fix.then.peak_bytes / fix.now.peak_bytes if fix.now.peak_bytes else 1.0,
             saves_memory=True,
-            is_in_place=_is_in_place(evidence.plan, patch),
-            first_step_seconds=_first_step_seconds(evidence.plan, patch),
         )
     ]
 
@@ -372,51 +357,6 @@ def best_layout(evidence: Evidence) -> Patch:
     before, after = (settings_of(each, evidence.recipe) for each in (plan, answer.ranked[0]))
     leaves = [name for name, value in after.items() if not isinstance(value, dict)]
     return {name: after[name] for name in leaves if before.get(name) != after[name]}
-
-
-def _may_change_course(evidence: Evidence) -> bool:
-    return evidence.recipe.autopilot.may_change_course
-
-
-def _course_changes(evidence: Evidence) -> Iterator[Patch]:
-    """Yield changes that change the results of training, if the recipe allows them: fewer bits."""
-    plan, question = evidence.plan, evidence.planner_inputs()
-    if question is None or not _may_change_course(evidence):
-        return
-    if plan.precision == "fp32" and question.cluster.device.traits.prefers_16_bits:
-        yield {"plan.precision": "bf16"}
-    if plan.mesh.dp_replicate > 1 and plan.comm.compression == "none" and plan.comm.overlap:
-        yield {"plan.comm.compression": "bf16"}
-
-
-def _host_has_room(evidence: Evidence, patch: Patch) -> bool:
-    """Return whether every node has memory for what the patch adds to it: more loader processes.
-
-    A host that runs out of memory kills a process, which may be a rank.
-    """
-    if "data.workers" not in patch:
-        return True
-    fractions = [
-        used / total
-        for each in evidence.samples
-        if (used := get_number(each, "ram_used")) and (total := get_number(each, "ram"))
-    ]
-    return max(fractions[-MAX_HOST_SAMPLES:], default=0.0) < MAX_HOST_MEMORY_FRACTION
-
-
-def _is_in_place(plan: Plan, patch: Patch) -> bool:
-    """Return whether ranks make the change without building networks again."""
-    try:
-        return is_in_place(plan, plan_with(plan, patch))
-    except ValidationError:
-        return False
-
-
-def _first_step_seconds(plan: Plan, patch: Patch) -> float:
-    """Return what compiling the blocks of the changed plan takes; torch keeps what it compiled before on disk."""
-    if not patch.get("plan.compile", plan.compile) or _is_in_place(plan, patch):
-        return 0.0
-    return WARM_COMPILE_SECONDS if plan.compile else COMPILE_SECONDS
 
 
 def _as_json(patch: Mapping[str, Any]) -> Patch:

@@ -159,7 +159,6 @@ def next_move(trial: TrialRecord) -> Move:
 
 
 def _alternate(trial: TrialRecord) -> Move:
-    """Return what to do next if windows with and without the change take turns."""
     if len(trial.windows[-1].seconds) < window_steps(trial):
         return "wait"
     if not trial.changes[-1].is_after:
@@ -186,7 +185,6 @@ def _look_once(trial: TrialRecord) -> Move:
 
 
 def _verdict(comparison: Comparison | None) -> Move:
-    """Return what follows from a comparison: keep, roll back, or look again later."""
     if comparison is None:
         return "wait"
     if comparison.confidence >= LOOK_CONFIDENCE:
@@ -203,7 +201,6 @@ def window_steps(trial: TrialRecord) -> int:
 
 
 def max_trial_steps(steps_left: float) -> int:
-    """Return how many steps with a change a trial may take."""
     return max(MIN_WINDOW_STEPS, int(min(MAX_WINDOW_STEPS, MAX_STEPS_LEFT_FRACTION * steps_left)))
 
 
@@ -214,7 +211,6 @@ def alternates(trial: TrialRecord) -> bool:
 
 
 def _harms(trial: TrialRecord) -> bool:
-    """Return whether the change is surely for the worse, or has cost all that it may."""
     if trial.lost_seconds > trial.allowance:
         return True
     after = [each for window in trial.windows if window.is_after for each in window.seconds]

@@ -33,7 +33,6 @@ class StepWindow:
     seconds: tuple[float, ...]
 
     def first(self, count: int) -> "StepWindow":
-        """Return the window of the first `count` steps."""
         return StepWindow(self.is_after, self.steps[:count], self.seconds[:count])
 
 
@@ -70,11 +69,6 @@ class Baseline:
     inflation: float = 1.0
 
 
-def baseline_of(seconds: Sequence[float]) -> Baseline:
-    """Return what is typical of these steps. `seconds` must not be empty."""
-    return _baseline_of(tuple(seconds))
-
-
 @lru_cache(maxsize=8)  # that of a trial stays the same until its end
 def _baseline_of(seconds: tuple[float, ...]) -> Baseline:
     logs = [math.log(each) for each in seconds]
@@ -89,6 +83,11 @@ def _baseline_of(seconds: tuple[float, ...]) -> Baseline:
         steps=len(logs),
         inflation=_inflation([residuals]),
     )
+
+
+def baseline_of(seconds: Sequence[float]) -> Baseline:
+    """Return what is typical of these steps. `seconds` must not be empty."""
+    return _baseline_of(tuple(seconds))
 
 
 def compare(windows: Sequence[StepWindow]) -> Comparison | None:
@@ -112,6 +111,7 @@ def _compare(windows: tuple[StepWindow, ...]) -> Comparison | None:
     sign = [[-1.0 if window.is_after else 0.0 for _ in window.seconds] for window in windows]  # a gain is positive
     shorter, error, degrees = _regress(logs, sign, times)
     t = shorter / error
+    # Student's distribution function by Wallace's approximation (error below 0.001 from 2 degrees of freedom on).
     scaled = (8 * degrees + 1) / (8 * degrees + 3) * math.sqrt(degrees * math.log1p(t * t / degrees))
     confidence = NORMAL.cdf(math.copysign(scaled, t))
     return Comparison(
@@ -206,7 +206,6 @@ def _limits(logs: Sequence[float]) -> tuple[float, float]:
 
 
 def _dot(values: Sequence[float], others: Sequence[float]) -> float:
-    """Return the sum of the products, up to the end of the shorter sequence."""
     return sum(map(mul, values, others))
 
 

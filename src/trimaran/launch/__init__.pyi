@@ -8,7 +8,6 @@ from .supervise.channel import (
     Channel as Channel, EXCHANGE_SECONDS as EXCHANGE_SECONDS, SILENT_SECONDS as SILENT_SECONDS,
 )
 from .supervise.connection_server import MAX_UNAUTHENTICATED as MAX_UNAUTHENTICATED
-from .supervise.deadline import Deadlines as Deadlines
 from .supervise.detached import DetachedProcess as DetachedProcess, read_secrets as read_secrets
 from .supervise.early_supervisor import (
     EarlySupervisor as EarlySupervisor, HANDLED_SIGNALS as HANDLED_SIGNALS, SIGNAL_TEXTS as SIGNAL_TEXTS,
@@ -45,7 +44,7 @@ from .supervise.key_store import (
     MAX_KEYS as MAX_KEYS, MAX_SET_BYTES as MAX_SET_BYTES, RelayAnswers as RelayAnswers, StoreRelay as StoreRelay,
 )
 from .supervise.local import LocalRun as LocalRun, start_local as start_local
-from .supervise.local_node import LocalNode as LocalNode
+from .supervise.local_node import Deadlines as Deadlines, LocalNode as LocalNode
 from .supervise.measure_links import (
     group_nodes as group_nodes, list_groups as list_groups, measure_link as measure_link, order_nodes as order_nodes,
     read_switches as read_switches, tournament as tournament,
@@ -93,7 +92,6 @@ from .targets.k8s_target import (
     KINDS as KINDS, KubernetesTarget as KubernetesTarget, describe as describe, name_of as name_of,
 )
 from .targets.ray_target import RaySection as RaySection, RayTarget as RayTarget
-from .targets.script_text import SHARED_FUNCTIONS as SHARED_FUNCTIONS
 from .targets.site_file import read_site_file as read_site_file, site_path as site_path, site_section as site_section
 from .targets.sky_target import BUCKET_PATH as BUCKET_PATH, SkySection as SkySection, SkyTarget as SkyTarget
 from .targets.slurm_end import find_end as find_end, record_end as record_end
@@ -113,7 +111,8 @@ from .targets.ssh_target import (
     ssh_script as ssh_script,
 )
 from .targets.target import (
-    JobRecord as JobRecord, JobState as JobState, LaunchRequest as LaunchRequest, State as State,
+    JobRecord as JobRecord, JobState as JobState, LaunchRequest as LaunchRequest, SHARED_FUNCTIONS as SHARED_FUNCTIONS,
+    State as State,
     TARGET_CLASSES as TARGET_CLASSES, Target as Target, find_record as find_record, job_name as job_name,
     new_record as new_record, node_command as node_command, open_target as open_target, read_records as read_records,
     state_folder as state_folder, write_record as write_record,

@@ -31,8 +31,7 @@ if __name__ == "__main__":
         EARLY_FORK_SERVER = (fork_warm_or_start if WARM in sys.argv else start_fork_server)(os.environ)
     gc.disable()  # imports leave little garbage, and looking for it takes a tenth of their time
 
-from trimaran.core import EXIT_AGAIN, EXIT_USER, Plan, Recipe, UserError  # noqa: E402
-from trimaran.core.regular_files import append_regular_file  # noqa: E402
+from trimaran.core import EXIT_AGAIN, EXIT_USER, Plan, Recipe, UserError, append_regular_file  # noqa: E402
 from trimaran.launch.supervise.head_client import HeadClient, create_as_head_has_it  # noqa: E402
 from trimaran.launch.supervise.local_node import LocalNode, LocalNodeGroup  # noqa: E402
 from trimaran.launch.supervise.multi_node import run_on_several_nodes  # noqa: E402

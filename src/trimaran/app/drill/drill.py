@@ -4,6 +4,7 @@ import json
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,10 +28,8 @@ from trimaran.runs.process_control import handled_signals
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trimaran.app.drill.drill_run import Drill, OwnRun
-    from trimaran.app.drill.find_processes import RunProcesses
+    from trimaran.app.drill.drill_run import Drill, DrillResult, OwnRun
     from trimaran.app.drill.inject import DrillFault
-    from trimaran.app.drill.measure import DrillResult
     from trimaran.app.recipe.request import Request
     from trimaran.runs import RunDirectory
 
@@ -108,6 +107,7 @@ def drill(
     trimaran drill recipes/stdlib-tiny.yaml --all --json
     trimaran drill runs/stdlib-tiny --slow 1=2x --yes
     """
+    from trimaran.app.drill.drill_run import is_own
     from trimaran.app.drill.inject import KINDS, DrillFault, parse_kill_in_change, parse_slow
     from trimaran.app.show.clean_console import open_console
 
@@ -136,8 +136,14 @@ def drill(
                 directory = own.run
             else:
                 directory = find_run(target)
-                _refuse_settings(settings, run_dir)
-                _refuse_without_yes(directory, yes=yes)
+                if settings or run_dir:
+                    option = "--set" if settings else "--run-dir"
+                    raise UserError("A001", f"{option} is for a run that the drill starts", where=option,
+                                    fix="name a recipe instead of a run, or leave it out")  # fmt: skip
+                if not yes and not is_own(directory):
+                    raise UserError("S032", "this run was not started by a drill: the faults are real, and steps may "
+                                    "be lost", where=str(directory.path),
+                                    fix="add --yes, or name a recipe to drill a run of its own")  # fmt: skip
             drills = Drills(directory, own, within, console)
             drills.run_all(faults, every_fault=every_fault, allow_root=yes)
     except KeyboardInterrupt:  # before the first fault, or a second time
@@ -186,28 +192,25 @@ class Drills:
             if name in {each.kind.name for each in named} or name in ("cut", "kill-in-change"):
                 continue
             fault = DrillFault(kind=kind, rank=rank if name in ("kill", "stop", "slow", "kill-loader") else None)
-            if why := self._why_not(drill, fault, processes):
+            why = ""
+            if kind.ends_run and self._own is None:
+                why = f"it ends the run; name it to do so: --{name}"
+            elif name == "slow" and len(processes.hosts) < 2:
+                why = "one rank alone cannot be compared with others"
+            else:
+                try:
+                    drill.refuse([fault], allow_root=False)
+                except UserError as error:
+                    why = error.what
+            if why:
                 self.skipped.append((fault.title, why))
             else:
                 yield fault
 
-    def _why_not(self, drill: "Drill", fault: "DrillFault", processes: "RunProcesses") -> str:
-        """Return why `--all` leaves a fault out; empty if it does not."""
-        if fault.kind.ends_run and self._own is None:
-            return f"it ends the run; name it to do so: --{fault.kind.name}"
-        if fault.kind.name == "slow" and len(processes.hosts) < 2:
-            return "one rank alone cannot be compared with others"
-        try:
-            drill.refuse([fault], allow_root=False)
-        except UserError as error:
-            return error.what
-        return ""
-
     def print_results(self, *, as_json: bool) -> int:
-        """Print the results and return the exit code."""
         passed = bool(self.results) and all(each.passed for each in self.results) and not self.interrupted
         if as_json:
-            drills = [each.as_dict() for each in self.results]
+            drills = [asdict(each) for each in self.results]
             skipped = [{"fault": fault, "why": why} for fault, why in self.skipped]
             answer: dict[str, Any] = {"run_dir": str(self.run.path), "passed": passed, "drills": drills}
             typer.echo(json.dumps(answer | {"skipped": skipped, "interrupted": self.interrupted}))
@@ -255,21 +258,6 @@ def _start_own_run(request: "Request", run_dir: Path | None, console: "Console",
         refuse_unfit_machine(request)
     console.print(f"starting a run of its own in {path}")
     return OwnRun(request, path, console)
-
-
-def _refuse_without_yes(run: "RunDirectory", *, yes: bool) -> None:
-    from trimaran.app.drill.drill_run import is_own
-
-    if not yes and not is_own(run):
-        raise UserError("S032", "this run was not started by a drill: the faults are real, and steps may be lost",
-                        where=str(run.path), fix="add --yes, or name a recipe to drill a run of its own")  # fmt: skip
-
-
-def _refuse_settings(settings: list[str] | None, run_dir: Path | None) -> None:
-    if settings or run_dir:
-        option = "--set" if settings else "--run-dir"
-        raise UserError("A001", f"{option} is for a run that the drill starts", where=option,
-                        fix="name a recipe instead of a run, or leave it out")  # fmt: skip
 
 
 def show_drills(results: "Sequence[DrillResult]", skipped: Sequence[tuple[str, str]], console: "Console") -> None:

@@ -1,11 +1,16 @@
-"""Drills of a run: starts one of its own, injects faults one after another, and observes the run until it recovers."""
+"""Drills of a run: starts one of its own, injects faults one after another, and observes the run until it recovers.
+
+What was observed of a run after a fault becomes the result of the drill in pure functions. Times are seconds since the
+fault was injected, by the clock of the machine of the drill.
+"""
 
 import contextlib
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,15 +18,182 @@ from typing import Self
 import psutil
 from rich.console import Console
 
-from trimaran.app.drill.find_processes import RunProcesses, find_processes
-from trimaran.app.drill.inject import DrillFault, find_peers, inject, oldest_loader, refuse_shared_disk
-from trimaran.app.drill.measure import DrillResult, Observed, detected_at, is_complete, judge
+from trimaran.app.drill.inject import (
+    DrillFault,
+    RunProcesses,
+    find_peers,
+    find_processes,
+    inject,
+    oldest_loader,
+    refuse_shared_disk,
+)
 from trimaran.app.recipe.request import Request
 from trimaran.app.train.session import create_checked_run
-from trimaran.core import UserError
+from trimaran.core import EXIT_AGAIN, Incident, UserError
 from trimaran.launch.supervise.local import LocalRun, start_local
-from trimaran.runs import RunDirectory, RunReader, append_line, read_json_lines
-from trimaran.runs.run_records import read_attempts
+from trimaran.runs import RunDirectory, RunReader, append_line, read_attempts, read_json_lines
+
+LOADER_REPLACED = "loader worker "  # how a rank logs that it replaced a loader process, see `data/worker_pool.py`
+STEPS_AFTER = 3  # new steps after a fault that restarts nothing, until the run counts as recovered
+
+
+@dataclass(slots=True, kw_only=True)
+class Observed:
+    """What a run has written since a fault: each entry with its seconds.
+
+    `step_before` is the highest step with metrics before the fault. `steps` are steps with metrics, `starts` the steps
+    that later attempts started from. `incidents` has every line of every new incident. `undone` is when a lasting fault
+    was undone, `gone` when the last process of the run ended, and `exit_code` what the supervisor wrote at its end.
+    """
+
+    step_before: int
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    starts: list[tuple[float, int]] = field(default_factory=list)
+    incidents: list[tuple[float, Incident]] = field(default_factory=list)
+    log_lines: list[tuple[float, str]] = field(default_factory=list)
+    undone: float | None = None
+    gone: float | None = None
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrillResult:
+    """The result of one drill; a line of `drills.jsonl`. Seconds and steps are None if unknown, or if none apply.
+
+    `fault` is its title, `time` when it was injected, in seconds since the epoch. `named`: the incident has an expected
+    cause and names exactly the rank of the fault, if it has one. `note` says what is missing, or what to do next.
+    """
+
+    fault: str
+    kind: str
+    time: float
+    detected_seconds: float | None = None
+    recovered_seconds: float | None = None
+    lost_steps: int | None = None
+    incident: str | None = None
+    cause: str | None = None
+    suspects: tuple[int, ...] = ()
+    named: bool = False
+    passed: bool = False
+    note: str = ""
+
+
+def find_incident(fault: DrillFault, lines: Sequence[tuple[float, Incident]]) -> tuple[float, Incident] | None:
+    """Return the incident of `fault` as it was last written, and when its cause and ranks were known; None if none.
+
+    It is the first with an expected cause and rank; else the first other one, which was then wrongly attributed. Slow
+    ranks that are found by the way do not count.
+    """
+    newest = {incident.id: incident for _, incident in lines}
+    candidates = [each for each in newest.values() if each.cause != "straggler" or "straggler" in fault.kind.causes]
+    candidates.sort(key=lambda each: not is_named(fault, each))
+    if not candidates or not fault.kind.causes:
+        return None
+    found = candidates[0]
+    known = (found.cause, found.suspects)
+    return next((at, found) for at, each in lines if each.id == found.id and (each.cause, each.suspects) == known)
+
+
+def is_named(fault: DrillFault, incident: Incident) -> bool:
+    """Return whether the incident has an expected cause, and names the rank of the fault and no other."""
+    names_rank = not fault.kind.names_rank or incident.suspects == (fault.rank,)
+    return incident.cause in fault.kind.causes and names_rank
+
+
+def detected_at(fault: DrillFault, seen: Observed) -> float | None:
+    """Return when the run had noticed the fault; None if it has not."""
+    if not fault.kind.causes:
+        return next((at for at, line in seen.log_lines if LOADER_REPLACED in line), None)
+    found = find_incident(fault, seen.incidents)
+    return found[0] if found else None
+
+
+def highest_step_before_restart(fault: DrillFault, seen: Observed) -> int:
+    """Return the highest step that was finished before the ranks were started again."""
+    restarted = min((at for at, _ in seen.starts), default=float("inf"))
+    steps = [step for at, step in seen.steps if at < restarted]
+    found = find_incident(fault, seen.incidents)
+    known = found[1].step if found and fault.kind.restarts else 0
+    return max([seen.step_before, known, *steps])
+
+
+def recovered_at(fault: DrillFault, seen: Observed) -> float | None:
+    """Return when the run finished a step that it had never finished before; None if it has not yet.
+
+    After a fault that restarts nothing, it is some steps after the fault was noticed and undone.
+    """
+    if fault.kind.restarts or fault.kind.ends_run:
+        if not seen.starts:
+            return None
+        floor, since = highest_step_before_restart(fault, seen), seen.starts[0][0]
+        return next((at for at, step in seen.steps if at >= since and step > floor), None)
+    noticed = detected_at(fault, seen)
+    since = max(noticed or 0.0, seen.undone or 0.0)
+    if noticed is None or (fault.kind.lasts and seen.undone is None):
+        return None
+    highest, new = seen.step_before, []  # when steps that had no metrics before were finished, each once
+    for at, step in seen.steps:
+        if step > highest:
+            highest = step
+            new += [at] if at >= since else []
+    return new[STEPS_AFTER - 1] if len(new) >= STEPS_AFTER else None
+
+
+def is_complete(fault: DrillFault, seen: Observed, *, can_resume: bool) -> bool:
+    """Return whether nothing more is to be observed. `can_resume`: the drill starts a run again that has ended."""
+    if fault.kind.ends_run and not can_resume:
+        return seen.gone is not None
+    if detected_at(fault, seen) is None or recovered_at(fault, seen) is None:
+        return False
+    found = find_incident(fault, seen.incidents)
+    return found is None or found[1].action is not None
+
+
+def judge(fault: DrillFault, seen: Observed, *, time: float, can_resume: bool, within: float) -> DrillResult:
+    """Return the result of a drill that is over, because it is complete or its time is up."""
+    found = find_incident(fault, seen.incidents)
+    incident = found[1] if found else None
+    detected, recovered = detected_at(fault, seen), recovered_at(fault, seen)
+    named = is_named(fault, incident) if incident else detected is not None
+    needs_resume = fault.kind.ends_run and not can_resume
+    is_needless = bool(seen.starts) and not (fault.kind.restarts or fault.kind.ends_run)
+    if needs_resume and fault.kind.name == "terminate":
+        passed = named and seen.exit_code == EXIT_AGAIN and seen.gone is not None
+    elif needs_resume:
+        passed = seen.gone is not None  # no process is left that could name a killed supervisor: the next start does
+    else:
+        in_time = all(each is not None and each <= within for each in (detected, recovered))
+        passed = named and in_time and not is_needless
+    note = "" if recovered is not None else f"no new step within {within:.0f} s"
+    if needs_resume and seen.gone is not None:
+        code = f" with exit code {seen.exit_code}" if seen.exit_code is not None else ""
+        note = f"all processes ended after {seen.gone:.1f} s{code}; `trimaran resume` continues the run"
+    elif is_needless:
+        note = "the ranks were started again, which this fault does not need"
+    elif detected is None:
+        note = f"not noticed within {within:.0f} s"
+    elif incident is not None and not named:
+        ranks = f" of rank {', '.join(map(str, incident.suspects))}" if incident.suspects else ""
+        note = f"wrongly attributed: {incident.cause}{ranks}: {incident.what}"
+    if seen.starts:
+        lost = max(0, highest_step_before_restart(fault, seen) - seen.starts[0][1])
+    else:  # unknown if the ranks should have been started again
+        lost = None if fault.kind.restarts or fault.kind.ends_run else 0
+    return DrillResult(
+        fault=fault.title,
+        kind=fault.kind.name,
+        time=time,
+        detected_seconds=None if detected is None else round(detected, 3),
+        recovered_seconds=None if needs_resume or recovered is None else round(recovered, 3),
+        lost_steps=lost,
+        incident=incident.id if incident else None,
+        cause=incident.cause if incident else None,
+        suspects=incident.suspects if incident else (),
+        named=named,
+        passed=passed,
+        note=note,
+    )
+
 
 POLL_SECONDS = 0.02
 SLOW_POLL_SECONDS = 0.2  # of files that are read whole, and of processes
@@ -101,7 +273,6 @@ class OwnRun:
         return self._supervisor.poll() is None
 
     def restart(self) -> None:
-        """Start the run again after its supervisor has ended."""
         self._supervisor.wait()
         self._supervisor = start_local(self.run)
 
@@ -152,7 +323,11 @@ class Drill:
                 steps = STEADY_STEPS_BEFORE_SLOW if fault.kind.name == "slow" else STEADY_STEPS
                 processes = self.wait_for_steady_run(steps)
                 observer = RunObserver(self.run)
-                within = self._within or self._default_limit(observer)
+                starts = [each for each in read_json_lines(self.run.events(0)) if each.get("kind") == "ready"]
+                start = max((float(each.get("data", {}).get("seconds") or 0.0) for each in starts), default=0.0)
+                # By default the hang deadline, three starts, and the steps in which a slow rank is found.
+                hang = self.run.read_recipe().faults.hang_seconds
+                within = self._within or BASE_SECONDS + hang + 3 * start + 100 * observer.step_seconds
                 everything = [processes.supervisor, *processes.supervisor.children(recursive=True)]
                 began = time.time()
                 with ExitStack() as stack:
@@ -161,7 +336,7 @@ class Drill:
                     self._observe(observer, fault, stack, within, everything)
                 can_resume = self._own is not None
                 result = judge(fault, observer.seen, time=began, can_resume=can_resume, within=within)
-                append_line(drills_file(self.run), result.as_dict())
+                append_line(drills_file(self.run), asdict(result))
                 return result
             except psutil.NoSuchProcess:
                 continue  # the ranks were started again right before the fault
@@ -199,21 +374,6 @@ class Drill:
                         restarted = True
             time.sleep(POLL_SECONDS)
 
-    def _default_limit(self, observer: RunObserver) -> float:
-        """Return a generous limit: the hang deadline, three starts, and the steps in which a slow rank is found."""
-        starts = [each for each in read_json_lines(self.run.events(0)) if each.get("kind") == "ready"]
-        start = max((float(each.get("data", {}).get("seconds") or 0.0) for each in starts), default=0.0)
-        hang = self.run.read_recipe().faults.hang_seconds
-        return BASE_SECONDS + hang + 3 * start + 100 * observer.step_seconds
-
-    def _wait_for_processes(self) -> RunProcesses:
-        deadline = time.monotonic() + START_SECONDS
-        while (found := self._find_processes()) is None:
-            self._show("waiting for the ranks to start")
-            _refuse_late(self.run, deadline, "its ranks have not started")
-            time.sleep(SLOW_POLL_SECONDS)
-        return found
-
     def _find_processes(self) -> RunProcesses | None:
         try:
             return find_processes(self.run)
@@ -231,14 +391,17 @@ class Drill:
         deadline = time.monotonic() + max(START_SECONDS, self.run.read_recipe().faults.start_seconds)
         reader, highest = RunReader(self.run).follow(self.run.metrics, backlog=METRICS_BACKLOG_BYTES), 0
         while True:
-            processes = self._wait_for_processes()
+            start_deadline = time.monotonic() + START_SECONDS
+            while (processes := self._find_processes()) is None:
+                self._show("waiting for the ranks to start")
+                _refuse_late(self.run, start_deadline, "its ranks have not started")
+                time.sleep(SLOW_POLL_SECONDS)
             highest = max([highest, *(each.get("step", 0) for each in reader.metrics())])
             events = read_json_lines(self.run.events(0))
             ready = [
                 each for each in events if each.get("kind") == "ready" and each.get("attempt", 0) == processes.attempt
             ]
-            first = int(ready[-1].get("step", 0)) if ready else highest
-            done = highest - first
+            done = highest - (int(ready[-1].get("step", 0)) if ready else highest)
             if done >= steps:
                 return processes
             self._show(f"step {highest}; waiting for {steps - done} more steps before the next fault")
@@ -268,10 +431,4 @@ def without_end(request: Request) -> Request:
         "data": recipe.data.model_copy(update={"epochs": 0}),
         "checkpoint": recipe.checkpoint.model_copy(update={"every": every}),
     }
-    return Request(
-        recipe=recipe.model_copy(update=sections),
-        spec=request.spec,
-        outline=request.outline,
-        cluster=request.cluster,
-        plan=request.plan,
-    )
+    return replace(request, recipe=recipe.model_copy(update=sections))

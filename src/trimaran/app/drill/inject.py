@@ -1,4 +1,7 @@
-"""The faults of a drill, and how they are injected into a run. What lasts is undone at the end of a `with` block."""
+"""The faults of a drill, and how they are injected into a run. What lasts is undone at the end of a `with` block.
+
+Also the processes of a live run on this machine: its supervisor, its fork server, its ranks and their loaders.
+"""
 
 import contextlib
 import errno
@@ -18,12 +21,121 @@ from typing import Literal
 
 import psutil
 
-from trimaran.app.drill.find_processes import RunProcesses, other_machine
 from trimaran.checkpoint.step_dirs import newest_step, step_path
-from trimaran.core import Bytes, Cause, UserError, show_bytes
-from trimaran.core.regular_files import write_atomically
-from trimaran.runs import RunDirectory
+from trimaran.core import Bytes, Cause, UserError, show_bytes, write_atomically
+from trimaran.runs import RunDirectory, read_json_lines
+from trimaran.runs.lease import LeaseWatch
+from trimaran.runs.run_records import read_attempts
 from trimaran.runs.run_requests import CHANGE_PHASES, ChangePhase, request_kill, write_change_request
+
+FORK_SERVERS = (".fork_server", ".warm_fork_server")  # the ends of the modules that a fork server runs
+SUPERVISOR = ".launch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunProcesses:
+    """The processes of one attempt. `ranks` are those of this machine; `hosts` has the host of every rank."""
+
+    run: RunDirectory
+    attempt: int
+    supervisor: psutil.Process
+    fork_server: psutil.Process
+    ranks: dict[int, psutil.Process]
+    hosts: dict[int, str]
+
+    def rank(self, rank: int) -> psutil.Process:
+        """Return the process of `rank`; raise if the run has no such rank, or it is on another machine."""
+        if rank in self.ranks:
+            return self.ranks[rank]
+        if rank not in self.hosts:
+            last = max(self.hosts)
+            raise UserError("A001", f"rank {rank} does not exist: the run has {last + 1} ranks",
+                            where=str(self.run.path), fix=f"name one of 0 to {last}")  # fmt: skip
+        raise other_machine(self.run, f"rank {rank} is on {self.hosts[rank]}", self.hosts[rank])
+
+    def loaders(self, rank: int) -> list[psutil.Process]:
+        found = [each for each in self.rank(rank).children() if each.status() != psutil.STATUS_ZOMBIE]
+        return sorted(found, key=lambda each: (each.create_time(), each.pid))
+
+
+def find_processes(run: RunDirectory) -> RunProcesses | None:
+    """Return the processes of `run` on this machine; None while its ranks are starting.
+
+    Raises if the run is not running, or has no rank here.
+    """
+    attempts = read_attempts(run)
+    if not attempts.attempts or attempts.over is not None:
+        return _none_if_held(run)
+    attempt = attempts.attempts[-1]
+    starts = {
+        rank: each.get("data", {})
+        for rank in range(attempt.world_size)
+        for each in read_json_lines(run.events(rank))
+        if each.get("kind") == "start" and each.get("attempt", 0) == attempt.number
+    }
+    if len(starts) < attempt.world_size:
+        return _none_if_held(run)
+    hosts = {rank: str(start.get("host", "?")) for rank, start in starts.items()}
+    ranks = {rank: each for rank, start in starts.items() if (each := _process_of(rank, start))}
+    if not ranks:
+        if platform.node() in hosts.values():
+            return _none_if_held(run)
+        names = ", ".join(sorted(set(hosts.values())))
+        raise other_machine(run, f"no rank of this run is on this machine ({platform.node()}), but on {names}",
+                            sorted(hosts.values())[0])  # fmt: skip
+    try:
+        supervisor, fork_server = _parents(run, next(iter(ranks.values())), attempt.pid)
+    except psutil.NoSuchProcess:
+        return _none_if_held(run)
+    return RunProcesses(
+        run=run, attempt=attempt.number, supervisor=supervisor, fork_server=fork_server, ranks=ranks, hosts=hosts
+    )
+
+
+def _parents(run: RunDirectory, rank: psutil.Process, supervisor: int) -> tuple[psutil.Process, psutil.Process]:
+    """Return the supervisor and the fork server of a rank; raise if it has none, or belongs to another user.
+
+    `supervisor` is the process that started the attempt. On several nodes it may be on another one; each node then has
+    a supervisor of its own, the parent of its fork server.
+    """
+    if os.geteuid() not in (0, rank.uids().real):
+        raise UserError("S033", f"the processes of this run belong to {rank.username()}", where=str(run.path),
+                        fix="run the drill as the user who started the run")  # fmt: skip
+    fork_server = rank.parent()
+    if fork_server is None or not any(word.endswith(FORK_SERVERS) for word in fork_server.cmdline()):
+        raise UserError("S033", "the ranks of this run have no supervisor: they were started by torchrun",
+                        where=str(run.path), fix="start the run with `trimaran train`")  # fmt: skip
+    parent = fork_server.parent()
+    if parent is not None and any(word.endswith(SUPERVISOR) for word in parent.cmdline()):
+        return parent, fork_server
+    return psutil.Process(supervisor), fork_server  # of a warm fork server
+
+
+def other_machine(run: RunDirectory, what: str, host: str) -> UserError:
+    fix = f"run the drill there: `ssh {host} trimaran drill {run.path.absolute()} ...`"
+    return UserError("S031", what, where=str(run.path), fix=fix)
+
+
+def _none_if_held(run: RunDirectory) -> None:
+    """Return None if a supervisor is alive, and so starts the ranks; raise if there is none."""
+    if isinstance(LeaseWatch(run).poll(), int):
+        raise UserError("S030", "this run is not running", where=str(run.path), fix="start it, or let the drill start "
+                        "a run of its own: `trimaran drill RECIPE.yaml --kill 1`")  # fmt: skip
+
+
+def _process_of(rank: int, start: dict[str, object]) -> psutil.Process | None:
+    pid = start.get("pid")
+    if start.get("host") != platform.node() or not isinstance(pid, int):
+        return None
+    try:
+        # The name that the fork server gives to a rank: a pid may belong to another process by now.
+        if Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip() != f"trimaran-{rank}":
+            return None
+        process = psutil.Process(pid)
+        return process if process.status() != psutil.STATUS_ZOMBIE else None
+    except (OSError, psutil.NoSuchProcess):
+        return None
+
 
 FaultName = Literal[
     "kill",
@@ -152,20 +264,15 @@ def inject(processes: RunProcesses, fault: DrillFault) -> Iterator[None]:
         yield
 
 
-def send_signal(process: psutil.Process, number: signal.Signals) -> None:
-    """Send a signal; psutil refuses if the pid belongs to another process by now."""
-    process.send_signal(number)
-
-
 @contextmanager
 def stopped_process(process: psutil.Process) -> Iterator[None]:
     """Stop a process with SIGSTOP; continue it at the end if it still exists."""
     try:  # before the signal: Ctrl-C may follow it at once
-        send_signal(process, signal.SIGSTOP)
+        process.send_signal(signal.SIGSTOP)  # psutil refuses if the pid belongs to another process by now
         yield
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
-            send_signal(process, signal.SIGCONT)
+            process.send_signal(signal.SIGCONT)
 
 
 @contextmanager
@@ -205,7 +312,7 @@ def damage_checkpoint(run: RunDirectory) -> Path:
 
 @contextmanager
 def _send(process: psutil.Process, number: signal.Signals) -> Iterator[None]:
-    send_signal(process, number)
+    process.send_signal(number)
     yield
 
 
@@ -220,19 +327,17 @@ def oldest_loader(processes: RunProcesses, rank: int) -> psutil.Process:
 
 @contextmanager
 def _damage_and_kill(processes: RunProcesses, fault: DrillFault) -> Iterator[None]:
-    """Damage the newest checkpoint once nothing can save another one, and end the run with its copies in memory."""
     with stopped_process(processes.supervisor):
         for process in processes.ranks.values():
             with contextlib.suppress(psutil.NoSuchProcess):
-                send_signal(process, signal.SIGKILL)
+                process.send_signal(signal.SIGKILL)
         damage_checkpoint(processes.run)
-        send_signal(processes.supervisor, signal.SIGKILL)
+        processes.supervisor.send_signal(signal.SIGKILL)
         yield
 
 
 @contextmanager
 def _kill_in_change(processes: RunProcesses, fault: DrillFault) -> Iterator[None]:
-    """Have the rank die in a change of the plan that moves no values and changes no results."""
     run = processes.run
     request_kill(run, _rank(fault), fault.phase)
     try:
@@ -310,7 +415,11 @@ def find_peers(processes: RunProcesses, node: str) -> list[str]:
     """
     here = {platform.node(), *own_addresses()}
     if node not in here:
-        if node not in processes.hosts.values() and not _is_address(node):
+        try:
+            is_address = bool(ipaddress.ip_address(node))
+        except ValueError:
+            is_address = False
+        if node not in processes.hosts.values() and not is_address:
             known = ", ".join(sorted(set(processes.hosts.values())))
             raise UserError("A001", f"'{node}' is not a node of this run", where="--cut", fix=f"name one of {known}")
         raise other_machine(processes.run, f"{node} is not this machine ({platform.node()})", node)
@@ -349,11 +458,3 @@ def cut_network(peers: Sequence[str], *, seconds: float) -> Iterator[None]:
 
 def own_addresses() -> set[str]:
     return {each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found}
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True

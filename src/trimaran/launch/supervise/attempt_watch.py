@@ -10,8 +10,7 @@ from typing import Any
 from trimaran.core import EXIT_AGAIN, EXIT_DONE
 from trimaran.launch.supervise.node import AttemptSpec, Node, NodeLost, RankEnded, RankSilent
 from trimaran.machine.host_limits import count_oom_kills
-from trimaran.runs import Heartbeat, RunDirectory, RunReader, Section
-from trimaran.runs.run_records import AttemptOutcome
+from trimaran.runs import AttemptOutcome, Heartbeat, RunDirectory, RunReader, Section
 
 # The event that a rank writes before it exits with one of these codes. An exit without it is unexpected.
 LAST_EVENTS = {EXIT_DONE: "done", EXIT_AGAIN: "stop"}
@@ -89,7 +88,6 @@ class AttemptWatch:
         return min((heartbeat.step for heartbeat in heartbeats.values()), default=0)
 
     def _outcome(self, heartbeats: Mapping[int, Heartbeat]) -> AttemptOutcome | None:
-        """Return how the attempt ended, from what is known now; None while it runs."""
         if self.lost or self._is_hung(heartbeats) or self.unexpected_exits(grace_seconds=LAST_EVENT_SECONDS):
             return "trouble"
         if len(self.ended) < self.spec.world_size:

@@ -105,7 +105,6 @@ def _cause_in_text(text: str) -> Cause | None:
 
 
 def _line_with(pattern: re.Pattern[str], log_tail: str) -> str:
-    """Return the last line of a log that matches `pattern`."""
     return next((line.strip()[:300] for line in reversed(log_tail.splitlines()) if pattern.search(line)), "")
 
 
@@ -243,8 +242,11 @@ def attribute_hang(reports: Mapping[int, RankReport]) -> Attribution:
         facts = [f"the process of rank {rank} is in state T (stopped)" for rank in stopped]
         return _hang(what, stopped, ranks, facts, reports)
     if silent := [rank for rank in ranks if not reports[rank].answered]:
-        return _hang(f"{name_ranks(silent)} {is_or_are(silent)} stuck in code that holds the GIL", silent, ranks,
-                     [_describe_silence(reports[rank]) for rank in silent], reports)  # fmt: skip
+        doing = {"R": "is computing", "S": "sleeps in the kernel", "D": "waits for a disk"}
+        does = {rank: doing.get(reports[rank].state, "is alive") for rank in silent}
+        facts = [f"the heartbeat thread of rank {rank} cannot run; its process {does[rank]}" for rank in silent]
+        what = f"{name_ranks(silent)} {is_or_are(silent)} stuck in code that holds the GIL"
+        return _hang(what, silent, ranks, facts, reports)
     if mismatch := find_mismatch(reports):
         # Blame the minority of ranks that called another operation than the rest at the same position of a group.
         kinds: dict[str, list[int]] = {}
@@ -352,15 +354,6 @@ def _evidence(facts: Sequence[str], suspects: Sequence[int], reports: Mapping[in
 def _sites(ranks: Mapping[int, Any], reports: Mapping[int, RankReport]) -> dict[str, str]:
     calls = {rank: reports[rank].user_call for rank in sorted(ranks) if rank in reports}
     return {str(rank): f"is at {call}" for rank, call in calls.items() if call is not None}
-
-
-def _describe_silence(report: RankReport) -> str:
-    doing = {
-        "R": "its process is computing",
-        "S": "its process sleeps in the kernel",
-        "D": "its process waits for a disk",
-    }
-    return f"the heartbeat thread of rank {report.rank} cannot run; {doing.get(report.state, 'its process is alive')}"
 
 
 def _describe_wait(rank: int, reasons: Mapping[int, str]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from trimaran.launch.supervise.connection_server import AUTHENTICATION_SECONDS, Connection, ConnectionServer
-from trimaran.launch.supervise.key_store import RELAY, AttemptStores, RelayAnswers, StoreRelay
+from trimaran.launch.supervise.key_store import RELAY, KeyStore, RelayAnswers, StoreRelay, is_relayed
 from trimaran.runs.wire import ChannelClient, Record, WireError
 
 WAIT_SECONDS, WAIT_SECONDS_WITH_NODES = 1.0, 0.02  # for input; so much later than necessary is a silent node noticed
@@ -71,7 +71,8 @@ class Channel(ConnectionServer):
         self.streams: dict[str, Callable[[socket.socket], None]] = {}
         self._own_node = own_node
         self._read_until = time.monotonic()
-        self._stores = AttemptStores()
+        self._stores: dict[int, KeyStore] = {}  # of attempts that are not over, made by their first requests
+        self._last_ended = -1  # this attempt and all before it are over
         self._mailbox_of: dict[Connection, Mailbox] = {}
         self._answers_to: dict[Connection, RelayAnswers] = {}  # to the relays of other nodes
         self._unsent: set[RelayAnswers] = set()
@@ -83,7 +84,7 @@ class Channel(ConnectionServer):
     @property
     def is_idle(self) -> bool:
         """Whether no request of a rank waits for a key."""
-        return self._stores.is_idle
+        return all(each.is_idle for each in list(self._stores.values()))
 
     @property
     def num_refused(self) -> int:
@@ -92,7 +93,13 @@ class Channel(ConnectionServer):
 
     def end_attempt(self, attempt: int) -> None:
         """Drop the values of `attempt` and of all before it. Their pending and later requests fail as over."""
-        self.call(lambda: self._stores.end(attempt))
+
+        def end() -> None:
+            self._last_ended = max(self._last_ended, attempt)
+            for old in [each for each in self._stores if each <= attempt]:
+                self._stores.pop(old).close()
+
+        self.call(end)
 
     def exchange_keys(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]:
         """Write to the store of an attempt, in order, and return the values whose keys begin with `prefix`.
@@ -100,8 +107,25 @@ class Channel(ConnectionServer):
         None deletes a key.
         """
         found: dict[str, bytes] = {}
-        self.call(lambda: found.update(self._stores.exchange(attempt, prefix, written)))
+
+        def exchange() -> None:
+            if (store := self._store_of({"attempt": attempt})) is None:
+                return
+            for key, value in written.items():
+                store.values.pop(key, None) if value is None else store.put(key, value)
+            found.update((key, value) for key, value in store.values.items() if key.startswith(prefix))
+
+        self.call(exchange)
         return found
+
+    def _store_of(self, request: Record) -> KeyStore | None:
+        """Return the store of the attempt that `request` is about; None if that is over."""
+        attempt = request.get("attempt")
+        if not isinstance(attempt, int):
+            raise WireError("a request without an attempt")
+        if attempt > self._last_ended and attempt not in self._stores:
+            self._stores[attempt] = KeyStore()
+        return self._stores.get(attempt)
 
     def relay_to(self, client: ChannelClient, *, attempt: int) -> None:
         """From now on relay the requests of the ranks of `attempt` to the coordinator, to which `client` is connected.
@@ -133,7 +157,9 @@ class Channel(ConnectionServer):
             answers = self._answers_to.get(connection)
             if answers is None:
                 answers = self._answers_to[connection] = RelayAnswers(connection.reply, self._unsent)
-            answers.answer(request, self._stores, client=connection, now=time.monotonic())
+            if not isinstance(requests := request.get("requests"), list) or not all(map(is_relayed, requests)):
+                raise WireError("a message of a relay without requests")
+            answers.answer(requests, self._store_of(request), client=connection, now=time.monotonic())
         elif (operation := self.operations.get(name)) is not None:
             try:
                 connection.reply(operation(request))
@@ -147,14 +173,17 @@ class Channel(ConnectionServer):
                 self._relay.answer(request, connection.reply)
             else:
                 connection.close()
+        elif (store := self._store_of(request)) is not None:
+            store.answer(request, connection.reply, client=connection, now=time.monotonic())
         else:
-            self._stores.answer(request, connection.reply, client=connection, now=time.monotonic())
+            connection.reply({"error": "over"})
 
     def note_urgent_served(self, until: float) -> None:
         self._read_until = until  # nodes are urgent: if not answered in time, they take the coordinator for lost
 
     def end_turn(self, now: float) -> None:
-        self._stores.expire(now)
+        for store in self._stores.values():
+            store.expire(now)
         if self._relay is not None:
             self._relay.flush()
         while self._unsent:
@@ -162,11 +191,12 @@ class Channel(ConnectionServer):
 
     def longest_wait(self) -> float:
         longest = WAIT_SECONDS_WITH_NODES if self.mailboxes else WAIT_SECONDS
-        next_timeout = self._stores.next_timeout()
-        return longest if next_timeout is None else min(longest, max(0.0, next_timeout - time.monotonic()))
+        timeouts = [each for store in self._stores.values() if (each := store.next_timeout()) is not None]
+        return min([longest, *(max(0.0, each - time.monotonic()) for each in timeouts)])
 
     def forget(self, connection: Connection) -> None:
-        self._stores.drop_client(connection)
+        for store in self._stores.values():
+            store.drop_client(connection)
         self._answers_to.pop(connection, None)
         if (mailbox := self._mailbox_of.pop(connection, None)) is not None:
             mailbox.broken = True

@@ -136,7 +136,6 @@ def read_secrets(names: Sequence[str], stream: BinaryIO) -> dict[str, str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run one action and return the exit code."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="A command that outlives its terminal.")
     parser.add_argument("action", choices=("start", "follow", "state", "stop", "run"))
     parser.add_argument("name", help="name of the command's files")

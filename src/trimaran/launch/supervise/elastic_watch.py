@@ -16,7 +16,7 @@ from trimaran.launch.supervise.attempt_watch import LAST_EVENT_SECONDS, SHORT_SE
 from trimaran.launch.supervise.attribution import read_exit
 from trimaran.launch.supervise.investigate import headline
 from trimaran.launch.supervise.node import AttemptSpec, Node, NodeGroup
-from trimaran.runs import Heartbeat, IncidentLog, RunDirectory
+from trimaran.runs import AttemptOutcome, Heartbeat, IncidentLog, RunDirectory
 from trimaran.runs.replica_records import (
     LAST_ROUND,
     STATEMENTS,
@@ -27,7 +27,6 @@ from trimaran.runs.replica_records import (
     result_key,
     round_key,
 )
-from trimaran.runs.run_records import AttemptOutcome
 
 Written = dict[str, bytes | None]
 """What to write to the store, in order; None deletes a key."""
@@ -280,8 +279,8 @@ class ElasticWatch(AttemptWatch):
                 self.nodes = [*self.nodes[:number], fitting[0], *self.nodes[number + 1 :]]
                 joined.remove(fitting[0])
                 for rank in self._ranges[number]:
-                    if gone := self._gone.get(self.rounds.replica_of(rank)):
-                        gone.due = min(gone.due, time.monotonic())
+                    if lost := self._gone.get(self.rounds.replica_of(rank)):
+                        lost.due = min(lost.due, time.monotonic())
                 log.info("%s takes the place of a node that was lost", fitting[0].name)
         self._start_lost()
         self._decide_rounds()
@@ -298,7 +297,7 @@ class ElasticWatch(AttemptWatch):
         if nodes and leaving >= {*self.rounds.living_members}:
             return [*names]
         for node, _ in nodes:
-            if not self._leaves(node):
+            if node not in self._asked_to_leave:
                 self._asked_to_leave.append(node)
                 node.request_leave()
         return []
@@ -311,12 +310,7 @@ class ElasticWatch(AttemptWatch):
             if now < since + LEAVE_SECONDS and not all(rank in self.ended for rank in ranks):
                 continue
             self._unwritten |= self.rounds.lose(replica)
-            for node, here in self._parts(replica):
-                if not _is_gone(node):
-                    node.kill_ranks(here)  # nothing is left of it, as a rule
-            for rank in ranks:
-                self.ended.pop(rank, None)
-                self.silent.pop(rank, None)
+            self._kill(replica)  # nothing is left of it, as a rule
             what = f"replica {replica} was asked to stop and has left; the others continue"
             evidence = {"replica": replica, "last_synchronisation": self.rounds.step}
             known = {"attempt": self.spec.attempt, "step": self.highest_step, "cost": {"lost_steps": 0.0}}
@@ -327,12 +321,9 @@ class ElasticWatch(AttemptWatch):
             del self._left_at[replica]
         for node, here in zip(self.nodes, self._ranges, strict=True):
             is_idle = all(self.rounds.replica_of(rank) in self.rounds.lost for rank in here)
-            if is_idle and self._leaves(node) and not any(node is each for each in self._let_go):
+            if is_idle and node in self._asked_to_leave and node not in self._let_go:
                 self._let_go.append(node)
                 node.kill()  # its supervisor, which was asked to stop, ends when it has no ranks
-
-    def _leaves(self, node: Node) -> bool:
-        return any(node is each for each in self._asked_to_leave)
 
     def _end(self) -> AttemptOutcome | None:
         """Return how the attempt ended if all replicas that trained have ended well; others are not waited for."""
@@ -367,11 +358,12 @@ class ElasticWatch(AttemptWatch):
     def _hung_ranks(self, heartbeats: Mapping[int, Heartbeat]) -> list[int]:
         """Return the silent ranks that hang. They do not while they wait for a rank of their replica that is busy."""
         hung = []
-        self.silent = {rank: each for rank, each in self.silent.items() if rank in heartbeats}
-        for rank, each in [*self.silent.items()]:
-            if heartbeats[rank].entered > each.heartbeat.entered:
-                del self.silent[rank]
-                continue
+        self.silent = {
+            rank: each
+            for rank, each in self.silent.items()
+            if rank in heartbeats and heartbeats[rank].entered <= each.heartbeat.entered
+        }
+        for rank, each in self.silent.items():
             others = [other for other in self.rounds.ranks_of(self.rounds.replica_of(rank)) if other in heartbeats]
             waits = any(
                 heartbeats[other].section not in SHORT_SECTIONS and heartbeats[other].step <= each.heartbeat.step
@@ -387,12 +379,7 @@ class ElasticWatch(AttemptWatch):
         ranks, before = self.rounds.ranks_of(replica), self._gone.get(replica)
         self._unwritten |= self.rounds.lose(replica)
         self._decide_rounds()  # those who exchange with it wait for this
-        for node, here in self._parts(replica):
-            if not _is_gone(node):
-                node.kill_ranks(here)
-        for rank in ranks:
-            self.ended.pop(rank, None)
-            self.silent.pop(rank, None)
+        self._kill(replica)
         reached = max((heartbeats[rank].step for rank in ranks if rank in heartbeats), default=0)
         count = before.count + 1 if before else 1
         what = f"replica {replica} was lost: {fault.what}; the others continue"
@@ -406,11 +393,18 @@ class ElasticWatch(AttemptWatch):
         pause = PAUSE_SECONDS * 2 ** (count - 2) if count > 1 else 0.0
         self._gone[replica] = LostReplica(incident, now, count, due=now + pause)
 
+    def _kill(self, replica: int) -> None:
+        for node, here in self._parts(replica):
+            if not _is_gone(node):
+                node.kill_ranks(here)
+        for rank in self.rounds.ranks_of(replica):
+            self.ended.pop(rank, None)
+            self.silent.pop(rank, None)
+
     def _may_start(self, count: int) -> bool:
         return self._restart and count <= MAX_LOSSES
 
     def _parts(self, replica: int) -> list[tuple[Node, list[int]]]:
-        """Return the nodes that hold ranks of a replica, and these ranks."""
         ranks = {*self.rounds.ranks_of(replica)}
         parts = zip(self.nodes, self._ranges, strict=True)
         return [(node, sorted(ranks & {*here})) for node, here in parts if ranks & {*here}]
@@ -421,18 +415,17 @@ class ElasticWatch(AttemptWatch):
         for replica in sorted(self.rounds.lost):
             gone, parts = self._gone[replica], self._parts(replica)
             may_start = self._may_start(gone.count) and now >= gone.due and not self.is_saved
-            if not may_start or any(_is_gone(node) or self._leaves(node) for node, _ in parts):
+            if not may_start or any(_is_gone(node) or node in self._asked_to_leave for node, _ in parts):
                 continue
             number = self.rounds.start_again(replica)
             self._started[replica] = now, len(self.of_kind("error"))
             for node, ranks in parts:
-                here = self._ranges[[each is node for each in self.nodes].index(True)]
+                here = self._ranges[self.nodes.index(node)]
                 spec = replace(self.spec, first_rank=here.start, num_ranks=len(here), replica_start=number)
                 node.start_ranks(spec, ranks)
             log.info("replica %d is started again", replica)
 
     def _note_joined(self) -> None:
-        """Write the cost of a loss once the replica takes part again."""
         for replica, gone in [*self._gone.items()]:
             if replica in self.rounds.living_members and not gone.is_back:
                 gone.is_back = True
@@ -443,7 +436,6 @@ class ElasticWatch(AttemptWatch):
                 del self._gone[replica]
 
     def _decide_rounds(self) -> None:
-        """Read what the ranks say, decide, and write the decisions."""
         written, self._unwritten = self._unwritten, {}
         exchange = partial(self._group.channel.exchange_keys, self.spec.attempt, STATEMENTS)
         found = exchange(written)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trimaran.core import EXIT_AGAIN, Plan, UserError
@@ -17,17 +17,15 @@ from trimaran.launch.supervise.early_supervisor import Signals
 from trimaran.launch.supervise.fork_server_process import ForkServerProcess
 from trimaran.launch.supervise.head_client import RUN_FILES, FileSender, HeadClient, answer_not_ready, write_run_files
 from trimaran.launch.supervise.local_node import LocalNode
-from trimaran.launch.supervise.measure_links import MEASURE_LINK, link_record, read_switches, serve_link, try_to_measure
+from trimaran.launch.supervise.measure_links import MEASURE_LINK, read_switches, serve_link, start_measuring
 from trimaran.launch.supervise.next_attempt import cluster_of
 from trimaran.launch.supervise.node import AttemptSpec
 from trimaran.launch.supervise.node_options import NodeOptions, split_head
 from trimaran.launch.supervise.rank_report import show_ranks
 from trimaran.launch.supervise.remote_node import record_of_event, record_of_heartbeat
 from trimaran.launch.supervise.side_processes import PreflightProcess
-from trimaran.runs import RunDirectory
-from trimaran.runs.lease import LeaseHolder, LeaseWatch, run_token
+from trimaran.runs import ChannelClient, LeaseHolder, LeaseWatch, LinkSpeed, Record, RunDirectory, run_token
 from trimaran.runs.rank_environment import without_unusable, worker_environment
-from trimaran.runs.wire import ChannelClient, Record
 
 
 class NodeAgent:
@@ -123,11 +121,9 @@ class CoordinatorClient:
 
     @property
     def num_waiting(self) -> int:
-        """How many messages have not been sent yet."""
         return len(self._out)
 
     def received(self) -> list[Record]:
-        """Return the commands that arrived since the last call."""
         return [self._in.popleft() for _ in range(len(self._in))]
 
     def close(self) -> None:
@@ -263,7 +259,6 @@ class Follower:
         )
 
     def _report(self) -> None:
-        """Send new events of this node, and heartbeats in regular intervals."""
         if not self._ranks_running:
             if self._measures_speed and (speed := self.node.take_speed()) is not None:
                 self._measures_speed = False
@@ -301,19 +296,8 @@ class Follower:
         self._channel.relay_to(client, attempt=spec.attempt)
         return replace(spec, store=self._channel.address)
 
-    def _measure(self, command: Record) -> None:
-        """Begin to measure this node's devices, or its link from another node, in a thread that sends the result."""
-        seconds = command["seconds"]
-        if command["command"] == "measure_speed":
-            self.node.begin_speed(command["kind"], seconds=seconds)
-            self._measures_speed = True
-            return
-
-        def measure() -> None:
-            link = try_to_measure(command["peer"], command["address"], self._token, seconds=seconds)
-            self._coordinator.send(link=link_record(command["peer"], link))
-
-        threading.Thread(target=measure, name="measure-link", daemon=True).start()
+    def _send_link(self, peer: str, link: LinkSpeed | None) -> None:
+        self._coordinator.send(link={"peer": peer} | (asdict(link) if link else {}))
 
     def _execute(self, command: Record) -> None:
         match command["command"]:
@@ -335,8 +319,12 @@ class Follower:
             case "collect_reports":
                 how = {key: command[key] for key in ("seconds", "gently") if key in command}
                 self.node.collect_reports(self.run.path / command["folder"], **how)
-            case "measure_link" | "measure_speed":
-                self._measure(command)
+            case "measure_link":
+                link = {"seconds": command["seconds"], "then": self._send_link}
+                start_measuring(command["peer"], command["address"], self._token, **link)
+            case "measure_speed":
+                self.node.begin_speed(command["kind"], seconds=command["seconds"])
+                self._measures_speed = True
             case "stop":
                 self.node.request_stop()
             case "leave":

@@ -171,36 +171,29 @@ def fork_warm_or_start(environment: Mapping[str, str]) -> ForkServerProcess:
 
     The fork has torch imported, serves one run, and ends when its socket is closed.
     """
-    process, note = _fork_warm(environment)
-    process = process or start_fork_server(environment)
-    process.note = note
-    return process
-
-
-def _fork_warm(environment: Mapping[str, str]) -> tuple[ForkServerProcess | None, str]:
-    """Return a fork of the warm fork server or None, and what to say about it."""
-    connection = connect_warm(environment)
+    connection, note = connect_warm(environment), "there is no warm fork server, and none could be started"
     if connection is None and start_warm(environment):
         deadline = time.monotonic() + ANSWER_SECONDS
         while (connection := connect_warm(environment)) is None and time.monotonic() < deadline:
             time.sleep(0.02)
-    if connection is None:
-        return None, "there is no warm fork server, and none could be started"
-    answer = _ask(connection, {"fork": fingerprint(fork_server_environment(environment))})
-    if answer is None or "pid" not in answer:
+    if connection is not None:
+        answer = _ask(connection, {"fork": fingerprint(fork_server_environment(environment))}) or {}
+        note = f"the warm fork server is not used: {answer.get('refused', 'it does not answer')}"
+        if "pid" in answer:
+            try:
+                descriptor = os.pidfd_open(answer["pid"])
+            except OSError:
+                note = "the warm fork server is not used: its fork has ended"
+            else:
+                note = f"using the warm fork server (process {answer['server']})"
+                return ForkServerProcess(answer["pid"], connection, pid_descriptor=descriptor, note=note)
         connection.close()
-        return None, f"the warm fork server is not used: {(answer or {}).get('refused', 'it does not answer')}"
-    try:
-        descriptor = os.pidfd_open(answer["pid"])
-    except OSError:
-        connection.close()
-        return None, "the warm fork server is not used: its fork has ended"
-    process = ForkServerProcess(pid=answer["pid"], control=connection, pid_descriptor=descriptor)
-    return process, f"using the warm fork server (process {answer['server']})"
+    process = start_fork_server(environment)
+    process.note = note
+    return process
 
 
 def _ask(connection: socket.socket, request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Send a line and return the answer, which is one line; None if none comes."""
     with contextlib.suppress(OSError, ValueError):
         connection.sendall(json.dumps(request).encode() + b"\n")
         received = b""

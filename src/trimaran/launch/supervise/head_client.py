@@ -20,9 +20,7 @@ from trimaran.core import UserError, fixed_field_changes, parse_recipe
 from trimaran.core.parse_text import TextError, load_json
 from trimaran.core.regular_files import append_regular_file, open_regular_file, read_regular_text, write_atomically
 from trimaran.launch.supervise.early_supervisor import Signals
-from trimaran.runs import RunDirectory, holds_run, open_run
-from trimaran.runs.lease import LeaseHolder, read_holder
-from trimaran.runs.stored_settings import create_run_from
+from trimaran.runs import LeaseHolder, RunDirectory, create_run_from, holds_run, open_run, read_holder
 from trimaran.runs.wire import ChannelClient, Record, RefusedError, WireError, fingerprint, pack, unpack
 
 log = logging.getLogger(__name__)
@@ -104,8 +102,8 @@ class FileReceiver:
             new = data[max(0, known - offset) :]
             self.received[name] = max(known, offset + len(data))
             try:
-                path = self._run.path / name
                 if new:
+                    path = self._run.path / name
                     path.parent.mkdir(parents=True, exist_ok=True)
                     with append_regular_file(path) as file:
                         file.write(new)

@@ -35,9 +35,13 @@ class RankEventIncidents:
         for event in events:
             kind, step, data = event["kind"], event.get("step", 0), event.get("data", {})
             if kind == "skip" and data.get("action") != "stop" and self._first(kind, step):
-                self._skip(step, data)
+                verdict = (data.get("reproduced") or {}).get("verdict")
+                what = f"the update of step {step} was not applied: {data.get('reason', 'a value was not finite')}"
+                action: Any = ACTIONS.get(data.get("action", "skip"), "skipped")
+                evidence = data | {"facts": [verdict]} if verdict else data
+                self._file("numeric", what, step, action, evidence, suspects=tuple(data.get("ranks") or ()))
             elif kind == "differ" and data.get("action") != "stop" and self._first(kind, step):
-                action: Any = "rewound" if data.get("action") == "rewind" else "continued"
+                action = "rewound" if data.get("action") == "rewind" else "continued"
                 self._file("numeric", data["message"], step, action, data, suspects=tuple(data["ranks"]))
             elif kind == "checkpoint" and self._first(kind, step):
                 self._checkpoint(step, data)
@@ -55,14 +59,6 @@ class RankEventIncidents:
         is_first = (kind, step) not in self._seen
         self._seen.add((kind, step))
         return is_first
-
-    def _skip(self, step: int, data: dict[str, Any]) -> None:
-        ranks = tuple(data.get("ranks") or ())
-        action: Any = ACTIONS.get(data.get("action", "skip"), "skipped")
-        what = f"the update of step {step} was not applied: {data.get('reason', 'a value was not finite')}"
-        verdict = (data.get("reproduced") or {}).get("verdict")
-        evidence = data | {"facts": [verdict]} if verdict else data
-        self._file("numeric", what, step, action, evidence, suspects=ranks)
 
     def _connections(self, rank: int, step: int, data: dict[str, Any]) -> None:
         """File that strangers flood the ports of ranks: one incident with the numbers of each rank."""
@@ -174,7 +170,6 @@ class NetworkCheck:
         self._done = len(watch.nodes) < 2 or run.read_plan().prediction is None
 
     def _read_plan(self) -> None:
-        """Start over with the prediction of the run's plan."""
         prediction = self._run.read_plan().prediction
         self._expected = prediction.time.get("comm", 0.0) if prediction else 0.0
         self._comm.clear()

@@ -147,7 +147,7 @@ def investigate(run: RunDirectory, watch: AttemptWatch, incidents: IncidentLog, 
     losses = [each.since for each in watch.lost if each.since]
     since = min([*deaths, *silences, *losses], default=time.monotonic())
     dead = bool(deaths)
-    first = _attribute_at_once(run, watch)
+    first = _attribute(run, watch)
     known: Mapping[str, Any] = {"attempt": watch.spec.attempt, "step": step, "suspects": first.suspects}
     incident = incidents.notice(first.cause, first.what, victims=first.victims, evidence=first.evidence, **known)
     noticed = time.monotonic()
@@ -162,7 +162,7 @@ def investigate(run: RunDirectory, watch: AttemptWatch, incidents: IncidentLog, 
         except OSError as error:
             log.warning("the rank reports cannot be written: %s", error)
         watch.poll()
-    final = _attribute_with_reports(run, watch, folder)
+    final = _attribute(run, watch, folder)
     evidence = final.evidence | ({"folder": str(folder.relative_to(run.path))} if folder.exists() else {})
     if watch.silent:
         longest = max(watch.silent.values(), key=lambda each: each.seconds)
@@ -189,29 +189,22 @@ def loss_bound(watch: AttemptWatch) -> dict[str, float]:
     return {f"max_lost_{name}": each for name, each in found.items() if each is not None}
 
 
-def _attribute_at_once(run: RunDirectory, watch: AttemptWatch) -> Attribution:
-    """Return what is known before any rank has written a report."""
-    if watch.unexpected_exits():
-        return _attribute(run, watch, folder=run.incident("none"))
-    if watch.lost:
+def _attribute(run: RunDirectory, watch: AttemptWatch, reports: Path | None = None) -> Attribution:
+    """Return what is known, before any rank has written a report, or with the folder of their reports.
+
+    If a node is lost, it explains ranks that only lost a connection.
+    """
+    exits = watch.unexpected_exits()
+    if watch.lost and not exits:
         return _attribute_lost_nodes(watch)
-    late = max(watch.silent.values(), key=lambda each: each.seconds)
-    ranks = ", ".join(map(str, sorted(watch.silent)))
-    what = f"no progress on rank {ranks} for {late.seconds:.1f} s in section {late.heartbeat.section}"
-    return Attribution(cause="hang", suspects=(), victims=(), what=what, evidence={"deadline": late.deadline})
-
-
-def _attribute_with_reports(run: RunDirectory, watch: AttemptWatch, folder: Path) -> Attribution:
-    """Return what the rank reports say. If a node is lost, it explains ranks that only lost a connection."""
-    if watch.lost and not watch.unexpected_exits():
-        return _attribute_lost_nodes(watch)
-    attribution = _attribute(run, watch, folder=folder)
-    return _attribute_lost_nodes(watch) if watch.lost and attribution.cause == "network" else attribution
-
-
-def _attribute(run: RunDirectory, watch: AttemptWatch, *, folder: Path) -> Attribution:
-    reports = read_rank_reports(run, folder, range(watch.spec.world_size))
-    return attribute_fault(reports, watch.unexpected_exits(), watch.events, oom_killed=watch.oom_killed)
+    if reports is None and not exits:
+        late = max(watch.silent.values(), key=lambda each: each.seconds)
+        ranks = ", ".join(map(str, sorted(watch.silent)))
+        what = f"no progress on rank {ranks} for {late.seconds:.1f} s in section {late.heartbeat.section}"
+        return Attribution(cause="hang", what=what, evidence={"deadline": late.deadline})
+    known = read_rank_reports(run, reports or run.incident("none"), range(watch.spec.world_size))
+    found = attribute_fault(known, exits, watch.events, oom_killed=watch.oom_killed)
+    return _attribute_lost_nodes(watch) if watch.lost and reports and found.cause == "network" else found
 
 
 def _attribute_lost_nodes(watch: AttemptWatch) -> Attribution:

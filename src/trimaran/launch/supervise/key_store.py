@@ -11,7 +11,7 @@ answer, so that no value can be missing without notice.
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -127,7 +127,6 @@ class KeyStore:
         raise WireError(f"unknown operation: {name[:40]}")
 
     def _wait(self, request: Record, reply: Reply, *, client: Hashable, now: float) -> None:
-        """Reply, now or when no key of `request` is missing any more."""
         keys, seconds = _names(request), request.get("seconds")
         if not isinstance(seconds, int | float) or not 0 <= seconds < 1e9:
             raise WireError("seconds is not a number of seconds")
@@ -161,72 +160,6 @@ class KeyStore:
         if len(self._timeouts) > 2 * self._num_waiting + MAX_TIMEOUTS_LEFT:
             self._timeouts = [each for each in self._timeouts if not each[2].is_over]
             heapq.heapify(self._timeouts)
-
-
-class AttemptStores:
-    """The stores of all attempts that are not over. Each is made by the first request of its attempt."""
-
-    def __init__(self) -> None:
-        self._stores: dict[int, KeyStore] = {}
-        self._last_ended = -1  # this attempt and all before it are over
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request waits for a key."""
-        return all(each.is_idle for each in list(self._stores.values()))
-
-    def store_of(self, request: Record) -> KeyStore | None:
-        """Return the store of the attempt that `request` is about; None if that is over."""
-        attempt = request.get("attempt")
-        if not isinstance(attempt, int):
-            raise WireError("a request without an attempt")
-        if attempt <= self._last_ended:
-            return None
-        store = self._stores.get(attempt)
-        if store is None:
-            store = self._stores[attempt] = KeyStore()
-        return store
-
-    def answer(self, request: Record, reply: Reply, *, client: Hashable, now: float) -> None:
-        """See `KeyStore.answer`. The answer is an error if the attempt is over."""
-        store = self.store_of(request)
-        if store is None:
-            reply({"error": "over"})
-        else:
-            store.answer(request, reply, client=client, now=now)
-
-    def exchange(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]:
-        """Write to the store of an attempt, in order, and return the values whose keys begin with `prefix`.
-
-        None deletes a key.
-        """
-        store = self.store_of({"attempt": attempt})
-        if store is None:
-            return {}
-        for key, value in written.items():
-            store.values.pop(key, None) if value is None else store.put(key, value)
-        return {key: value for key, value in store.values.items() if key.startswith(prefix)}
-
-    def end(self, attempt: int) -> None:
-        """Drop the values of `attempt` and of all before it. Their pending and later requests fail as over."""
-        self._last_ended = max(self._last_ended, attempt)
-        for old in [each for each in self._stores if each <= attempt]:
-            self._stores.pop(old).close()
-
-    def expire(self, now: float) -> None:
-        """Reply with a timeout to the requests whose time is up."""
-        for store in self._stores.values():
-            store.expire(now)
-
-    def next_timeout(self) -> float | None:
-        """Return when the next request times out, or earlier; None if none waits."""
-        times = [store.next_timeout() for store in self._stores.values()]
-        return min((each for each in times if each is not None), default=None)
-
-    def drop_client(self, client: Hashable) -> None:
-        """Forget the requests of a client that has disconnected."""
-        for store in self._stores.values():
-            store.drop_client(client)
 
 
 def _list(request: Record, field: str) -> list[Any]:
@@ -350,12 +283,11 @@ class RelayAnswers:
         self._num_taken = 0  # messages of the relay that arrived
         self._answers: list[tuple[int, Record]] = []
 
-    def answer(self, message: Record, stores: AttemptStores, *, client: Hashable, now: float) -> None:
-        """Answer the requests of the ranks of another node. A malformed one is answered with an error."""
-        requests = message.get("requests")
-        if not isinstance(requests, list) or not all(map(is_relayed, requests)):
-            raise WireError("a message of a relay without requests")
-        keys = stores.store_of(message)
+    def answer(self, requests: list[RelayedRequest], keys: KeyStore | None, *, client: Hashable, now: float) -> None:
+        """Answer the requests of the ranks of another node. A malformed one is answered with an error.
+
+        `keys` is the store of their attempt; None if that is over.
+        """
         self._num_taken += 1
         self._unsent.add(self)
         for number, request in requests:

@@ -13,8 +13,7 @@ from typing import Any
 
 import psutil
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import append_regular_file
+from trimaran.core import UserError, append_regular_file
 from trimaran.launch.supervise.early_supervisor import WARM, stop_with_parent, take_early
 from trimaran.launch.supervise.rank_report import STOPPED_STATES, process_state
 from trimaran.runs import RunDirectory
@@ -38,7 +37,6 @@ class LocalRun:
     errors: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code; None while the run continues."""
         return self.process.poll()
 
     def wait(self, timeout: float | None = None) -> int:

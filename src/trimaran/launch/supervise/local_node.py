@@ -1,6 +1,7 @@
 """The ranks of this machine: forked by a fork server, watched by their heartbeats, killed with their process groups.
 
-Also the node group of a run on this machine only.
+Also how long a rank may stay in one section or step before it counts as hung, learnt from earlier durations, and the
+node group of a run on this machine only.
 """
 
 import contextlib
@@ -11,16 +12,16 @@ import platform
 import select
 import signal
 import socket
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import FaultsSection, Plan
-from trimaran.core.regular_files import append_regular_file
+from trimaran.core import FaultsSection, Plan, append_regular_file
 from trimaran.launch.supervise.channel import Channel
-from trimaran.launch.supervise.deadline import Deadlines
 from trimaran.launch.supervise.fork_server_process import (
     ForkServerProcess,
     fork_server_environment,
@@ -33,12 +34,11 @@ from trimaran.launch.supervise.rank_report import (
     STOPPED_STATES,
     ReportTarget,
     collect_reports,
-    process_group,
     process_state,
     queued_seconds,
 )
 from trimaran.launch.supervise.side_processes import SidecarProcess
-from trimaran.runs import Heartbeat, HeartbeatBoard, RunDirectory
+from trimaran.runs import Heartbeat, HeartbeatBoard, RunDirectory, Section
 from trimaran.runs.held_directory import descriptor_of
 from trimaran.runs.lease import Lease, run_token
 
@@ -63,7 +63,7 @@ class ForkServerClient:
         if process.is_warm:
             ours = {"environment": fork_server_environment(os.environ), "folder": os.getcwd()}
             message |= {"process": ours}
-        client._send({"bind": message}, passed)
+        client.send({"bind": message}, passed)
         return client
 
     @property
@@ -76,14 +76,9 @@ class ForkServerClient:
         Descriptors are given by their place in the `fds` of `bind`, as the fork server has other numbers for them.
         """
         names = ("rank", "environment", "descriptors")
-        self._send({"start": [dict(zip(names, each, strict=True)) for each in ranks]})
+        self.send({"start": [dict(zip(names, each, strict=True)) for each in ranks]})
 
-    def measure(self, kind: str, *, devices: int, seconds: float, environment: Mapping[str, str]) -> None:
-        """Measure how fast the devices compute; the event `speed` has the answer."""
-        how = {"kind": kind, "devices": devices, "seconds": seconds, "environment": dict(environment)}
-        self._send({"measure": how})
-
-    def _send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+    def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         """Send a line, and descriptors before it. `alive` says if the fork server is dead."""
         control = self.process.control
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -122,6 +117,111 @@ log = logging.getLogger(__name__)
 
 KILL_SECONDS = 30.0
 PAUSE_SECONDS = 1.0  # if the supervisor itself did not run for longer, silence until then does not count
+
+
+NUM_RECENT_STEPS = 20
+STEP_FACTOR = 5.0
+SECTION_FACTOR = 10.0
+MIN_SECTION_SECONDS = 30.0
+MAX_PAUSES = 3  # of the supervisor during one silence; then the silence counts in full
+LEARNT_SECTIONS: tuple[Section, ...] = ("first", "copy", "evaluation", "sampling")
+
+
+class Deadlines:
+    """Reads the heartbeats of a node's ranks, and finds those past their deadline.
+
+    A step may take five times the median of the last 20 steps, but at least `hang_seconds`. A unit of
+    `LEARNT_SECTIONS` may take `start_seconds` the first time, and later ten times the longest so far, but at least
+    30 s. A unit of any other section may always take `start_seconds`: it reads, writes, compiles or waits for data, and
+    how long that took before says nothing about the next time. Seconds in which a rank was ready to run and had no core
+    do not count, neither for it nor for the ranks that may wait for it.
+    """
+
+    def __init__(self, faults: FaultsSection) -> None:
+        self._faults = faults
+        self._steps: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
+        self._longest: dict[Section, float] = {}
+        self._before: dict[int, Heartbeat] = {}
+        self._step_began: dict[int, Heartbeat] = {}  # the first heartbeat of each rank's current step
+        self._step_learnt: dict[int, int] = {}  # the last step of each rank whose duration is known
+        self._queued: dict[int, float] = {}
+        self._core_wait = 0.0  # seconds of waiting for a core, of the rank that waited longest in each interval
+        self._core_wait_at: dict[int, float] = {}  # the same when a rank last made progress
+        self.expected_seconds = 0.0  # of a step, before one was measured; 0: not known
+        self._is_changed = False  # the plan may have changed since the last steps
+        self._pauses: deque[float] = deque(maxlen=MAX_PAUSES)  # when the supervisor resumed polling after a pause
+
+    def forget(self, ranks: Iterable[int] | None = None) -> None:
+        """Forget these ranks, which are started again, or all of them. The durations learnt so far are kept."""
+        gone = {*(self._before.keys() | self._queued.keys() if ranks is None else ranks)}
+        for known in (self._before, self._step_began, self._step_learnt, self._queued, self._core_wait_at):
+            for rank in gone & known.keys():
+                del known[rank]
+
+    def of(self, section: Section) -> float:
+        """Return the seconds that one unit of `section` may take."""
+        if section == "step":
+            usual = statistics.median(self._steps) if self._steps else self.expected_seconds
+            return max(self._faults.hang_seconds, STEP_FACTOR * usual)
+        if section not in self._longest:
+            return self._faults.start_seconds
+        return min(self._faults.start_seconds, max(MIN_SECTION_SECONDS, SECTION_FACTOR * self._longest[section]))
+
+    def note_pause(self, now: float) -> None:
+        """Count silence only from `now` on: the supervisor did not run until now, and maybe neither did the ranks."""
+        self._pauses.append(now)
+
+    def counted_silence(self, since: float, now: float) -> float:
+        """Return the seconds from `since` to `now` that count. After `MAX_PAUSES` pauses all of them count."""
+        is_excused = self._pauses and not (len(self._pauses) == MAX_PAUSES and self._pauses[0] > since)
+        return now - (max(since, self._pauses[-1]) if is_excused else since)
+
+    def overdue(
+        self, heartbeats: Mapping[int, Heartbeat], now: float, queued: Mapping[int, float] | None = None
+    ) -> dict[int, float]:
+        """Return the seconds of silence of each rank that is past its deadline, and learn from the others.
+
+        `queued` are the seconds that each rank has waited for a core since it was started.
+        """
+        queued, silent = queued or {}, {}
+        # The value of a rank that has just ended drops to 0; the difference must not become negative.
+        self._core_wait += max([0.0, *(each - self._queued.get(rank, each) for rank, each in queued.items())])
+        self._queued.update(queued)
+        for rank, heartbeat in heartbeats.items():
+            before = self._before.get(rank)
+            self._learn(rank, before, heartbeat)
+            if before is None or heartbeat.entered > before.entered:
+                self._core_wait_at[rank] = self._core_wait
+            self._before[rank] = heartbeat
+            seconds = self.counted_silence(heartbeat.entered, now) - (self._core_wait - self._core_wait_at[rank])
+            if seconds > self.of(heartbeat.section):
+                silent[rank] = seconds
+        return silent
+
+    def _learn(self, rank: int, before: Heartbeat | None, after: Heartbeat) -> None:
+        if before is not None and after.entered <= before.entered:
+            return
+        if after.section == "restore" and self._steps:
+            self._is_changed = True
+            self._longest.pop("first", None)  # the first step of another plan may compile
+        if before is not None and before.section == "first" and self._is_changed:
+            self._is_changed = False
+            self._steps.clear()  # steps of the new plan may take longer by any factor
+            self._steps.append(after.entered - before.entered)
+        if before is not None and before.section in LEARNT_SECTIONS:
+            seconds = after.entered - before.entered
+            self._longest[before.section] = max(seconds, self._longest.get(before.section, 0.0))
+        # Learn the duration of a step when the next one begins, or the wait for its data.
+        # What happens inside a step, such as a copy of the state or an evaluation, is part of its duration.
+        began = self._step_began.get(rank)
+        if began is not None and after.section in ("step", "data") and after.step > began.step:
+            # Several steps may have passed since the last poll.
+            self._steps.append((after.entered - began.entered) / (after.step - began.step))
+            self._step_learnt[rank] = self._step_began.pop(rank).step
+            began = None
+        is_new = after.step != self._step_learnt.get(rank) and (began is None or began.step != after.step)
+        if after.section == "step" and is_new:
+            self._step_began[rank] = after
 
 
 @dataclass(slots=True)
@@ -202,7 +302,24 @@ class LocalNode:
         self._ranks |= {each.rank: each for each in new}
         # The board is the first descriptor that the fork server got, the rank memories are the others.
         descriptors = {"TRIMARAN_HEARTBEAT_FD": [0], "TRIMARAN_MEMORY_FDS": [*range(1, 1 + self.num_ranks)]}
-        self._fork_server.fork([(each.rank, self._environment_of(each, spec), descriptors) for each in new])
+        commands = []
+        for each in new:
+            environment = {  # on top of the fork server's, which has our own
+                **self._changed_environment,
+                "RANK": str(each.rank),
+                "LOCAL_RANK": str(each.local_rank),
+                "WORLD_SIZE": str(spec.world_size),
+                "LOCAL_WORLD_SIZE": str(spec.num_ranks),
+                "TRIMARAN_ATTEMPT": str(spec.attempt),
+                "TRIMARAN_REPLICA_START": str(spec.replica_start),
+                "TRIMARAN_STORE": spec.store,
+                "TRIMARAN_TOKEN": spec.token,
+                "TRIMARAN_FORK_SERVER": self._fork_server.process.note,
+                **shared_gpu_environment(self._environment, each.rank),
+                **spec.environment,
+            }
+            commands.append((each.rank, environment, descriptors))
+        self._fork_server.fork(commands)
 
     def kill_ranks(self, ranks: Sequence[int]) -> None:
         found = [self._ranks[rank] for rank in ranks if rank in self._ranks]
@@ -211,31 +328,16 @@ class LocalNode:
             self._ranks.pop(each.rank)
             self._silent -= {(each.rank, True), (each.rank, False)}
 
-    def _environment_of(self, rank: LocalRank, spec: AttemptSpec) -> dict[str, str]:
-        """Return the variables of a rank on top of those of the fork server, which has our own."""
-        return {
-            **{name: value for name, value in self._environment.items() if os.environ.get(name) != value},
-            "RANK": str(rank.rank),
-            "LOCAL_RANK": str(rank.local_rank),
-            "WORLD_SIZE": str(spec.world_size),
-            "LOCAL_WORLD_SIZE": str(spec.num_ranks),
-            "TRIMARAN_ATTEMPT": str(spec.attempt),
-            "TRIMARAN_REPLICA_START": str(spec.replica_start),
-            "TRIMARAN_STORE": spec.store,
-            "TRIMARAN_TOKEN": spec.token,
-            "TRIMARAN_FORK_SERVER": self._fork_server.process.note,
-            **shared_gpu_environment(self._environment, rank.rank),
-            **spec.environment,
-        }
+    @property
+    def _changed_environment(self) -> dict[str, str]:
+        return {name: value for name, value in self._environment.items() if os.environ.get(name) != value}
 
     def begin_speed(self, kind: str, *, seconds: float) -> None:
-        """See `MeasurableNode`. Not while ranks run."""
         if self._fork_server.alive and not self._alive():
-            changed = {name: value for name, value in self._environment.items() if os.environ.get(name) != value}
-            self._fork_server.measure(kind, devices=self.num_ranks, seconds=seconds, environment=changed)
+            how = {"kind": kind, "devices": self.num_ranks, "seconds": seconds}
+            self._fork_server.send({"measure": how | {"environment": self._changed_environment}})
 
     def take_speed(self) -> float | None:
-        """See `MeasurableNode`."""
         if not self._alive():
             self._unreported += self._poll_fork_server()
         speed, self._speed = self._speed, None
@@ -253,7 +355,14 @@ class LocalNode:
         server = self._fork_server.process.pid
         queued = {rank: queued_seconds(self._ranks[rank].pid or server) for rank in self._alive()}
         late = self._deadlines.overdue({rank: heartbeats[rank] for rank in self._alive()}, now, queued)
-        stopped = self._stopped(heartbeats, now)
+        # Ranks that a signal has stopped hang, in any section. A pause of the supervisor does not count: what stopped
+        # it may have stopped the ranks, and may continue them later.
+        quiet = {rank: self._deadlines.counted_silence(heartbeats[rank].alive, now) for rank in self._alive()}
+        stopped = {
+            rank: seconds
+            for rank, seconds in quiet.items()
+            if seconds > self._faults.hang_seconds and process_state(self._ranks[rank].pid) in STOPPED_STATES
+        }
         silent = {(rank, rank in stopped): seconds for rank, seconds in (late | stopped).items()}
         for rank, is_stopped in silent.keys() - self._silent:
             deadline = self._faults.hang_seconds if is_stopped else self._deadlines.of(heartbeats[rank].section)
@@ -265,20 +374,6 @@ class LocalNode:
             )
         self._silent = set(silent)
         return events
-
-    def _stopped(self, heartbeats: Mapping[int, Heartbeat], now: float) -> dict[int, float]:
-        """Return for how many seconds ranks have been stopped by a signal, which is a hang in any section.
-
-        A pause of the supervisor does not count: what stopped it may have stopped the ranks, and may continue them
-        later.
-        """
-        quiet = {rank: self._deadlines.counted_silence(heartbeats[rank].alive, now) for rank in self._alive()}
-        limit = self._faults.hang_seconds
-        return {
-            rank: seconds
-            for rank, seconds in quiet.items()
-            if seconds > limit and process_state(self._ranks[rank].pid) in STOPPED_STATES
-        }
 
     def _poll_fork_server(self, *, wait: float = 0.0) -> Iterator[NodeEvent]:
         """Yield the ends of ranks that the fork server reports. If it ended itself, all its ranks have ended."""
@@ -343,7 +438,6 @@ class LocalNode:
         return [each for each in events if not isinstance(each, RankEnded) or each.rank not in killed]
 
     def close(self) -> None:
-        """End all processes of this node and free the rank memories."""
         self.kill()
         self._sidecar.end()
         self._fork_server.process.kill()
@@ -359,8 +453,11 @@ def _exists(group: int) -> bool:
         os.killpg(group, 0)
     except ProcessLookupError:
         return False
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return any(process_group(pid) == group and process_state(pid) not in ENDED_STATES for pid in pids)
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(pid) == group and process_state(pid) not in ENDED_STATES:
+                return True
+    return False
 
 
 EnvironmentOf = Callable[[Plan], Mapping[str, str]]
@@ -383,6 +480,5 @@ class LocalNodeGroup(NodeGroup):
         return {**self._environment(plan), "TRIMARAN_TERM": str(self.lease.term)}
 
     def close(self) -> None:
-        """Close the node and the channel."""
         self._node.close()
         self.channel.close()

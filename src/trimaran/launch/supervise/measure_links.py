@@ -15,12 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from trimaran.core import Seconds
-from trimaran.runs import RunDirectory
+from trimaran.runs import ChannelClient, RunDirectory, frame
 from trimaran.runs.node_records import LinkSpeed, MeasuredLinks, Pair, read_measured_links, write_measured_links
-from trimaran.runs.wire import ChannelClient, frame
 
 MEASURE_LINK = "measure_link"  # the operation that `serve_link` answers
 CONNECT_SECONDS = 5.0
@@ -56,28 +55,22 @@ def measure_link(address: str, token: str, *, seconds: float) -> LinkSpeed:
             _read_byte(connection, PING)
             round_trip = min(round_trip, time.perf_counter() - began)
         connection.sendall(STREAM)
-        rate = _receive_rate(connection, seconds=seconds)
-    return LinkSpeed(round_trip=Seconds(round_trip), bytes_per_second=rate)
-
-
-def _receive_rate(connection: socket.socket, *, seconds: float) -> float:
-    """Return how many bytes arrive per second, without those of the first part of the time."""
-    began = time.perf_counter()
-    settled, end = began + SETTLING_FRACTION * seconds, began + seconds
-    block, num_received, counted_from, num_before = bytearray(BLOCK_BYTES), 0, began, 0
-    while (now := time.perf_counter()) < end:
-        if counted_from == began and now >= settled:
-            counted_from, num_before = now, num_received
-        connection.settimeout(end - now)
-        with contextlib.suppress(TimeoutError):
-            received = connection.recv_into(block)
-            if not received:
-                raise ConnectionError("the other node ended the measurement")
-            num_received += received
-    num_counted, took = num_received - num_before, time.perf_counter() - counted_from
-    if not num_counted:  # a link so slow that nothing arrived in time
-        num_counted, took = max(1, num_received), time.perf_counter() - began
-    return num_counted / took
+        began = time.perf_counter()
+        settled, end = began + SETTLING_FRACTION * seconds, began + seconds
+        block, num_received, counted_from, num_before = bytearray(BLOCK_BYTES), 0, began, 0
+        while (now := time.perf_counter()) < end:
+            if counted_from == began and now >= settled:
+                counted_from, num_before = now, num_received
+            connection.settimeout(end - now)
+            with contextlib.suppress(TimeoutError):
+                received = connection.recv_into(block)
+                if not received:
+                    raise ConnectionError("the other node ended the measurement")
+                num_received += received
+        num_counted, took = num_received - num_before, time.perf_counter() - counted_from
+        if not num_counted:  # a link so slow that nothing arrived in time
+            num_counted, took = max(1, num_received), time.perf_counter() - began
+    return LinkSpeed(round_trip=Seconds(round_trip), bytes_per_second=num_counted / took)
 
 
 def _read_byte(connection: socket.socket, expected: bytes) -> None:
@@ -192,7 +185,7 @@ class LinkNode(Protocol):
 
 @dataclass(slots=True)
 class OwnLinks:
-    """Measures links of this machine, each in a thread."""
+    """Measures links of this machine."""
 
     name: str
     channel_address: str
@@ -200,35 +193,26 @@ class OwnLinks:
     _found: dict[str, LinkSpeed | None] = field(default_factory=dict)
 
     def measure_link(self, peer: str, address: str, *, seconds: float) -> None:
-        def measure() -> None:
-            self._found[peer] = try_to_measure(peer, address, self.token, seconds=seconds)
-
-        threading.Thread(target=measure, name="measure-link", daemon=True).start()
+        start_measuring(peer, address, self.token, seconds=seconds, then=self._found.__setitem__)
 
     def take_links(self) -> dict[str, LinkSpeed | None]:
         return {peer: self._found.pop(peer) for peer in [*self._found]}
 
 
-def try_to_measure(peer: str, address: str, token: str, *, seconds: float) -> LinkSpeed | None:
-    """Return the speed of the link from `peer`; None, and a warning, if it cannot be measured."""
-    try:
-        return measure_link(address, token, seconds=seconds)
-    except (OSError, ValueError) as error:
-        log.warning("the link from %s at %s was not measured: %s", peer, address, error)
-        return None
+def start_measuring(
+    peer: str, address: str, token: str, *, seconds: float, then: Callable[[str, LinkSpeed | None], None]
+) -> None:
+    """Measure the link from `peer` in a thread, and call `then` with it; with None if it cannot be measured."""
 
+    def measure() -> None:
+        link = None
+        try:
+            link = measure_link(address, token, seconds=seconds)
+        except (OSError, ValueError) as error:
+            log.warning("the link from %s at %s was not measured: %s", peer, address, error)
+        then(peer, link)
 
-def link_record(peer: str, link: LinkSpeed | None) -> dict[str, Any]:
-    """Return a measured link as a message to the coordinator."""
-    speed = {"round_trip": link.round_trip, "bytes_per_second": link.bytes_per_second} if link else {}
-    return {"peer": peer, **speed}
-
-
-def link_of_record(record: Mapping[str, Any]) -> LinkSpeed | None:
-    """Return the link in a record of `link_record`."""
-    if "bytes_per_second" not in record:
-        return None
-    return LinkSpeed(round_trip=Seconds(record["round_trip"]), bytes_per_second=record["bytes_per_second"])
+    threading.Thread(target=measure, name="measure-link", daemon=True).start()
 
 
 def tournament(names: Sequence[str]) -> list[list[tuple[str, str]]]:

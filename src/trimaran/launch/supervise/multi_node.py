@@ -24,10 +24,8 @@ from trimaran.launch.supervise.node_options import NodeOptions
 from trimaran.launch.supervise.remote_node_group import FencedError, RemoteNodeGroup
 from trimaran.launch.supervise.side_processes import autopilot_process
 from trimaran.launch.supervise.supervisor import OpenIncident, Supervisor
-from trimaran.runs import IncidentLog, append_line, last_step
-from trimaran.runs.held_directory import HeldDirectory
+from trimaran.runs import AttemptLog, HeldDirectory, IncidentLog, append_line, last_step, read_attempts
 from trimaran.runs.lease import LeaseHolder, LeaseWatch, claim_term, held_lease_error
-from trimaran.runs.run_records import AttemptLog, read_attempts
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +127,13 @@ class Participant:
         log.info("coordinating with term %d at %s", lease.term, lease.holder.address)
         nodes = RemoteNodeGroup(self._agent, lease, self._signals, formed=self._formed, unfit=self._unfit)
         with lease, autopilot_process(self._agent.run, os.environ):
-            run, incident = self._agent.run, self._take_over()
+            run, incident, lost = self._agent.run, None, self._lost_coordinator
+            if lost is not None:  # it becomes an incident of the run
+                self._note_coordinator("host", "restarted", "its lease is over, and this node coordinates now")
+                about: dict[str, Any] = {"step": lost.step, "evidence": {"noticed": lost.time}, "action": "restarted"}
+                attempt = len(read_attempts(run).attempts) - 1
+                filed = IncidentLog(run).notice("host", lost.what, attempt=attempt, **about)
+                incident = OpenIncident(incident=filed, since=self._since, highest_step=lost.step)
             if self._agent.is_head:
                 self._agent.channel.operations[RUN_FILES] = partial(answer_nodes, run, lease.holder)
             try:
@@ -173,7 +177,6 @@ class Participant:
         return None
 
     def _note_lost_coordinator(self, end: FollowerEnd) -> None:
-        """File an incident of this node for a lost coordinator, once for each one that was lost."""
         self._formed |= end.connected
         if self._lost_coordinator is None and end.connected:
             self._since = time.monotonic()
@@ -187,16 +190,6 @@ class Participant:
                     evidence={"ranks_killed": end.ranks_killed},
                 )
             )
-
-    def _take_over(self) -> OpenIncident | None:
-        """File the lost coordinator as an incident of the run, and return it; None if no coordinator was lost."""
-        if self._lost_coordinator is None:
-            return None
-        lost, run = self._lost_coordinator, self._agent.run
-        self._note_coordinator("host", "restarted", "its lease is over, and this node coordinates now")
-        known: dict[str, Any] = {"step": lost.step, "evidence": {"noticed": lost.time}, "action": "restarted"}
-        incident = IncidentLog(run).notice("host", lost.what, attempt=len(read_attempts(run).attempts) - 1, **known)
-        return OpenIncident(incident=incident, since=self._since, highest_step=lost.step)
 
     def _note_coordinator(self, cause: Cause, action: Action, why: str) -> None:
         """Amend the incident of a lost coordinator: there is a coordinator again."""

@@ -10,18 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trimaran.core import Comm, Incident, Mesh, Plan, Recipe, UserError, show_bytes
-from trimaran.core.regular_files import read_regular_text
+from trimaran.core import Comm, Incident, Mesh, Plan, Recipe, UserError, read_regular_text, show_bytes
 from trimaran.launch.supervise.node import Node
 from trimaran.launch.supervise.recovery_policy import PolicyDecision, RecoveryOptions
 from trimaran.machine import Cluster
 from trimaran.machine.parse_cluster import cluster_of as cluster_in
 from trimaran.machine.parse_cluster import full_cluster
-from trimaran.runs import RunDirectory, append_line, read_incidents
+from trimaran.runs import RunDirectory, append_line, read_attempts, read_incidents, replace_plan
 from trimaran.runs.fault_texts import HOST_RAN_OUT
 from trimaran.runs.rank_environment import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
-from trimaran.runs.run_records import read_attempts
-from trimaran.runs.run_requests import replace_plan
 
 if TYPE_CHECKING:
     from trimaran.models.hf_facts import HfFacts
@@ -127,9 +124,15 @@ def recover_from_oom(run: RunDirectory, recipe: Recipe) -> OomRecovery | None:
 
     The global batch stays. If the host ran out of memory, nothing is offloaded to it.
     """
+    from trimaran.planner.memory_ladder import may_expand_segments  # noqa: PLC0415  as in `replan`
+
     plan, last = run.read_plan(), next((each for each in reversed(read_incidents(run)) if each.cause == "oom"), None)
-    if last is not None and (found := _expand_segments(run, plan, last)):
-        return found
+    is_set = any(name in os.environ for name in ALLOCATOR_VARIABLES) or allocator_after_ooms(run)
+    if last is not None and not is_set:
+        holes, wanted = (float(last.evidence.get(name) or 0.0) for name in ("hole_bytes", "wanted_bytes"))
+        if may_expand_segments(plan, hole_bytes=holes, wanted_bytes=wanted):
+            why = f"memory was fragmented: {show_bytes(holes)} were free in pieces, {show_bytes(wanted)} were wanted; "
+            return OomRecovery(why=f"{why}the allocator gets {EXPANDABLE_SEGMENTS}", allocator=EXPANDABLE_SEGMENTS)
     change = less_memory(plan, recipe, may_offload=last is None or HOST_RAN_OUT not in last.what)
     return OomRecovery(why=change[1], plan=change[0]) if change else None
 
@@ -140,17 +143,6 @@ def allocator_after_ooms(run: RunDirectory, outer: Mapping[str, str] = os.enviro
         return {}
     changed = [each.evidence["allocator"] for each in read_incidents(run) if each.evidence.get("allocator")]
     return {ALLOCATOR_VARIABLES[0]: str(changed[-1])} if changed else {}
-
-
-def _expand_segments(run: RunDirectory, plan: Plan, last: Incident) -> OomRecovery | None:
-    from trimaran.planner.memory_ladder import may_expand_segments  # noqa: PLC0415  as in `replan`
-
-    holes, wanted = (float(last.evidence.get(name) or 0.0) for name in ("hole_bytes", "wanted_bytes"))
-    is_set = any(name in os.environ for name in ALLOCATOR_VARIABLES) or allocator_after_ooms(run)
-    if is_set or not may_expand_segments(plan, hole_bytes=holes, wanted_bytes=wanted):
-        return None
-    why = f"memory was fragmented: {show_bytes(holes)} were free in pieces, {show_bytes(wanted)} were wanted; "
-    return OomRecovery(why=f"{why}the allocator gets {EXPANDABLE_SEGMENTS}", allocator=EXPANDABLE_SEGMENTS)
 
 
 def fit_plan(run: RunDirectory, nodes: Sequence[Node], *, world_size: int | None = None) -> str:

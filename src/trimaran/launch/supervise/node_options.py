@@ -18,11 +18,9 @@ from pathlib import Path
 
 import psutil
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import read_regular_text
-from trimaran.runs import RunDirectory
+from trimaran.core import UserError, read_regular_text
+from trimaran.runs import RunDirectory, split_address
 from trimaran.runs.lease import LeaseHolder, LeaseWatch, new_token, run_token, write_once
-from trimaran.runs.wire import split_address
 
 RESOLVE_SECONDS = 60.0  # until the names of nodes that have just started are known
 RETRY_SECONDS = 0.5
@@ -47,8 +45,13 @@ def find_own_address(
     for host in hosts:
         if is_loopback(host):
             return source_towards(host) or host
-    candidates = [*_resolve_any(hosts, look_up or resolve, wait_seconds=wait_seconds), *([holder] if holder else [])]
-    for address in candidates:
+    look_up, until = look_up or resolve, time.monotonic() + wait_seconds
+    while not (found := [address for host in hosts for address in look_up(host)]) and hosts:
+        if time.monotonic() >= until:
+            raise UserError("L020", f"this machine knows no address of {', '.join(hosts)}", where="--head, --peers",
+                            fix="name hosts that it can resolve, or IP addresses")  # fmt: skip
+        time.sleep(RETRY_SECONDS)
+    for address in [*found, *([holder] if holder else [])]:
         if (source := source_towards(address)) and (not is_loopback(source) or address == holder):
             return source
     return (default or default_address)()
@@ -78,17 +81,6 @@ def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return False
-
-
-def _resolve_any(hosts: Sequence[str], look_up: Callable[[str], list[str]], *, wait_seconds: float) -> list[str]:
-    """Return the addresses of those `hosts` that are known; wait until one is. Raises if none is."""
-    until = time.monotonic() + wait_seconds
-    while not (found := [address for host in hosts for address in look_up(host)]) and hosts:
-        if time.monotonic() >= until:
-            raise UserError("L020", f"this machine knows no address of {', '.join(hosts)}", where="--head, --peers",
-                            fix="name hosts that it can resolve, or IP addresses")  # fmt: skip
-        time.sleep(RETRY_SECONDS)
-    return found
 
 
 def default_address(
@@ -139,7 +131,17 @@ def given_token(environment: MutableMapping[str, str], file: Path | None, *, is_
         where = f"--token-file {file}"
         if is_head and not file.exists():
             write_once(file, new_token() + "\n")
-        token = _read(file)
+        until = time.monotonic() + TOKEN_SECONDS
+        while not file.exists() and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        try:
+            if file.stat().st_mode & 0o007:
+                raise UserError("L023", "other users can read or change the token file", where=where,
+                                fix=f"make it private: chmod 600 {file}")  # fmt: skip
+            token = read_regular_text(file, follow_links=True).strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError("L023", f"the token file cannot be read: {error}", where=where,
+                            fix="copy it from the head, readable only by you") from None  # fmt: skip
     if token and len(token) < MIN_CHARACTERS:
         raise UserError("L023", f"the run's token is shorter than {MIN_CHARACTERS} characters", where=where,
                         fix="make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'")  # fmt: skip
@@ -163,20 +165,6 @@ def keep_token(run: RunDirectory, token: str) -> None:
         (run.lease / "token").unlink(missing_ok=True)
         write_once(run.lease / "token", token + "\n")
         run_token(run)  # refuses a folder that others can read
-
-
-def _read(file: Path) -> str:
-    until = time.monotonic() + TOKEN_SECONDS
-    while not file.exists() and time.monotonic() < until:
-        time.sleep(POLL_SECONDS)
-    try:
-        if file.stat().st_mode & 0o007:
-            raise UserError("L023", "other users can read or change the token file", where=f"--token-file {file}",
-                            fix=f"make it private: chmod 600 {file}")  # fmt: skip
-        return read_regular_text(file, follow_links=True).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError("L023", f"the token file cannot be read: {error}", where=f"--token-file {file}",
-                        fix="copy it from the head, readable only by you") from None  # fmt: skip
 
 
 WAIT_SECONDS = 300.0

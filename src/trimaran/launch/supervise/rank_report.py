@@ -21,8 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import show_bytes
-from trimaran.core.regular_files import open_regular_file, read_regular_bytes, read_regular_text, write_atomically
+from trimaran.core import open_regular_file, read_regular_bytes, read_regular_text, show_bytes, write_atomically
 from trimaran.launch.supervise.node import Node, on_all_nodes
 from trimaran.runs import HeartbeatBoard, RunDirectory
 
@@ -80,7 +79,6 @@ def collect_reports(
 
 
 def _dump_stacks(run: RunDirectory, ranks: Sequence[ReportTarget], sizes: dict[int, int], folder: Path) -> None:
-    """Have faulthandler write the stacks of `ranks`, and copy what is new into `folder`."""
     for each in ranks:
         # To the main thread: another thread that handles the signal may have no Python stack.
         ctypes.CDLL(None).tgkill(each.pid, each.pid, int(signal.SIGUSR2))
@@ -123,14 +121,6 @@ def queued_seconds(pid: int) -> float:
         return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="utf-8").split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
-
-
-def process_group(pid: int) -> int | None:
-    """Return the process group of a process; None if it is gone."""
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
 
 
 STATUS_FIELDS = {"memory": "VmRSS", "threads": "Threads", "blocked_signals": "SigBlk"}
@@ -244,7 +234,7 @@ class RankReport:
 def read_rank_reports(run: RunDirectory, folder: Path, ranks: Iterable[int]) -> dict[int, RankReport]:
     """Return what is known of each of `ranks`, from the files in `folder` and the ranks' logs."""
     processes = _read_processes(folder)
-    return {rank: _report(run, folder, rank, processes.get(rank, {}).get("state", "")) for rank in ranks}
+    return {rank: _read_report(run, folder, rank, processes.get(rank, {}).get("state", "")) for rank in ranks}
 
 
 def read_tail(path: Path) -> str:
@@ -258,11 +248,15 @@ def read_tail(path: Path) -> str:
         return ""
 
 
-def _report(run: RunDirectory, folder: Path, rank: int, state: str) -> RankReport:
+def _read_report(run: RunDirectory, folder: Path, rank: int, state: str) -> RankReport:
     log_tail = ATTEMPT_LINE.split(read_tail(run.log(rank)))[-1]
     tree = _load(folder / f"rank-{rank}.json")
     if isinstance(tree, dict):
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+            known = [
+                each | {"sizes": tuple(map(tuple, each.get("sizes", ()))), "dtypes": tuple(each.get("dtypes", ()))}
+                for each in tree["operations"]
+            ]
             return RankReport(
                 rank=rank,
                 answered=True,
@@ -271,14 +265,18 @@ def _report(run: RunDirectory, folder: Path, rank: int, state: str) -> RankRepor
                 step=tree["step"],
                 calls=tuple(StackCall(**call) for call in tree["frames"]),
                 groups={name: tuple(ranks) for name, ranks in tree["groups"].items()},
-                operations=tuple(_operation(each) for each in tree["operations"]),
+                operations=tuple(Operation(**each) for each in known),
                 sent={int(peer): count for peer, count in tree["sent"].items()},
                 received={int(peer): count for peer, count in tree["received"].items()},
                 messages=tuple(tree.get("messages", ())),
                 log_tail=log_tail,
             )
     dumped = _dumped_calls(read_tail(folder / f"rank-{rank}.stacks.txt"))
-    calls = dumped or _dumped_calls(log_tail) or _traceback_calls(log_tail)
+    # The calls of a traceback are the innermost last.
+    trace = log_tail.rpartition("Traceback (most recent call last):")[2]
+    found = re.findall(r'(?m)^  File "(.*)", line (\d+), in (.*)\n(?:    (.*))?', trace)
+    raised = [StackCall(file=file, line=int(line), function=name, text=text) for file, line, name, text in found]
+    calls = dumped or _dumped_calls(log_tail) or tuple(reversed(raised))
     return RankReport(rank=rank, state=state, calls=calls, log_tail=log_tail)
 
 
@@ -292,27 +290,11 @@ def _dumped_calls(text: str) -> tuple[StackCall, ...]:
     )
 
 
-def _traceback_calls(log_tail: str) -> tuple[StackCall, ...]:
-    """Return the calls of the last traceback in a log, innermost first."""
-    trace = log_tail.rpartition("Traceback (most recent call last):")[2]
-    found = re.findall(r'(?m)^  File "(.*)", line (\d+), in (.*)\n(?:    (.*))?', trace)
-    calls = [StackCall(file=file, line=int(line), function=name, text=text) for file, line, name, text in found]
-    return tuple(reversed(calls))
-
-
-def _operation(tree: dict[str, Any]) -> Operation:
-    sizes = tuple(tuple(each) for each in tree.get("sizes", ()))
-    return Operation(**tree | {"sizes": sizes, "dtypes": tuple(tree.get("dtypes", ()))})
-
-
 def _read_processes(folder: Path) -> dict[int, dict[str, Any]]:
     """Return what is known of the processes of all ranks. Each node writes a file with its own."""
-    found: dict[int, dict[str, Any]] = {}
-    for path in sorted(folder.glob("process*.json")):
-        tree = _load(path)
-        rows = tree if isinstance(tree, list) else []
-        found |= {row["rank"]: row for row in rows if isinstance(row, dict) and "rank" in row}
-    return found
+    trees = (_load(path) for path in sorted(folder.glob("process*.json")))
+    rows = (row for tree in trees if isinstance(tree, list) for row in tree)
+    return {row["rank"]: row for row in rows if isinstance(row, dict) and "rank" in row}
 
 
 def _load(path: Path) -> Any:
@@ -348,24 +330,20 @@ def show_ranks(run: RunDirectory, nodes: Sequence[Node], ranks: Sequence[int], *
 
 def describe_ranks(folder: Path, ranks: Sequence[int]) -> str:
     """Return the rank reports in `folder` as text, rank by rank; the process state for a rank without a report."""
-    processes = _read_processes(folder)
-    return "\n".join(_describe(folder, rank, processes.get(rank, {})) for rank in ranks)
-
-
-def _describe(folder: Path, rank: int, process: dict[str, Any]) -> str:
-    report = _load(folder / f"rank-{rank}.json")
-    if not report:
-        state = STATES.get(str(process.get("state", "")), "native code holds the GIL")
-        why = (
-            f"process {process['pid']}, {process.get('memory', '?')}: {state}"
-            if process.get("pid")
-            else "it is not running"
-        )
-        return f"rank {rank} does not answer ({why})\n"
-    held = report.get("memory", {})
-    memory = ", ".join(f"{show_bytes(held[key])} {text}" for key, text in MEMORY_TEXTS.items() if key in held)
-    where = f"step {report.get('step')}, {report.get('section')} for {report.get('entered_seconds_ago', 0.0):.1f} s"
-    stacks = ""
-    with contextlib.suppress(OSError):
-        stacks = read_regular_text(folder / f"rank-{rank}.stacks.txt", errors="replace")
-    return f"rank {rank} on {report.get('host')}, process {report.get('pid')}: {where}; {memory}\n{stacks}"
+    processes, texts = _read_processes(folder), []
+    for rank in ranks:
+        report, process = _load(folder / f"rank-{rank}.json"), processes.get(rank, {})
+        if not report:
+            state, why = STATES.get(str(process.get("state", "")), "native code holds the GIL"), "it is not running"
+            if process.get("pid"):
+                why = f"process {process['pid']}, {process.get('memory', '?')}: {state}"
+            texts.append(f"rank {rank} does not answer ({why})\n")
+            continue
+        held = report.get("memory", {})
+        memory = ", ".join(f"{show_bytes(held[key])} {text}" for key, text in MEMORY_TEXTS.items() if key in held)
+        where = f"step {report.get('step')}, {report.get('section')} for {report.get('entered_seconds_ago', 0.0):.1f} s"
+        stacks = ""
+        with contextlib.suppress(OSError):
+            stacks = read_regular_text(folder / f"rank-{rank}.stacks.txt", errors="replace")
+        texts.append(f"rank {rank} on {report.get('host')}, process {report.get('pid')}: {where}; {memory}\n{stacks}")
+    return "\n".join(texts)

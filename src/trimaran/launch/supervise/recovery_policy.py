@@ -129,14 +129,12 @@ def _cycles_without_progress(history: Sequence[Cycle]) -> list[Cycle]:
 
 
 def _same_rank(cycles: Sequence[Cycle]) -> int | None:
-    """Return the one rank that was at fault in every one of `cycles`."""
     suspects = {cycle.incident.suspects for cycle in cycles}
     (only,) = suspects if len(suspects) == 1 else ((),)
     return only[0] if len(only) == 1 else None
 
 
 def _suspicion(cycles: Sequence[Cycle], last_step: int | None) -> str:
-    """Return the likely reason why a run makes no progress."""
     steps = {cycle.incident.step for cycle in cycles}
     causes = {cycle.incident.cause for cycle in cycles}
     rank, parts = _same_rank(cycles), []

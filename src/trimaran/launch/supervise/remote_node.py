@@ -5,20 +5,16 @@ monotonic clocks of two machines have nothing in common, and their wall clocks m
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import read_regular_text
+from trimaran.core import UserError, read_regular_text
 from trimaran.launch.supervise.channel import SILENT_SECONDS, Mailbox
 from trimaran.launch.supervise.head_client import FileReceiver
-from trimaran.launch.supervise.measure_links import link_of_record
 from trimaran.launch.supervise.node import AttemptSpec, NodeEvent, NodeLost, RankEnded, RankSilent
-from trimaran.runs import Heartbeat, RunDirectory
-from trimaran.runs.node_records import LinkSpeed
-from trimaran.runs.wire import Record
+from trimaran.runs import Heartbeat, LinkSpeed, Record, RunDirectory
 
 KILL_SECONDS = 30.0
 AGE_DIGITS = 4  # of seconds; `attempt_watch` tolerates 0.01 s
@@ -113,21 +109,17 @@ class RemoteNode:
         self._send("leave")
 
     def measure_link(self, peer: str, address: str, *, seconds: float) -> None:
-        """See `LinkNode`."""
         self._send("measure_link", peer=peer, address=address, seconds=seconds)
 
     def begin_speed(self, kind: str, *, seconds: float) -> None:
-        """See `MeasurableNode`."""
         self._send("measure_speed", kind=kind, seconds=seconds)
 
     def take_speed(self) -> float | None:
-        """See `MeasurableNode`."""
         self._read()
         speed, self._speed = self._speed, None
         return speed
 
     def take_links(self) -> dict[str, LinkSpeed | None]:
-        """See `LinkNode`."""
         self._read()
         links, self._links = self._links, {}
         return links
@@ -163,24 +155,19 @@ class RemoteNode:
             if "speed" in message:
                 self._speed = float(message["speed"])
             if "link" in message:
-                self._links[str(message["link"]["peer"])] = link_of_record(message["link"])
+                speed = {name: each for name, each in message["link"].items() if name != "peer"}
+                self._links[str(message["link"]["peer"])] = LinkSpeed(**speed) if speed else None
             self._leaving |= bool(message.get("leaving", False))
-            now = self._when(message)
+            now = time.monotonic()
+            if "clock" in message:
+                # The transit time is that of the attempt's first message: with the real one, which varies, a hung rank
+                # would seem to move.
+                if self._clock_offset is None:
+                    self._clock_offset = now - message["clock"]
+                now = message["clock"] + self._clock_offset
             heartbeats = message.get("heartbeats", {})
             self._heartbeats |= {int(rank): heartbeat_of_record(each, now) for rank, each in heartbeats.items()}
             self._events += [event_of_record(self.name, each, now) for each in message.get("events", [])]
-
-    def _when(self, message: Record) -> float:
-        """Return when a message was written, by our clock.
-
-        The transit time is that of the attempt's first message: with the real one, which varies, a hung rank would seem
-        to move.
-        """
-        if self._clock_offset is None and "clock" in message:
-            self._clock_offset = time.monotonic() - message["clock"]
-        if self._clock_offset is None or "clock" not in message:
-            return time.monotonic()
-        return message["clock"] + self._clock_offset
 
 
 def record_of_heartbeat(heartbeat: Heartbeat, now: float) -> list[Any]:
@@ -213,13 +200,12 @@ SILENT_FIELDS = ("rank", "seconds", "deadline", "stopped")
 
 def event_of_record(node: str, record: Record, now: float) -> NodeEvent:
     """Return the event in a record of `record_of_event`. Raises KeyError for an unknown kind."""
-    return KINDS[record["kind"]](node, record, now)
-
-
-KINDS: dict[str, Callable[[str, Record, float], NodeEvent]] = {
-    "ended": lambda node, record, now: RankEnded(rank=record["rank"], code=record["code"], time=now - record["age"]),
-    "silent": lambda node, record, now: RankSilent(
-        heartbeat=heartbeat_of_record(record["heartbeat"], now), **{key: record[key] for key in SILENT_FIELDS}
-    ),
-    "lost": lambda node, record, now: NodeLost(node=node, what=record["what"], ranks=tuple(record["ranks"])),
-}
+    match record["kind"]:
+        case "ended":
+            return RankEnded(rank=record["rank"], code=record["code"], time=now - record["age"])
+        case "silent":
+            heartbeat = heartbeat_of_record(record["heartbeat"], now)
+            return RankSilent(heartbeat=heartbeat, **{key: record[key] for key in SILENT_FIELDS})
+        case "lost":
+            return NodeLost(node=node, what=record["what"], ranks=tuple(record["ranks"]))
+    raise KeyError(record["kind"])

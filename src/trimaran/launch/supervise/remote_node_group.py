@@ -21,10 +21,9 @@ from trimaran.launch.supervise.local_node import LocalNode
 from trimaran.launch.supervise.measure_links import OwnLinks, order_by_links, order_nodes, read_switches
 from trimaran.launch.supervise.node import Node, NodeGroup
 from trimaran.launch.supervise.remote_node import RemoteNode
-from trimaran.runs import IncidentLog, RunDirectory
+from trimaran.runs import IncidentLog, Record, RunDirectory
 from trimaran.runs.lease import Lease
 from trimaran.runs.node_records import MIN_SPEEDUP, add_speed, read_left_out, read_node_speeds, write_node_speeds
-from trimaran.runs.wire import Record
 
 log = logging.getLogger(__name__)
 
@@ -151,8 +150,8 @@ class RemoteNodeGroup(NodeGroup):
         if self._left_out_watch is None and read_left_out(self._agent.run):
             self._left_out_watch = LeftOutWatch(self._agent.run, self._agent.kind)
         if self._left_out_watch is not None:
-            left_out = [node for node in self._connected() if not any(node is each for each in present)]
-            idle = [node for node in left_out if isinstance(node, RemoteNode | LocalNode)]
+            idle = [node for node in self._connected() if isinstance(node, RemoteNode | LocalNode)]
+            idle = [node for node in idle if node not in present]
             self._left_out_watch.poll({getattr(node, "host", platform.node()): node for node in idle})
         capacity = sum(node.num_ranks for node in present)
         has_grown = len(present) > len(nodes) and capacity > sum(node.num_ranks for node in nodes)
@@ -183,7 +182,7 @@ class RemoteNodeGroup(NodeGroup):
         return shared | {"TRIMARAN_TERM": str(self.lease.term)}
 
     def joined(self, nodes: Sequence[Node]) -> list[Node]:
-        return [node for node in self._present() if not any(node is each for each in nodes)]
+        return [node for node in self._present() if node not in nodes]
 
     def dismiss(self, code: int, refusal: UserError | None = None) -> None:
         """Send the run's exit code, and the reason if any, to all nodes; wait a few seconds until they have left."""
@@ -204,7 +203,6 @@ class RemoteNodeGroup(NodeGroup):
         return found if len(nodes) - len(found) >= self._agent.node_options.min_nodes else []
 
     def _present(self) -> list[Node]:
-        """Return the nodes to start ranks on: those that are connected, without those that are left out."""
         connected = self._connected()
         left_out = self._left_out(connected)
         return [node for node in connected if node not in left_out]

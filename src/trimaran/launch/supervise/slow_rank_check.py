@@ -12,9 +12,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from trimaran.launch.supervise.node import AttemptSpec, Node
+from trimaran.launch.supervise.attempt_watch import AttemptWatch
 from trimaran.launch.supervise.rank_report import RankReport, read_rank_reports
 from trimaran.runs import Heartbeat, IncidentLog, RunDirectory
 
@@ -26,16 +25,11 @@ Kind = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """A rank that holds up the others. `slowdown`: steps take this many times as long because of it. `waiting`: the
-    fraction of the time that the ranks with the same work wait."""
+    """A rank that holds up the others. Steps take `slowdown` times as long; the others wait a fraction `waiting`."""
 
     rank: int
     slowdown: float
     waiting: float
-
-    @property
-    def facts(self) -> list[str]:
-        return [f"the ranks with the same work wait {self.waiting:.0%} of the time, and this rank does not wait"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +71,14 @@ def is_starved(straggler: Straggler, before: Mapping[int, RankReport], after: Ma
 
 def busy_seconds(arrivals: Mapping[int, Sequence[OperationArrival]], begin: float, end: float) -> dict[int, float]:
     """Return the busy time of each rank between two moments."""
-    completed = _completions(arrivals)
+    # When the last member arrived at each operation. Operations without all members' arrivals are left out.
+    seen: dict[Kind, list[float]] = defaultdict(list)
+    members: dict[Kind, tuple[int, ...]] = {}
+    for each in (arrival for of_rank in arrivals.values() for arrival in of_rank):
+        seen[each.key].append(each.time)
+        members[each.key] = each.members
+    here = arrivals.keys()
+    completed = {key: max(times) for key, times in seen.items() if len(times) == len(here & set(members[key]))}
     # Pairs of kinds (first, next) where a rank began the next without waiting for the first.
     overlapping: set[tuple[Kind, Kind]] = set()
     for of_rank in arrivals.values():
@@ -100,7 +101,10 @@ def _find(group: Sequence[RankReport], since: float) -> list[Straggler]:
     if any(len(each) < MIN_ARRIVALS for each in times):
         return []
     middle = max(each[len(each) // 2] for each in times)  # an arrival, so that no single pause is in both halves
-    window, *halves = (_waits(arrivals, *span) for span in ((begin, end), (begin, middle), (middle, end)))
+    window, *halves = (  # the fraction of the time that each rank waited for others
+        {rank: 1 - busy / (last - first) for rank, busy in busy_seconds(arrivals, first, last).items()}
+        for first, last in ((begin, end), (begin, middle), (middle, end))
+    )
     stragglers: list[Straggler] = []
     # Groups of ranks with the same work: same kinds of operations, group sizes and message directions.
     roles: dict[frozenset[Kind], list[int]] = defaultdict(list)
@@ -108,7 +112,7 @@ def _find(group: Sequence[RankReport], since: float) -> list[Straggler]:
         calls: set[Kind] = {(op.op, len(each.groups.get(op.group, ()))) for op in each.operations}
         calls |= {(message["op"], message["peer"] > each.rank) for message in each.messages}
         roles[frozenset(calls)].append(each.rank)
-    for role in list(roles.values()):
+    for role in roles.values():
         for rank in role:
             others = [other for other in role if other != rank]
             # A straggler is slow in both halves, if less clearly; a single pause does not make one.
@@ -124,13 +128,7 @@ def _holds_up(rank: int, others: Sequence[int], waits: Mapping[int, float], *, s
     return least * slack >= MIN_WAIT_FRACTION and waits[rank] <= MAX_STRAGGLER_WAIT * slack * least
 
 
-def _waits(arrivals: Mapping[int, Sequence[OperationArrival]], begin: float, end: float) -> dict[int, float]:
-    """Return the fraction of the time that each rank waited for others."""
-    return {rank: 1 - busy / (end - begin) for rank, busy in busy_seconds(arrivals, begin, end).items()}
-
-
 def _arrivals(report: RankReport) -> list[OperationArrival]:
-    """Return a rank's arrivals in order. Message n from one rank to another is an operation of these two."""
     rank = report.rank
     arrivals = [
         OperationArrival(
@@ -143,17 +141,6 @@ def _arrivals(report: RankReport) -> list[OperationArrival]:
         ends = (rank, each["peer"]) if each["op"] == "send" else (each["peer"], rank)
         arrivals.append(OperationArrival(each["time"], (*ends, each["number"]), (*ends, each["op"]), ends))
     return sorted(arrivals, key=lambda each: each.time)
-
-
-def _completions(arrivals: Mapping[int, Sequence[OperationArrival]]) -> dict[Kind, float]:
-    """Return when the last member arrived at each operation. Operations without all members' arrivals are left out."""
-    seen: dict[Kind, list[float]] = defaultdict(list)
-    members: dict[Kind, tuple[int, ...]] = {}
-    for each in (arrival for of_rank in arrivals.values() for arrival in of_rank):
-        seen[each.key].append(each.time)
-        members[each.key] = each.members
-    here = arrivals.keys()
-    return {key: max(times) for key, times in seen.items() if len(times) == len(here & set(members[key]))}
 
 
 def _busy(
@@ -181,13 +168,6 @@ MIN_SLOWDOWN = 1.3  # times the baseline's seconds per step
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 60.0
 STEPS_BETWEEN_INCIDENTS = 100  # about the same rank
 ANSWER_SECONDS = 1.0
-
-
-class WatchedAttempt(Protocol):
-    """The part of an `AttemptWatch` that the check needs."""
-
-    nodes: Sequence[Node]
-    spec: AttemptSpec
 
 
 class StepDurations:
@@ -228,7 +208,6 @@ class StepDurations:
 
     @property
     def since(self) -> float | None:
-        """When the recent steps began."""
         return self._before(RECENT_STEPS)[1] if self._mean(RECENT_STEPS) is not None else None
 
     def _mean(self, steps: int) -> float | None:
@@ -259,7 +238,7 @@ class SlowRankCheck:
         self._last_incident: dict[int, int] = {}  # by rank: the step of its last incident
         self._first = True
 
-    def poll(self, watch: WatchedAttempt) -> None:
+    def poll(self, watch: AttemptWatch) -> None:
         """Read the heartbeats; if steps got slower, collect reports and file an incident for each slow rank."""
         heartbeats = {rank: heartbeat for node in watch.nodes for rank, heartbeat in node.heartbeats().items()}
         if len(heartbeats) < 2 or len(heartbeats) < watch.spec.world_size:
@@ -287,8 +266,7 @@ class SlowRankCheck:
             return False
         return True
 
-    def _read_reports(self, watch: WatchedAttempt, step: int) -> None:
-        """Find stragglers once all reports have arrived."""
+    def _read_reports(self, watch: AttemptWatch, step: int) -> None:
         assert self._requested is not None
         ranks, waited = range(watch.spec.world_size), time.monotonic() - self._requested
         if waited < ANSWER_SECONDS and not all((self._folder / f"rank-{rank}.json").exists() for rank in ranks):
@@ -301,8 +279,24 @@ class SlowRankCheck:
         since = max([time.time() - (time.monotonic() - begin), *(each.moment.time for each in self._before.values())])
         stragglers = find_stragglers(reports, since=since)
         for each in stragglers:
-            if each.rank in self._suspects and not is_starved(each, self._before, reports):
-                self._file(each, watch, step)
+            is_filed = step < self._last_incident.get(each.rank, -STEPS_BETWEEN_INCIDENTS) + STEPS_BETWEEN_INCIDENTS
+            if is_filed or each.rank not in self._suspects or is_starved(each, self._before, reports):
+                continue
+            self._last_incident[each.rank] = step
+            measured = self._durations.slowdown or 0.0
+            slowdown = measured if measured >= MIN_SLOWDOWN else each.slowdown
+            fact = f"the ranks with the same work wait {each.waiting:.0%} of the time, and this rank does not wait"
+            self._incidents.notice(
+                "straggler",
+                f"rank {each.rank} is slow: each step takes {slowdown:.1f} times as long because of it",
+                attempt=watch.spec.attempt,
+                step=step,
+                suspects=(each.rank,),
+                victims=tuple(rank for rank in ranks if rank != each.rank),
+                evidence={"facts": [fact], "slowdown": slowdown},
+                action="continued",
+                cost={"slowdown": slowdown},
+            )
         self._suspects = frozenset(each.rank for each in stragglers)
         self._before, self._before_step = reports, step
         self._pause = MIN_PAUSE_SECONDS if stragglers else min(2 * self._pause, MAX_PAUSE_SECONDS)
@@ -311,21 +305,3 @@ class SlowRankCheck:
     @property
     def _folder(self) -> Path:
         return self._run.incident("roll-call")
-
-    def _file(self, straggler: Straggler, watch: WatchedAttempt, step: int) -> None:
-        if step - self._last_incident.get(straggler.rank, -STEPS_BETWEEN_INCIDENTS) < STEPS_BETWEEN_INCIDENTS:
-            return
-        self._last_incident[straggler.rank] = step
-        measured = self._durations.slowdown or 0.0
-        slowdown = measured if measured >= MIN_SLOWDOWN else straggler.slowdown
-        self._incidents.notice(
-            "straggler",
-            f"rank {straggler.rank} is slow: each step takes {slowdown:.1f} times as long because of it",
-            attempt=watch.spec.attempt,
-            step=step,
-            suspects=(straggler.rank,),
-            victims=tuple(rank for rank in range(watch.spec.world_size) if rank != straggler.rank),
-            evidence={"facts": straggler.facts, "slowdown": slowdown},
-            action="continued",
-            cost={"slowdown": slowdown},
-        )

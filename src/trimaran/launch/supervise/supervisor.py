@@ -314,7 +314,6 @@ class Supervisor:
             self._stop_incident = OpenIncident(incident=incident, since=time.monotonic(), highest_step=step)
 
     def _amend_stop(self, **changes: Any) -> None:
-        """Amend the incident of the stop, if one was requested."""
         if self._stop_incident is not None:
             self.incidents.amend(self._stop_incident.incident, **changes)
 
@@ -372,7 +371,22 @@ class Supervisor:
         )
         self._note_facts(facts, watch)
         if isinstance(self._intent, Stop | HandOver):
-            return self._end_stopped(watch, stopped_at=stopped_at)
+            assert self._stop_incident is not None, "the intent says that it was filed"
+            incident, step = self._stop_incident.incident, watch.highest_step
+            seconds = max(0.0, stopped_at - self._stop_incident.since)
+            cost = {"seconds_to_stop": round(seconds, 3), "lost_steps": 0.0}
+            if isinstance(self._intent, HandOver):
+                why = "only the node that coordinates was asked to stop; the others continue"
+                log.warning("%s", why)
+                evidence = incident.evidence | {"why": why}
+                self.incidents.amend(incident, action="continued", step=step, cost=cost, evidence=evidence)
+                return SupervisorEnd(code=EXIT_AGAIN, handed_over=True)
+            self.incidents.amend(incident, action="saved", step=step, cost=cost)
+            moved = f"{self._moved}; " if self._moved else ""
+            how = "with a complete checkpoint; `trimaran resume` continues"
+            if self.recipe.checkpoint.is_off:
+                how = "without a checkpoint (checkpoint.every: off); `trimaran resume` starts from the first step"
+            return self._over(EXIT_AGAIN, f"{moved}stopped {how}")
         if leaving:
             # File an incident: the run goes on without these nodes.
             was_asked = any(getattr(node, "leaving", False) for node in watch.nodes)
@@ -386,26 +400,6 @@ class Supervisor:
         self.run.resize_request.unlink(missing_ok=True)
         self.run.stop_request.unlink(missing_ok=True)
         return None
-
-    def _end_stopped(self, watch: AttemptWatch, *, stopped_at: float) -> SupervisorEnd:
-        """End the run, or only this supervisor."""
-        assert self._stop_incident is not None, "the intent says that it was filed"
-        incident, step = self._stop_incident.incident, watch.highest_step
-        seconds = max(0.0, stopped_at - self._stop_incident.since)
-        cost = {"seconds_to_stop": round(seconds, 3), "lost_steps": 0.0}
-        if isinstance(self._intent, HandOver):
-            why = "only the node that coordinates was asked to stop; the others continue"
-            log.warning("%s", why)
-            self.incidents.amend(
-                incident, action="continued", step=step, cost=cost, evidence=incident.evidence | {"why": why}
-            )
-            return SupervisorEnd(code=EXIT_AGAIN, handed_over=True)
-        self.incidents.amend(incident, action="saved", step=step, cost=cost)
-        moved = f"{self._moved}; " if self._moved else ""
-        how = "with a complete checkpoint; `trimaran resume` continues"
-        if self.recipe.checkpoint.is_off:
-            how = "without a checkpoint (checkpoint.every: off); `trimaran resume` starts from the first step"
-        return self._over(EXIT_AGAIN, f"{moved}stopped {how}")
 
     def _over(self, code: int, why: str) -> SupervisorEnd:
         log.info("over: %d, %s", code, why)

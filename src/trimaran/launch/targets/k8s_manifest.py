@@ -139,7 +139,6 @@ def _labels(request: LaunchRequest) -> dict[str, str]:
 
 
 def _selector(request: LaunchRequest) -> dict[str, Any]:
-    """Return the selector of the job's pods."""
     return {"matchLabels": {INSTANCE: job_name(request.name)}}
 
 
@@ -190,7 +189,6 @@ def _container(request: LaunchRequest) -> dict[str, Any]:
 
 
 def _pod_template(request: LaunchRequest) -> dict[str, Any]:
-    """Return the template of the job's pods."""
     site, user, notes = request.site, request.site.user, {}
     if site.uses_kueue and site.topology:
         notes["kueue.x-k8s.io/podset-preferred-topology"] = site.topology
@@ -370,10 +368,20 @@ def _workload(request: LaunchRequest) -> list[Document]:
     names = ("image", "command", "env")
     trainer = {"numNodes": request.max_nodes, **{name: node[name] for name in names}}
     spec["trainer"] = trainer | {"resourcesPerNode": node["resources"]}
-    if site.runtime:
-        spec["runtimePatches"] = [_runtime_patch(request)]
     tree = _queued(request, _object(request, "trainer.kubeflow.org/v1alpha1", "TrainJob") | {"spec": spec})
-    return [tree] if site.runtime else [_training_runtime(request), tree]
+    if not site.runtime:
+        return [_training_runtime(request), tree]
+    template = _pod_template(request)
+    names = ("terminationGracePeriodSeconds", "securityContext", "serviceAccountName", "imagePullSecrets",
+             "nodeSelector", "tolerations", "affinity", "volumes")  # fmt: skip
+    pod = {name: template["spec"][name] for name in names if name in template["spec"]}
+    (node,) = template["spec"]["containers"]
+    pod["containers"] = [{name: node[name] for name in ("name", "securityContext", "volumeMounts")}]
+    patch = {"metadata": template["metadata"], "spec": pod}
+    jobs = [{"name": REPLICATED_JOB, "template": {"spec": {"template": patch}}}]
+    changes = {"template": {"spec": {"replicatedJobs": jobs}}}
+    spec["runtimePatches"] = [{"manager": MANAGER, "trainingRuntimeSpec": changes}]
+    return [tree]
 
 
 def _training_runtime(request: LaunchRequest) -> Document:
@@ -392,16 +400,3 @@ def _training_runtime(request: LaunchRequest) -> Document:
     tree = _object(request, "trainer.kubeflow.org/v1alpha1", "TrainingRuntime")
     tree["metadata"]["labels"] = tree["metadata"]["labels"] | {"trainer.kubeflow.org/framework": "torch"}
     return tree | {"spec": spec}
-
-
-def _runtime_patch(request: LaunchRequest) -> dict[str, Any]:
-    """Return what a TrainJob may change in the pods of an existing runtime."""
-    template = _pod_template(request)
-    names = ("terminationGracePeriodSeconds", "securityContext", "serviceAccountName", "imagePullSecrets",
-             "nodeSelector", "tolerations", "affinity", "volumes")  # fmt: skip
-    spec = {name: template["spec"][name] for name in names if name in template["spec"]}
-    (node,) = template["spec"]["containers"]
-    spec["containers"] = [{name: node[name] for name in ("name", "securityContext", "volumeMounts")}]
-    pod = {"metadata": template["metadata"], "spec": spec}
-    jobs = [{"name": REPLICATED_JOB, "template": {"spec": {"template": pod}}}]
-    return {"manager": MANAGER, "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}

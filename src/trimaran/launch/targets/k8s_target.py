@@ -9,9 +9,10 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
@@ -95,17 +96,25 @@ class KubernetesTarget:
 
     def submit_again(self, job: JobRecord) -> tuple[str, dict[str, Any]]:
         """Remove what is left of a job, and create it again: the run continues from its newest state."""
-        kind, name = KINDS[job.details["kind"]], job.native_id.rpartition("/")[2]
-        with _api_of(job) as api:
-            found = api.get(kind.version, kind.kind, name)
+        with _open_job(job) as (api, kind, name):
+            found, where = api.get(kind.version, kind.kind, name), f"{kind.kind}/{name}"
+            state = describe(found, api.pods(name), kind) if found is not None else None
+            if state is not None and state.state in ("running", "queued"):
+                raise UserError("L043", f"the job has not ended: {state.native}", where=where,
+                                fix="stop it first, or wait until it ends")  # fmt: skip
             if found is not None:
-                _delete_job(api, kind, name, describe(found, api.pods(name), kind))
+                api.delete(kind.version, kind.kind, name)
+            until = time.monotonic() + DELETE_SECONDS
+            while found is not None and (api.get(kind.version, kind.kind, name) is not None or api.pods(name)):
+                if time.monotonic() > until:
+                    raise UserError("L043", "the pods of the job have not ended", where=where,
+                                    fix=f"see kubectl get pods --selector={INSTANCE}={name}")  # fmt: skip
+                time.sleep(POLL_SECONDS)
         return _submit(Path(job.folder), job.details)
 
     def state(self, job: JobRecord) -> JobState:
         """Return the state of the job object and its pods."""
-        kind, name = KINDS[job.details["kind"]], job.native_id.rpartition("/")[2]
-        with _api_of(job) as api:
+        with _open_job(job) as (api, kind, name):
             found = api.get(kind.version, kind.kind, name)
             if found is None:
                 return JobState(state="stopped", native="NotFound", reason="the job was deleted from the cluster")
@@ -116,8 +125,7 @@ class KubernetesTarget:
 
         The job is suspended. Kueue would resume it, so one in a queue is deleted.
         """
-        kind, name = KINDS[job.details["kind"]], job.native_id.rpartition("/")[2]
-        with _api_of(job) as api:
+        with _open_job(job) as (api, kind, name):
             if job.details.get("queued"):
                 api.delete(kind.version, kind.kind, name)
             else:
@@ -137,8 +145,11 @@ class KubernetesTarget:
         )
 
 
-def _api_of(job: JobRecord) -> AbstractContextManager["Api"]:
-    return open_api(str(job.details["context"]), str(job.details["namespace"]))
+@contextmanager
+def _open_job(job: JobRecord) -> Iterator[tuple["Api", "JobKind", str]]:
+    """Yield the API server, and the kind and name of the job object."""
+    with open_api(str(job.details["context"]), str(job.details["namespace"])) as api:
+        yield api, KINDS[job.details["kind"]], job.native_id.rpartition("/")[2]
 
 
 def _submit(folder: Path, details: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -188,7 +199,6 @@ def _image_error(site: KubernetesSite) -> UserError | None:
 
 
 def _manifest_checks(request: LaunchRequest) -> list[SiteCheck]:
-    """Return the checks of the manifest that a launch writes."""
     site, runs, server = request.site, PurePosixPath(request.site.runs), request.recipe.telemetry.prometheus
     documents = job_documents(request)
     num_bytes: Any = sum(len(text.encode()) for each in documents for text in each.get("data", {}).values())
@@ -295,17 +305,13 @@ class Api:
 
     def create(self, tree: Mapping[str, Any], *, dry_run: bool = False) -> bool:
         """Create an object; return False if there is one of this name."""
-        from kubernetes.dynamic.exceptions import ConflictError  # noqa: PLC0415
-
         resource = self.resource(tree["apiVersion"], tree["kind"])
         options = {"dry_run": "All"} if dry_run else {}
-        with self._errors(tree["kind"], name_of(tree)):
-            try:
-                resource.create(body=dict(tree), namespace=self.namespace, field_manager="trimaran",
-                                _request_timeout=REQUEST_SECONDS, **options)  # fmt: skip
-            except ConflictError:
-                return False
-        return True
+        with self._errors(tree["kind"], name_of(tree), ignored=HTTPStatus.CONFLICT):
+            resource.create(body=dict(tree), namespace=self.namespace, field_manager="trimaran",
+                            _request_timeout=REQUEST_SECONDS, **options)  # fmt: skip
+            return True
+        return False
 
     def patch(self, version: str, kind: str, name: str, change: Mapping[str, Any]) -> None:
         """Merge a change into an object."""
@@ -317,16 +323,10 @@ class Api:
 
     def get(self, version: str, kind: str, name: str) -> dict[str, Any] | None:
         """Return an object; None if there is none of this name."""
-        from kubernetes.dynamic.exceptions import NotFoundError  # noqa: PLC0415
-
-        with self._errors(kind, name):
-            try:
-                found = self.resource(version, kind).get(
-                    name=name, namespace=self.namespace, _request_timeout=REQUEST_SECONDS
-                )
-            except NotFoundError:
-                return None
-        return found.to_dict()
+        with self._errors(kind, name, ignored=HTTPStatus.NOT_FOUND):
+            resource = self.resource(version, kind)
+            return resource.get(name=name, namespace=self.namespace, _request_timeout=REQUEST_SECONDS).to_dict()
+        return None
 
     def pods(self, name: str) -> list[dict[str, Any]]:
         """Return the pods of a job, the oldest first."""
@@ -339,26 +339,22 @@ class Api:
 
     def delete(self, version: str, kind: str, name: str) -> None:
         """Delete an object after what it owns; pods get their grace period."""
-        from kubernetes.dynamic.exceptions import NotFoundError  # noqa: PLC0415
-
-        with self._errors(kind, name):
-            try:
-                self.resource(version, kind).delete(
-                    name=name, namespace=self.namespace, propagation_policy="Foreground",
-                    _request_timeout=REQUEST_SECONDS
-                )  # fmt: skip
-            except NotFoundError:
-                return
+        with self._errors(kind, name, ignored=HTTPStatus.NOT_FOUND):
+            resource = self.resource(version, kind)
+            resource.delete(name=name, namespace=self.namespace, propagation_policy="Foreground",
+                            _request_timeout=REQUEST_SECONDS)  # fmt: skip
 
     @contextmanager
-    def _errors(self, kind: str, name: str) -> Iterator[None]:
+    def _errors(self, kind: str, name: str, *, ignored: int = 0) -> Iterator[None]:
+        """Raise the server's errors as UserErrors, except for that with the HTTP status `ignored`."""
         from kubernetes.client.exceptions import ApiException  # noqa: PLC0415
         from urllib3.exceptions import HTTPError  # noqa: PLC0415
 
         try:
             yield
         except ApiException as error:
-            raise _refused(error, kind, name) from None
+            if error.status != ignored:
+                raise _refused(error, kind, name) from None
         except (HTTPError, OSError) as error:
             raise _unreachable(self._client.configuration.host, error) from None
 
@@ -369,7 +365,6 @@ LEAVE_OUT = {"PodMonitor": "--site pod_monitor=false", "TrainJob": "--site kind=
 
 
 def _refused(error: Any, kind: str, name: str) -> UserError:
-    """Return the error for what the API server refuses; its message is what a person needs."""
     summary = error.summary() if hasattr(error, "summary") else str(error.reason)
     what = " ".join(str(summary).split())
     fix = "ask for the permission: kubectl auth can-i create jobs" if error.status in (401, 403) else "see the message"
@@ -497,7 +492,6 @@ def describe(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], kind: Jo
 
 
 def _why_waiting(pod: Mapping[str, Any]) -> str:
-    """Return why a pod does not start: its container cannot be created, or no node has room."""
     for each in within(pod, "status", "containerStatuses") or []:
         waiting = within(each, "state", "waiting") or {}
         if waiting.get("reason") in WAITING_REASONS:
@@ -506,20 +500,6 @@ def _why_waiting(pod: Mapping[str, Any]) -> str:
         if within(each, "type") == "PodScheduled" and within(each, "status") == "False":
             return f"{within(each, 'reason')}: {within(each, 'message') or ''}".strip(": ")
     return ""
-
-
-def _delete_job(api: Api, kind: JobKind, name: str, state: JobState) -> None:
-    """Delete a job that is over or stopped, and wait until its pods are gone. Raises if it still runs."""
-    if state.state in ("running", "queued"):
-        raise UserError("L043", f"the job has not ended: {state.native}", where=f"{kind.kind}/{name}",
-                        fix="stop it first, or wait until it ends")  # fmt: skip
-    api.delete(kind.version, kind.kind, name)
-    until = time.monotonic() + DELETE_SECONDS
-    while api.get(kind.version, kind.kind, name) is not None or api.pods(name):
-        if time.monotonic() > until:
-            raise UserError("L043", "the pods of the job have not ended", where=f"{kind.kind}/{name}",
-                            fix=f"see kubectl get pods --selector={INSTANCE}={name}")  # fmt: skip
-        time.sleep(POLL_SECONDS)
 
 
 def within(tree: Any, *path: str) -> Any:

@@ -13,15 +13,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trimaran.core import UserError, show_bytes
 from trimaran.launch.supervise.detached import DetachedProcess
-from trimaran.launch.targets.script_text import EXIT_CODES, SHARED_FUNCTIONS, commented, state_of_process
 from trimaran.launch.targets.target import (
+    EXIT_CODES,
+    SHARED_FUNCTIONS,
     JobCommands,
     JobRecord,
     JobState,
     LaunchFiles,
     LaunchRequest,
     SiteCheck,
+    commented,
     node_command,
+    state_of_process,
 )
 from trimaran.machine import detect
 
@@ -52,25 +55,50 @@ class LocalTarget:
         here = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
         if request is None:
             return [SiteCheck(name="devices", found=str(here))]
-        error = None
-        wanted, is_gpu = request.cluster, not request.cluster.device.traits.shares_cores
+        wanted, is_gpu, error = request.cluster, not request.cluster.device.traits.shares_cores, None
         if is_gpu and (here.device.kind != wanted.device.kind or here.world_size < wanted.world_size):
             error = UserError("A007", f"the run needs {wanted}, but this machine is {here}", where="cluster",
                               fix="launch with --set cluster=auto, or on other machines: --on ssh")  # fmt: skip
-        devices = SiteCheck(name="devices", found=str(here), error=error)
-        checks = [devices, _check_disk(request.run_dir)]
+        folder = next(each for each in (request.run_dir, *request.run_dir.parents) if each.is_dir())
+        status, refusal = os.statvfs(folder), None
+        free = f"{show_bytes(status.f_bavail * status.f_frsize)} free at {folder}"
+        try:
+            NamedTemporaryFile(dir=folder).close()
+        except OSError as failure:
+            refusal = UserError("D003", f"the run directory cannot be written: {failure.strerror}", where=str(folder),
+                                fix="choose a folder you may write to, with free space: --run-dir DIR")  # fmt: skip
+        checks = [
+            SiteCheck(name="devices", found=str(here), error=error),
+            SiteCheck(name="disk", found=free, error=refusal),
+        ]
         return [*checks, _check_addresses(addresses_of(request))] if request.num_nodes > 1 else checks
 
     def render(self, request: LaunchRequest) -> LaunchFiles:
-        site: LocalSite = request.site
-        text = _one_node(request, site) if request.num_nodes == 1 else _several_nodes(request, site)
+        text, addresses = f"#!/usr/bin/env bash\n# Run {commented(request.name)} on this machine", addresses_of(request)
+        python, folder = request.site.python or sys.executable, "" if request.run_exists else "."
+        command = node_command(request, python=python, launch_folder=folder, nodes=len(addresses), address="ADDRESS")
+        if len(addresses) == 1:
+            text += (
+                ". `trimaran launch --on local` wrote this file.\n# Started again, it continues from the newest state. "
+                f"SIGTERM or Ctrl-C stops it with a checkpoint.\n{EXIT_CODES}\nexec {shlex.join(command)}\n"
+            )
+        else:
+            command.remove("--address=ADDRESS")
+            logs = str(request.run_dir / "logs" if request.run_exists else ".")
+            text += (
+                f" as {len(addresses)} nodes, each with {request.ranks_per_node} ranks and its own loopback address.\n"
+                "# `trimaran launch --on local` wrote this file. Started again, it continues from the newest state.\n"
+                "# SIGTERM or Ctrl-C stops it with a checkpoint, a second Ctrl-C at once. The nodes' output is also "
+                f"in\n# node-ADDRESS.log.\n{EXIT_CODES}\nset -u -o pipefail\n\naddresses=({' '.join(addresses)})\n"
+                f"logs={shlex.quote(logs)}\ncommand=({shlex.join(command)})\n{SHARED_FUNCTIONS}{BODY}"
+            )
         return LaunchFiles(files={SCRIPT: text}, main=SCRIPT, submit=[["bash", SCRIPT]], executable=frozenset({SCRIPT}))
 
     def submit(self, request: LaunchRequest, folder: Path) -> tuple[str, dict[str, Any]]:
-        return _start(folder, request.run_dir)
+        return _start(DetachedProcess(folder, PROCESS, logs=request.run_dir / "logs"))
 
     def submit_again(self, job: JobRecord) -> tuple[str, dict[str, Any]]:
-        return _start(Path(job.folder), Path(job.run_dir))
+        return _start(_process(job))
 
     def state(self, job: JobRecord) -> JobState:
         return state_of_process(_process(job))
@@ -95,39 +123,6 @@ def addresses_of(request: LaunchRequest) -> list[str]:
         raise UserError("L011", f"{request.num_nodes} nodes are too many for one machine", where="cluster",
                         fix=f"use at most {MAX_NODES} nodes with --on local")  # fmt: skip
     return [f"127.0.0.{FIRST_ADDRESS + node}" for node in range(request.num_nodes)]
-
-
-def _folder(request: LaunchRequest) -> str:
-    """Return the folder to create the run from, that of the launch files; empty if the run exists."""
-    return "" if request.run_exists else "."
-
-
-def _one_node(request: LaunchRequest, site: LocalSite) -> str:
-    command = shlex.join(
-        node_command(request, python=site.python or sys.executable, launch_folder=_folder(request), nodes=1)
-    )
-    return (
-        f"#!/usr/bin/env bash\n# Run {commented(request.name)} on this machine. `trimaran launch --on local` wrote "
-        f"this file.\n# Started again, it continues from the newest state. SIGTERM or Ctrl-C stops it with a "
-        f"checkpoint.\n{EXIT_CODES}\nexec {command}\n"
-    )
-
-
-def _several_nodes(request: LaunchRequest, site: LocalSite) -> str:
-    addresses = addresses_of(request)
-    known = {"address": "ADDRESS", "nodes": len(addresses), "launch_folder": _folder(request)}
-    command = node_command(request, python=site.python or sys.executable, **known)
-    command.remove("--address=ADDRESS")
-    return (
-        f"#!/usr/bin/env bash\n# Run {commented(request.name)} on this machine as {len(addresses)} nodes, each with "
-        f"{request.ranks_per_node} ranks and its own loopback address.\n"
-        "# `trimaran launch --on local` wrote this file. Started again, it continues from the newest state.\n"
-        "# SIGTERM or Ctrl-C stops it with a checkpoint, a second Ctrl-C at once. The nodes' output is also in\n"
-        f"# node-ADDRESS.log.\n{EXIT_CODES}\nset -u -o pipefail\n\n"
-        f"addresses=({' '.join(addresses)})\n"
-        f"logs={shlex.quote(str(request.run_dir / 'logs' if request.run_exists else '.'))}\n"
-        f"command=({shlex.join(command)})\n{SHARED_FUNCTIONS}{BODY}"
-    )
 
 
 # Supervisors treat further SIGTERMs as the first one, and get a Ctrl-C of the terminal themselves.
@@ -157,12 +152,12 @@ exit "$(choose_code "${codes[@]}")"
 """
 
 
-def _start(folder: Path, run_dir: Path) -> tuple[str, dict[str, Any]]:
-    process = DetachedProcess(folder, PROCESS, logs=run_dir / "logs")
-    found = process.start(["bash", str(folder / SCRIPT)])
+def _start(process: DetachedProcess) -> tuple[str, dict[str, Any]]:
+    script = str(process.folder / SCRIPT)
+    found = process.start(["bash", script])
     if "error" in found or found["state"] == "none":
         raise UserError("L028", f"the script was not started: {found.get('error', 'no process')}",
-                        where=f"bash {folder / SCRIPT}", fix=f"see {process.log}")  # fmt: skip
+                        where=f"bash {script}", fix=f"see {process.log}")  # fmt: skip
     return f"{found.get('pid', 0)}-{found.get('started', 0)}", {}
 
 
@@ -180,16 +175,3 @@ def _check_addresses(addresses: list[str]) -> SiteCheck:
                                 fix=f"add the address: ip address add {address}/8 dev lo")  # fmt: skip
             return SiteCheck(name="addresses", found=address, error=refusal)
     return SiteCheck(name="addresses", found=", ".join(addresses))
-
-
-def _check_disk(run_dir: Path) -> SiteCheck:
-    folder = next(each for each in (run_dir, *run_dir.parents) if each.is_dir())
-    status = os.statvfs(folder)
-    free = f"{show_bytes(status.f_bavail * status.f_frsize)} free at {folder}"
-    try:
-        NamedTemporaryFile(dir=folder).close()
-    except OSError as error:
-        refusal = UserError("D003", f"the run directory cannot be written: {error.strerror}", where=str(folder),
-                            fix="choose a folder you may write to, with free space: --run-dir DIR")  # fmt: skip
-        return SiteCheck(name="disk", found=free, error=refusal)
-    return SiteCheck(name="disk", found=free)

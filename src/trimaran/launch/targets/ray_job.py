@@ -152,7 +152,11 @@ class RayDriver:
         """Return the run's exit code once it is over."""
         while (code := self._end_code()) is None:
             if self._stop.is_set() and self._stop_sent_at is None:
-                self._send_stop()
+                self._stop_sent_at = time.monotonic()
+                log.info("stopping the run with a complete checkpoint")
+                for place in self._places:
+                    if place.actor is not None and place.where:
+                        place.actor.stop.remote()
             for place in self._places:
                 if place.actor is None and place.code is None and not self._stop.is_set():
                     resources = dict(self._job["resources_per_node"])
@@ -182,7 +186,6 @@ class RayDriver:
         self._reporter.report.remote(now)
 
     def _poll(self) -> None:
-        """Read the answers of all actors that have one, and ask again."""
         asked = {place.answer: place for place in self._places if place.actor is not None}
         began = time.monotonic()
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=POLL_SECONDS) if asked else ([], [])
@@ -220,7 +223,6 @@ class RayDriver:
         place.answer = place.actor.poll.remote()
 
     def _add_places(self) -> None:
-        """Start a supervisor on a node that joined the cluster, if the run may use more nodes than it has places."""
         full = len(self._places) >= self._job["max_nodes"] or any(place.where is None for place in self._places)
         if full or self._stop.is_set() or time.monotonic() < self._looked + JOIN_SECONDS:
             return
@@ -232,15 +234,7 @@ class RayDriver:
                 index = max(place.index for place in self._places) + 1
                 self._places.append(SupervisorPlace(index, NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)))
 
-    def _send_stop(self) -> None:
-        self._stop_sent_at = time.monotonic()
-        log.info("stopping the run with a complete checkpoint")
-        for place in self._places:
-            if place.actor is not None and place.where:
-                place.actor.stop.remote()
-
     def _end_code(self) -> int | None:
-        """Return the run's exit code; None if it is not over."""
         codes = [place.code for place in self._places if place.code is not None]
         for code in END_CODES:
             if code in codes:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trimaran.core import EXIT_AGAIN, UserError
 from trimaran.launch.supervise.detached import DetachedProcess
-from trimaran.launch.targets.script_text import state_of_process
 from trimaran.launch.targets.site_file import Variables
 from trimaran.launch.targets.target import (
     JobCommands,
@@ -30,6 +28,7 @@ from trimaran.launch.targets.target import (
     State,
     job_name,
     node_command,
+    state_of_process,
 )
 
 LOCAL = "local"
@@ -87,18 +86,19 @@ class RayTarget:
 
     def check(self, request: LaunchRequest | None, site: Any) -> list[SiteCheck]:
         if find_spec("ray") is None:
-            missing = UserError("L060", "the ray package is not installed", where="--on ray",
-                                fix="pip install 'trimaran[ray]'")  # fmt: skip
-            return [SiteCheck(name="ray", found="not installed", error=missing)]
+            return [SiteCheck(name="ray", found="not installed", error=_missing())]
         checks = [SiteCheck(name="ray", found=f"Ray {import_module('ray').__version__}")]
         if site.address == LOCAL:
-            return [*checks, SiteCheck(name="cluster", found="a local one is started", error=_local_error(request))]
+            error = None
+            if request is not None and not request.cluster.device.traits.shares_cores and request.num_nodes > 1:
+                error = UserError("L061", "a local Ray cluster cannot give the GPUs of this machine to "
+                                  f"{request.num_nodes} nodes", where="address of ray",
+                                  fix="name a cluster: --site address=http://HEAD:8265")  # fmt: skip
+            return [*checks, SiteCheck(name="cluster", found="a local one is started", error=error)]
         try:
-            address = _address(site)
-            checks += _check_cluster(address, request, site)
+            return [*checks, *_check_cluster(request, site)]
         except UserError as error:
-            checks.append(SiteCheck(name="cluster", found="not reachable", error=error))
-        return checks
+            return [*checks, SiteCheck(name="cluster", found="not reachable", error=error)]
 
     def render(self, request: LaunchRequest) -> LaunchFiles:
         site: RaySection = request.site
@@ -180,53 +180,39 @@ class RayTarget:
 
 
 def _resources(request: LaunchRequest) -> dict[str, float]:
-    """Return what each node must have free: the bundle of the placement group."""
     site: RaySection = request.site
     cpus = request.ranks_per_node if site.cpus_per_node is None else site.cpus_per_node
     gpus = {} if request.cluster.device.traits.shares_cores else {"GPU": request.ranks_per_node}
     return {"CPU": cpus, **gpus, **site.resources}
 
 
-def _local_error(request: LaunchRequest | None) -> UserError | None:
-    if request is None or request.cluster.device.traits.shares_cores or request.num_nodes == 1:
-        return None
-    return UserError("L061", f"a local Ray cluster cannot give the GPUs of this machine to {request.num_nodes} nodes",
-                     where="address of ray", fix="name a cluster: --site address=http://HEAD:8265")  # fmt: skip
-
-
-def _address(site: RaySection) -> str:
-    if address := site.address or os.environ.get("RAY_ADDRESS", ""):
-        return address
-    raise UserError("L061", "no Ray cluster is named", where="address of ray",
-                    fix="--site address=http://HEAD:8265, or set RAY_ADDRESS; --site address=local starts a cluster "
-                    "on this machine")  # fmt: skip
-
-
-def _check_cluster(address: str, request: LaunchRequest | None, site: RaySection) -> list[SiteCheck]:
+def _check_cluster(request: LaunchRequest | None, site: RaySection) -> list[SiteCheck]:
     """Return the checks of a running cluster: it answers, it asks for a token, and it has enough nodes."""
+    address = site.address or os.environ.get("RAY_ADDRESS", "")
+    if not address:
+        raise UserError("L061", "no Ray cluster is named", where="address of ray",
+                        fix="--site address=http://HEAD:8265, or set RAY_ADDRESS; --site address=local starts a "
+                        "cluster on this machine")  # fmt: skip
     try:
         version = import_module("ray.job_submission").JobSubmissionClient(address).get_version()
     except Exception as error:
         raise UserError("L061", f"the Ray cluster does not answer: {_first_line(error)}", where=address,
                         fix="check the address and port (8265) of its head node, and RAY_AUTH_TOKEN or "
                         "RAY_AUTH_TOKEN_PATH") from None  # fmt: skip
-    checks = [SiteCheck(name="cluster", found=f"{address} (job API {version})"), _check_token(address, site)]
-    return checks if request is None else [*checks, _check_nodes(address, request)]
-
-
-def _check_token(address: str, site: RaySection) -> SiteCheck:
-    """Return whether the cluster refuses requests without a token, by sending one."""
     if not address.startswith("http"):
-        is_on = os.environ.get("RAY_AUTH_MODE") == "token"
-    else:
+        has_token = os.environ.get("RAY_AUTH_MODE") == "token"
+    else:  # send a request without one
         answer = import_module("requests").get(f"{address.rstrip('/')}/api/jobs/", timeout=10)
-        is_on = answer.status_code in (401, 403)
-    if is_on:
-        return SiteCheck(name="authentication", found="token")
+        has_token = answer.status_code in (401, 403)
     error = UserError("L062", "the Ray cluster has no token authentication: who reaches its ports can run commands",
                       where=address, fix="start it with RAY_AUTH_MODE=token, or accept it: "
                       "--site allow_unauthenticated=true")  # fmt: skip
-    return SiteCheck(name="authentication", found="off", error=None if site.allow_unauthenticated else error)
+    is_refused = not has_token and not site.allow_unauthenticated
+    checks = [
+        SiteCheck(name="cluster", found=f"{address} (job API {version})"),
+        SiteCheck(name="authentication", found="token" if has_token else "off", error=error if is_refused else None),
+    ]
+    return checks if request is None else [*checks, _check_nodes(address, request)]
 
 
 def _check_nodes(address: str, request: LaunchRequest) -> SiteCheck:
@@ -238,17 +224,13 @@ def _check_nodes(address: str, request: LaunchRequest) -> SiteCheck:
         return SiteCheck(name="nodes", found=f"not listed: {_first_line(error)}")
     alive = [node for node in nodes if node.state == "ALIVE"]
     fit = [node for node in alive if all(node.resources_total.get(name, 0) >= each for name, each in needed.items())]
-    found = f"{len(fit)} of {len(alive)} nodes have {_text(needed)}"
-    if len(fit) >= request.min_nodes or request.site.autoscale:
-        return SiteCheck(name="nodes", found=found)
-    error = UserError("L063", f"the run needs {request.min_nodes} nodes with {_text(needed)}; {found}", where=address,
+    text = ", ".join(f"{value:g} {name}" for name, value in needed.items())
+    found = f"{len(fit)} of {len(alive)} nodes have {text}"
+    error = UserError("L063", f"the run needs {request.min_nodes} nodes with {text}; {found}", where=address,
                       fix="use fewer nodes in `cluster`, add nodes, or --site autoscale=true if they start on "
                       "demand")  # fmt: skip
-    return SiteCheck(name="nodes", found=found, error=error)
-
-
-def _text(resources: dict[str, float]) -> str:
-    return ", ".join(f"{value:g} {name}" for name, value in resources.items())
+    is_enough = len(fit) >= request.min_nodes or request.site.autoscale
+    return SiteCheck(name="nodes", found=found, error=None if is_enough else error)
 
 
 def _submit(details: dict[str, Any], folder: Path) -> tuple[str, dict[str, Any]]:
@@ -265,26 +247,19 @@ def _submit(details: dict[str, Any], folder: Path) -> tuple[str, dict[str, Any]]
     tool, *arguments = details["command"]
     native_id = f"{details['name']}-{time.time_ns() // 1_000_000:x}"
     arguments.insert(arguments.index("--no-wait"), f"--submission-id={native_id}")
-    until = time.monotonic() + AGENT_SECONDS
-    while (done := _run_tool([_tool(tool), *arguments], folder)).returncode:
+    beside = Path(sys.executable).with_name(tool)  # Python, or else the one on the path
+    tool, until = str(beside) if beside.exists() else shutil.which(tool) or tool, time.monotonic() + AGENT_SECONDS
+    while True:
+        try:
+            done = subprocess.run([tool, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise _tool_error(f"ray cannot be run: {error.strerror}") from None
+        if not done.returncode:
+            return native_id, details
         said = _first_line(done.stderr or done.stdout)
         if NO_AGENT not in said or time.monotonic() > until:
             raise _tool_error(f"`ray job submit` failed: {said}")
         time.sleep(AGENT_POLL_SECONDS)
-    return native_id, details
-
-
-def _run_tool(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise _tool_error(f"ray cannot be run: {error.strerror}") from None
-
-
-def _tool(name: str) -> str:
-    """Return the path of Ray's command: the one beside our Python, or else on the path."""
-    beside = Path(sys.executable).with_name(name)
-    return str(beside) if beside.exists() else shutil.which(name) or name
 
 
 def _driver(folder: Path) -> DetachedProcess:
@@ -293,9 +268,12 @@ def _driver(folder: Path) -> DetachedProcess:
 
 def _client(job: JobRecord) -> Any:
     if find_spec("ray") is None:
-        raise UserError("L060", "the ray package is not installed", where="--on ray",
-                        fix="pip install 'trimaran[ray]'")  # fmt: skip
+        raise _missing()
     return import_module("ray.job_submission").JobSubmissionClient(job.details["address"] or None)
+
+
+def _missing() -> UserError:
+    return UserError("L060", "the ray package is not installed", where="--on ray", fix="pip install 'trimaran[ray]'")
 
 
 def _tool_error(what: str) -> UserError:

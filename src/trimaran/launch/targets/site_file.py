@@ -8,9 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
-from trimaran.core import UserError, did_you_mean
-from trimaran.core.parse_text import TextError, load_yaml
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core import TextError, UserError, did_you_mean, load_yaml, read_regular_bytes
 from trimaran.launch.targets.target import TARGET_CLASSES, target_names
 from trimaran.machine.calibration import first_error
 

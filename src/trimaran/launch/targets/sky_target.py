@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trimaran.core import EXIT_AGAIN, UserError
 from trimaran.launch.supervise.node_options import RUN_TOKEN
-from trimaran.launch.targets.script_text import EXIT_CODES, commented
 from trimaran.launch.targets.site_file import Variables
 from trimaran.launch.targets.target import (
+    EXIT_CODES,
     JobCommands,
     JobRecord,
     JobState,
@@ -26,6 +26,7 @@ from trimaran.launch.targets.target import (
     LaunchRequest,
     SiteCheck,
     State,
+    commented,
     job_name,
     node_command,
 )
@@ -135,7 +136,6 @@ def _is_own_disk(request: LaunchRequest) -> bool:
 
 
 def _job(request: LaunchRequest) -> str:
-    """Return the task for SkyPilot."""
     site: SkySection = request.site
     is_cpu = request.cluster.device.traits.shares_cores
     resources = {
@@ -172,7 +172,6 @@ def _job(request: LaunchRequest) -> str:
 
 
 def _script(request: LaunchRequest) -> str:
-    """Return the script of a node."""
     site: SkySection = request.site
     nodes = request.num_nodes  # SkyPilot replaces all nodes of a job, or none
     words = node_command(request, python=site.python, launch_folder=".", nodes=nodes)
@@ -252,7 +251,6 @@ def _submit(details: dict[str, Any], folder: Path) -> tuple[str, dict[str, Any]]
 
 
 def _run(arguments: Sequence[str], *, folder: Path | None = None, variables: dict[str, str] | None = None) -> str:
-    """Return what `sky` prints; raise UserError if it is missing or fails."""
     tool = shutil.which("sky")
     if tool is None:
         raise _missing()

@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, UserError
-from trimaran.runs import RunDirectory, append_line, last_step, open_run
-from trimaran.runs.journal import read_json_lines
-from trimaran.runs.line_files import last_lines
-from trimaran.runs.run_records import read_attempts
+from trimaran.runs import RunDirectory, append_line, last_lines, last_step, open_run, read_attempts, read_json_lines
 
 MAX_DEATHS = 3  # ends in a row without a new step, of which no supervisor could say why
 MAX_REASON = 250  # characters
@@ -43,7 +40,9 @@ def find_end(run: RunDirectory, *, code: int, since: float) -> JobEnd:
     help, unless that happened several times without a new step.
     """
     known = read_attempts(run)
-    if known.over is not None and _time_of_over(run) >= since - SINCE_SECONDS:
+    lines = [json.loads(line) for line in last_lines(run.attempts, 5)] if known.over is not None else []
+    times = [float(line.get("time", 0.0)) for line in lines if "over" in line]
+    if known.over is not None and (times[-1] if times else 0.0) >= since - SINCE_SECONDS:
         return JobEnd(code=known.over, reason=known.why)
     for event in reversed(list(read_json_lines(run.events(0), backlog=EVENT_BACKLOG_BYTES))):
         if event.get("kind") in OUTCOME_OF_EVENT and float(event.get("time", 0.0)) >= since - SINCE_SECONDS:
@@ -76,7 +75,6 @@ def ends_path(run: RunDirectory) -> Path:
 
 
 def record_end(run: RunDirectory, end: JobEnd, *, code: int, environ: Mapping[str, str]) -> None:
-    """Append the end of a job to the run's record of them."""
     path = ends_path(run)
     path.parent.mkdir(exist_ok=True)
     record = {
@@ -89,14 +87,6 @@ def record_end(run: RunDirectory, end: JobEnd, *, code: int, environ: Mapping[st
         "died": code not in (EXIT_DONE, EXIT_AGAIN, EXIT_USER, EXIT_STUCK) and end.code in (EXIT_AGAIN, EXIT_STUCK),
     }
     append_line(path, record, reserve=run.reserve)
-
-
-def _time_of_over(run: RunDirectory) -> float:
-    for line in reversed(last_lines(run.attempts, 5)):
-        record = json.loads(line)
-        if "over" in record:
-            return float(record.get("time", 0.0))
-    return 0.0
 
 
 def main() -> int:

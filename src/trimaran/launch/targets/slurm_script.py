@@ -21,8 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from trimaran.core import EXIT_AGAIN, Seconds, UserError
 from trimaran.launch.targets.target import LaunchRequest, job_name, node_command
-from trimaran.runs import RunDirectory
-from trimaran.runs.line_files import last_lines, lines_from_end
+from trimaran.runs import RunDirectory, last_lines, lines_from_end
 
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 
@@ -214,7 +213,6 @@ def script_lines(request: LaunchRequest, *, excluded: str = "") -> str:
 
 
 def batch_options(request: LaunchRequest, *, excluded: str = "") -> list[str]:
-    """Return the options of sbatch, without `--signal`."""
     site: SlurmSite = request.site
     elastic = request.min_nodes < request.max_nodes
     nodes = f"{request.min_nodes}-{request.max_nodes}" if elastic else str(request.num_nodes)
@@ -344,7 +342,6 @@ def _torchrun(request: LaunchRequest) -> Iterator[str]:
 
 
 def _container(site: SlurmSite) -> list[str]:
-    """Return the options of pyxis."""
     given = {"container-image": site.container_image, "container-mounts": site.container_mounts}
     return [shlex.quote(f"--{name}={value}") for name, value in given.items() if value]
 

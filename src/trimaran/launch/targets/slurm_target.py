@@ -3,6 +3,7 @@
 Jobs, partitions and accounts are what Slurm's own commands say.
 """
 
+import contextlib
 import getpass
 import os
 import re
@@ -34,9 +35,9 @@ from trimaran.launch.targets.target import (
     LaunchRequest,
     SiteCheck,
     State,
+    ask_check,
 )
-from trimaran.runs import RunDirectory
-from trimaran.runs.node_records import bad_nodes_file, read_bad_nodes
+from trimaran.runs import RunDirectory, bad_nodes_file, read_bad_nodes
 
 ASK_SECONDS = 30.0
 SUBMIT_SECONDS = 120.0
@@ -110,31 +111,6 @@ def show_partition(name: str) -> dict[str, str] | None:
     return next((each for each in found if each.get("Default") == "YES"), None)
 
 
-def list_partitions() -> list[str]:
-    """Return the names of all partitions."""
-    return sorted(set(ask_slurm("sinfo", "--noheader", "--format=%R").split()))
-
-
-def gpus_per_node(partition: str) -> int:
-    """Return the most GPUs that a node of a partition has."""
-    listed = ask_slurm("sinfo", "--noheader", f"--partition={partition}", "--format=%G")
-    found = [re.findall(r"(?:^|,)gpu(?::[^:(,]+)?:(\d+)", line) for line in listed.splitlines()]
-    return max((sum(map(int, counts)) for counts in found), default=0)
-
-
-def user_accounts(user: str) -> list[str] | None:
-    """Return the accounts of a user; None if the cluster keeps no accounts, or does not tell."""
-    if find_missing("sacctmgr"):
-        return None
-    done = run_slurm("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={user}", "format=account")
-    return sorted(set(done.stdout.split())) if done.returncode == 0 and done.stdout.strip() else None
-
-
-def has_pyxis() -> bool:
-    """Return whether the pyxis plugin has added its options to srun."""
-    return "--container-image" in run_slurm("srun", "--help").stdout
-
-
 TOOLS = ("sbatch", "scontrol", "scancel", "sinfo", "srun")
 SHARED_DISKS = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph", "fuse.ceph", "glusterfs", "cifs", "9p"}
 QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
@@ -163,16 +139,15 @@ class SlurmTarget:
             error = UserError("L031", f"slurmctld does not answer: {said}", where="--on slurm",
                               fix="check `scontrol ping`, munge, and SLURM_CONF")  # fmt: skip
             return [SiteCheck(name="slurmctld", found=error.what, error=error)]
-        checks = [
-            SiteCheck(name="slurmctld", found=first_line(done.stdout)),
-            *_check_partition(request, site),
-            *_check_account(site),
-            *_check_container(site),
-        ]
+        checks = [SiteCheck(name="slurmctld", found=first_line(done.stdout)), _check_partition(request, site)]
+        if site.account:
+            checks.append(ask_check("account", partial(_find_account, site.account)))
+        if site.container_image:
+            checks.append(ask_check("container", partial(_find_pyxis, site.container_image)))
         if request is not None:
-            checks += [*_check_time(request, site), _check_disk(request)]
+            checks += [_check_time(request, site), _check_disk(request.run_dir)]
             if all(each.error is None for each in checks):
-                checks.append(_try_submission(request, self.render(request)))
+                checks.append(ask_check("sbatch --test-only", lambda: _try_submission(request, self.render(request))))
         return checks
 
     def render(self, request: LaunchRequest) -> LaunchFiles:
@@ -192,9 +167,12 @@ class SlurmTarget:
 
     def submit_again(self, job: JobRecord) -> tuple[str, dict[str, Any]]:
         """Submit the script again, with a longer lead if the run has measured longer saves than the script knows."""
-        options = []
+        options, leads = [], list[str]()
         known = measured_stop_time(Path(job.run_dir))
-        if known is not None and known.lead_seconds > _lead_in(Path(job.folder) / SCRIPT):
+        with contextlib.suppress(OSError):
+            lines = (Path(job.folder) / SCRIPT).read_text(encoding="utf-8").splitlines()
+            leads = [line.rpartition("@")[2] for line in lines if line.startswith("#SBATCH --signal=")]
+        if known is not None and known.lead_seconds > (int(leads[0]) if leads and leads[0].isdigit() else 0):
             options = [f"--signal=B:USR1@{known.lead_seconds}"]
         chain = str(job.details.get("chain", "requeue"))
         many = len(job.details.get("jobs", ())) or 1
@@ -217,7 +195,10 @@ class SlurmTarget:
             return JobState(state=state, native="", reason=str(ends[-1].get("reason", "")), exit_code=code)
         # The state of a job that Slurm knows. Only the comment of a job that has ended is the reason of its end.
         fields = min(found, key=stands_for_chain)
-        native, code = fields.get("JobState", ""), _exit_code(fields.get("ExitCode", ""))
+        native, (number, _, signal) = fields.get("JobState", ""), fields.get("ExitCode", "").partition(":")
+        code = int(number) if number.isdigit() else None
+        if code is not None and signal.isdigit() and int(signal):
+            code = 128 + int(signal)  # as a shell would return
         given = {key: text for key, text in fields.items() if text not in ("None", "(null)")}
         reason, comment, nodes = (given.get(key, "") for key in ("Reason", "Comment", "NodeList"))
         known: dict[str, Any] = {"native": native, "nodes": ()}
@@ -250,7 +231,6 @@ class SlurmTarget:
                 (run_slurm if each.get("ArrayTaskId") else partial(_ask_for_job, job))(*command)
 
     def commands(self, job: JobRecord) -> JobCommands:
-        """Return Slurm's own commands."""
         ids = _job_ids(job)
         # The file of the job's output, as its script names it; of an array, that of its first job.
         script = Path(job.folder) / SCRIPT
@@ -312,40 +292,21 @@ def stands_for_chain(fields: Mapping[str, str]) -> tuple[int, int]:
     return (kinds.index(True) if True in kinds else len(kinds), -int(number) if number.isdigit() else 0)
 
 
-def _exit_code(text: str) -> int | None:
-    """Return the exit code of `CODE:SIGNAL`; that of a signal is what a shell would return."""
-    code, _, signal = text.partition(":")
-    if not code.isdigit():
-        return None
-    return 128 + int(signal) if signal.isdigit() and int(signal) else int(code)
-
-
-def _lead_in(script: Path) -> int:
-    """Return the lead of the script's `--signal`; 0 if it has none."""
-    try:
-        lines = script.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 0
-    leads = [line.rpartition("@")[2] for line in lines if line.startswith("#SBATCH --signal=")]
-    return int(leads[0]) if leads and leads[0].isdigit() else 0
-
-
-def _check_partition(request: LaunchRequest | None, site: SlurmSite) -> list[SiteCheck]:
+def _check_partition(request: LaunchRequest | None, site: SlurmSite) -> SiteCheck:
     partition = show_partition(site.partition)
     if partition is None:
-        known = list_partitions()
+        known = sorted(set(ask_slurm("sinfo", "--noheader", "--format=%R").split()))
         what = f"there is no partition '{site.partition}'{did_you_mean(site.partition, known)}"
         what = what if site.partition else "the cluster has no default partition"
         error = UserError("L032", what, where="slurm.partition", fix=f"use one of {', '.join(known)}")
-        return [SiteCheck(name="partition", found=error.what, error=error)]
+        return SiteCheck(name="partition", found=error.what, error=error)
     name = partition["PartitionName"]
     found = f"{name}, {partition.get('TotalNodes', '?')} nodes, at most {partition.get('MaxTime', '?')}"
     error = _partition_error(request, site, partition) if request is not None else None
-    return [SiteCheck(name="partition", found=found, error=error)]
+    return SiteCheck(name="partition", found=found, error=error)
 
 
 def _partition_error(request: LaunchRequest, site: SlurmSite, partition: Mapping[str, str]) -> UserError | None:
-    """Return why a partition cannot hold the job; None if it can."""
     name, where = partition["PartitionName"], "slurm.partition"
     if partition.get("State", "UP") != "UP":
         return UserError("L033", f"partition {name} is {partition['State']}", where=where, fix="use another one")
@@ -357,76 +318,68 @@ def _partition_error(request: LaunchRequest, site: SlurmSite, partition: Mapping
     if longest is not None and asked is not None and asked > longest:
         return UserError("L033", f"partition {name} allows {partition['MaxTime']}, and slurm.time is {site.time}",
                          where="slurm.time", fix="use a shorter time: the run goes on in the next job")  # fmt: skip
-    if not request.cluster.device.traits.shares_cores and (gpus := gpus_per_node(name)) < request.ranks_per_node:
-        return UserError("L033", f"nodes of partition {name} have {gpus} GPUs, and the run needs "
-                         f"{request.ranks_per_node} on each", where=where,
-                         fix="use another partition, or a cluster with fewer devices per node")  # fmt: skip
+    if not request.cluster.device.traits.shares_cores:
+        listed = ask_slurm("sinfo", "--noheader", f"--partition={name}", "--format=%G")
+        nodes = [re.findall(r"(?:^|,)gpu(?::[^:(,]+)?:(\d+)", line) for line in listed.splitlines()]
+        gpus = max((sum(map(int, counts)) for counts in nodes), default=0)
+        if gpus < request.ranks_per_node:
+            return UserError("L033", f"nodes of partition {name} have {gpus} GPUs, and the run needs "
+                             f"{request.ranks_per_node} on each", where=where,
+                             fix="use another partition, or a cluster with fewer devices per node")  # fmt: skip
     return None
 
 
-def _check_account(site: SlurmSite) -> list[SiteCheck]:
-    if not site.account:
-        return []
-    known = user_accounts(getpass.getuser())
-    if known is None:
-        return [SiteCheck(name="account", found=f"{site.account}; the cluster does not tell whether it is valid")]
-    if site.account in known:
-        return [SiteCheck(name="account", found=site.account)]
-    error = UserError("L034", f"you have no account '{site.account}'{did_you_mean(site.account, known)}",
-                      where="slurm.account", fix=f"use one of {', '.join(known)}")  # fmt: skip
-    return [SiteCheck(name="account", found=error.what, error=error)]
+def _find_account(account: str) -> str:
+    known: list[str] = []  # a cluster may keep no accounts
+    if not find_missing("sacctmgr"):
+        done = run_slurm("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={getpass.getuser()}",
+                         "format=account")  # fmt: skip
+        known = sorted(set(done.stdout.split())) if done.returncode == 0 else []
+    if not known:
+        return f"{account}; the cluster does not tell whether it is valid"
+    if account not in known:
+        raise UserError("L034", f"you have no account '{account}'{did_you_mean(account, known)}",
+                        where="slurm.account", fix=f"use one of {', '.join(known)}")  # fmt: skip
+    return account
 
 
-def _check_container(site: SlurmSite) -> list[SiteCheck]:
-    if not site.container_image:
-        return []
-    if has_pyxis():
-        return [SiteCheck(name="container", found=f"pyxis, {site.container_image}")]
-    error = UserError("L036", "srun has no --container-image: the pyxis plugin is not installed",
-                      where="slurm.container_image",
-                      fix="leave container_image empty and name a Python with Trimaran in slurm.python")  # fmt: skip
-    return [SiteCheck(name="container", found=error.what, error=error)]
+def _find_pyxis(image: str) -> str:
+    if "--container-image" not in run_slurm("srun", "--help").stdout:
+        raise UserError("L036", "srun has no --container-image: the pyxis plugin is not installed",
+                        where="slurm.container_image",
+                        fix="leave container_image empty and name a Python with Trimaran in slurm.python")  # fmt: skip
+    return f"pyxis, {image}"
 
 
-def _check_time(request: LaunchRequest, site: SlurmSite) -> list[SiteCheck]:
-    """Return whether the time limit leaves time to train before the job must save."""
-    needed, limit = stop_time(request), time_seconds(site.time)
-    if limit is None or limit > needed.lead_seconds:
-        return [SiteCheck(name="time to save", found=str(needed))]
-    error = UserError("L035", f"slurm.time is {limit:g} s, and a stop alone takes {needed}", where="slurm.time",
-                      fix="allow more time, so that the run can also train")  # fmt: skip
-    return [SiteCheck(name="time to save", found=str(needed), error=error)]
+def _check_time(request: LaunchRequest, site: SlurmSite) -> SiteCheck:
+    needed, limit, error = stop_time(request), time_seconds(site.time), None
+    if limit is not None and limit <= needed.lead_seconds:
+        error = UserError("L035", f"slurm.time is {limit:g} s, and a stop alone takes {needed}", where="slurm.time",
+                          fix="allow more time, so that the run can also train")  # fmt: skip
+    return SiteCheck(name="time to save", found=str(needed), error=error)
 
 
-def _check_disk(request: LaunchRequest) -> SiteCheck:
-    """Return the file system of the run; from here it cannot be told whether the nodes see it."""
-    kind = _file_system(request.run_dir)
+def _check_disk(run_dir: Path) -> SiteCheck:
+    """Return the kind of file system of the run; from here it cannot be told whether the nodes see it."""
+    kind = "unknown"
+    with contextlib.suppress(OSError):
+        mounts = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()]
+        real = os.path.realpath(run_dir)
+        holding = [(len(point), kind) for point, kind in mounts if f"{real}/".startswith(f"{point.rstrip('/')}/")]
+        kind = max(holding, default=(0, "unknown"))[1]
     if kind in SHARED_DISKS:
         return SiteCheck(name="run directory", found=f"on {kind}")
-    warning = f"warning: on {kind}, which may be this machine's own disk; every node must see {request.run_dir}"
+    warning = f"warning: on {kind}, which may be this machine's own disk; every node must see {run_dir}"
     return SiteCheck(name="run directory", found=warning)
 
 
-def _file_system(path: Path) -> str:
-    """Return the kind of the file system that holds `path`, or would hold it."""
-    try:
-        mounts = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()]
-    except OSError:
-        return "unknown"
-    real = os.path.realpath(path)
-    holding = [(len(point), kind) for point, kind in mounts if f"{real}/".startswith(f"{point.rstrip('/')}/")]
-    return max(holding, default=(0, "unknown"))[1]
-
-
-def _try_submission(request: LaunchRequest, files: LaunchFiles) -> SiteCheck:
-    """Return what Slurm itself says of the job, without submitting it."""
+def _try_submission(request: LaunchRequest, files: LaunchFiles) -> str:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / files.main
         script.write_text(files.files[files.main], encoding="utf-8")
         done = run_slurm("sbatch", "--test-only", str(script), folder=Path(folder), seconds=SUBMIT_SECONDS)
     said = first_line(done.stderr)
-    if done.returncode == 0:
-        return SiteCheck(name="sbatch --test-only", found=said)
-    error = UserError("L037", f"sbatch refused the job: {said}", where=f"{request.name}, {SCRIPT}",
-                      fix="correct the section slurm of targets.yaml, or pass --site FIELD=VALUE")  # fmt: skip
-    return SiteCheck(name="sbatch --test-only", found=error.what, error=error)
+    if done.returncode != 0:
+        raise UserError("L037", f"sbatch refused the job: {said}", where=f"{request.name}, {SCRIPT}",
+                        fix="correct the section slurm of targets.yaml, or pass --site FIELD=VALUE")  # fmt: skip
+    return said

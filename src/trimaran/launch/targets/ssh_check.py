@@ -1,24 +1,24 @@
 """The checks of the ssh target: all hosts at the same time, before anything is started."""
 
-import contextlib
-import ipaddress
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import trimaran
 from trimaran.core import Bytes, UserError, show_bytes
+from trimaran.launch.supervise.node_options import is_loopback
 from trimaran.launch.targets.host_probe import existing, source_digest
 from trimaran.launch.targets.ssh_session import HostSession, SshAccess, SshHost
 from trimaran.launch.targets.target import LaunchRequest, SiteCheck
 
-Answers = dict[HostSession, dict[str, Any]]
+T = TypeVar("T")
 MAX_THREADS = 256
 MIN_FREE_BYTES = 256 << 20
 WARN_SKEW_SECONDS, MAX_SKEW_SECONDS = 1.0, 10.0  # as the doctor's H012
@@ -34,9 +34,9 @@ class HostsCheck:
 
     def __init__(self, sessions: Sequence[HostSession], pool: ThreadPoolExecutor) -> None:
         self.sessions, self._pool = sessions, pool
-        self.facts: Answers = {}
+        self.facts: dict[HostSession, dict[str, Any]] = {}
 
-    def ask_all(self, ask: Callable[[HostSession], dict[str, Any]]) -> Answers:
+    def ask_all(self, ask: Callable[[HostSession], T]) -> dict[HostSession, T]:
         """Return each host's answer; raise the first error."""
         return dict(zip(self.sessions, self._pool.map(ask, self.sessions), strict=True))
 
@@ -91,19 +91,20 @@ class HostsCheck:
     def clocks(self) -> SiteCheck:
         """The wall clocks of the hosts agree with that of the first host."""
 
-        def offset(session: HostSession) -> dict[str, Any]:
+        def offset(session: HostSession) -> tuple[float, float]:
+            """Return how long the quickest answer took, and how far the host's clock is ahead of ours."""
             best = (float("inf"), 0.0)
             for _ in range(CLOCK_QUESTIONS):
                 before = time.time()
                 theirs = session.ask("clock")["time"]
                 after = time.time()
                 best = min(best, (after - before, theirs - (before + after) / 2))
-            return {"offset": best[1], "error": best[0] / 2}
+            return best
 
         found = self.ask_all(offset)
-        first = found[self.sessions[0]]
-        skews = {each: answer["offset"] - first["offset"] for each, answer in found.items()}
-        accuracy = max(answer["error"] for answer in found.values()) + first["error"]
+        took, ahead = found[self.sessions[0]]
+        skews = {each: theirs - ahead for each, (_, theirs) in found.items()}
+        accuracy = (max(each for each, _ in found.values()) + took) / 2
         worst = max(skews, key=lambda each: abs(skews[each]))
         skew = skews[worst]
         if abs(skew) <= max(WARN_SKEW_SECONDS, accuracy):
@@ -136,25 +137,35 @@ class HostsCheck:
 
     def _disk_error(self, run_dir: Path, kind: str) -> UserError | None:
         name = f".trimaran-check-{secrets.token_hex(8)}"
+
+        def path_of(session: HostSession) -> str:
+            return os.path.join(self.facts[session]["folder"], f"{name}-{session.host.label}")
+
         for session, found in self.facts.items():  # one after another: they may write to the same folder
-            path = os.path.join(found["folder"], f"{name}-{session.host.label}")
-            if why := session.ask("write", path=path, text=name).get("error"):
+            if why := session.ask("write", path=path_of(session), text=name).get("error"):
                 return UserError("L014", f"{session.host.label} cannot write to {found['folder']}: {why}",
                                  where=session.host.spec, fix="name a folder that this user may write to: --run-dir DIR"
                                  )  # fmt: skip
             if kind == "shared":
-                session.ask("remove", path=path)
+                session.ask("remove", path=path_of(session))
         if kind == "shared":
             folder = Path(existing(str(run_dir.parent)))
-            with _file(folder / name):
+            try:
+                (folder / name).write_text(name, encoding="utf-8")
+            except OSError as error:
+                raise UserError("D003", f"the run directory cannot be written: {error.strerror}", where=str(folder),
+                                fix="choose a folder you may write to, with free space: --run-dir DIR"
+                                ) from None  # fmt: skip
+            try:
                 return self._unseen(str(folder / name), seen_by="this machine", kind=kind)
+            finally:
+                (folder / name).unlink(missing_ok=True)
         try:
             first = self.sessions[0]
-            return self._unseen(os.path.join(self.facts[first]["folder"], f"{name}-{first.host.label}"),
-                                seen_by=first.host.label, kind=kind)  # fmt: skip
+            return self._unseen(path_of(first), seen_by=first.host.label, kind=kind)
         finally:
-            for session, found in self.facts.items():
-                session.ask("remove", path=os.path.join(found["folder"], f"{name}-{session.host.label}"))
+            for session in self.sessions:
+                session.ask("remove", path=path_of(session))
 
     def _unseen(self, path: str, *, seen_by: str, kind: str) -> UserError | None:
         """Return the error if hosts do not see a file that others wrote, or see it although each has its own disk."""
@@ -205,22 +216,23 @@ class HostsCheck:
         return [*checks, reached] if reached.error else [*checks, reached, self._links(addresses, ports)]
 
     def _ports(self, addresses: Mapping[HostSession, str], ports: Mapping[HostSession, int]) -> SiteCheck:
-        def connect(session: HostSession) -> dict[str, Any]:
+        def connect(session: HostSession) -> list[tuple[HostSession, str]]:
             others = _partners(self.sessions, session)
             errors = session.ask("connect", targets=[(addresses[each], ports[each]) for each in others])["errors"]
-            return {"errors": [(other, why) for other, why in zip(others, errors, strict=True) if why],
-                    "count": len(others)}  # fmt: skip
+            return [*zip(others, errors, strict=True)]
 
         found = self.ask_all(connect)
-        for session, answer in found.items():
-            for other, why in answer["errors"]:
+        for session, answers in found.items():
+            for other, why in answers:
+                if not why:
+                    continue
                 where = f"{addresses[other]}:{ports[other]}"
                 what = f"{session.host.label} cannot reach {other.host.label} at {where}: {why}"
                 error = UserError("L013", what, where=session.host.spec, fix="open all ports between the hosts in "
                                   "their firewalls, or name them by addresses of a network that they share"
                                   )  # fmt: skip
                 return SiteCheck(name="ports", found=what, error=error)
-        total = sum(answer["count"] for answer in found.values())
+        total = sum(map(len, found.values()))
         return SiteCheck(name="ports", found=f"all {total} connections that were tried work")
 
     def _links(self, addresses: Mapping[HostSession, str], ports: Mapping[HostSession, int]) -> SiteCheck:
@@ -263,15 +275,15 @@ def check_hosts(
             checks = check.connections(folder)
             if any(each.error for each in checks):
                 return checks
-            later: list[Callable[[], list[SiteCheck]]] = [lambda: [check.versions()], lambda: [check.clocks()]]
-            if request:
-                later.append(lambda: [check.disk(request.run_dir, disk)])
-            later.append(lambda: check.network(port))
-            for each in later:
-                checks += each()
-                if any(one.error for one in checks):
-                    break
-            return checks
+            for ask in (
+                check.versions,
+                check.clocks,
+                *([partial(check.disk, request.run_dir, disk)] if request else []),
+            ):
+                checks.append(ask())
+                if checks[-1].error:
+                    return checks
+            return [*checks, *check.network(port)]
         finally:
             list(pool.map(HostSession.close, sessions))
 
@@ -284,15 +296,9 @@ def _comparable(name: str, found: Mapping[str, Any]) -> str:
 def _own_address(hosts: Sequence[str], own: Mapping[str, str]) -> str:
     """Return the address that a node's supervisor will find: see `find_own_address`."""
     for host in hosts:
-        if _is_loopback(host):
+        if is_loopback(host):
             return own.get(host, host)
-    return next((own[host] for host in hosts if host in own and not _is_loopback(own[host])), "")
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    return False
+    return next((own[host] for host in hosts if host in own and not is_loopback(own[host])), "")
 
 
 def _partners(sessions: Sequence[HostSession], session: HostSession) -> list[HostSession]:
@@ -302,17 +308,3 @@ def _partners(sessions: Sequence[HostSession], session: HostSession) -> list[Hos
     index = sessions.index(session)
     chosen = [sessions[0], *(sessions[(index + step) % len(sessions)] for step in range(1, NEIGHBOURS + 1))]
     return [each for each in dict.fromkeys(chosen) if each is not session]
-
-
-@contextlib.contextmanager
-def _file(path: Path) -> Iterator[None]:
-    """Have a file on this machine's disk for a moment."""
-    try:
-        path.write_text(path.name, encoding="utf-8")
-    except OSError as error:
-        raise UserError("D003", f"the run directory cannot be written: {error.strerror}", where=str(path.parent),
-                        fix="choose a folder you may write to, with free space: --run-dir DIR") from None  # fmt: skip
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)

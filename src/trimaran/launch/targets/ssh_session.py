@@ -17,10 +17,9 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core import UserError, read_regular_bytes
 from trimaran.launch.targets import host_probe
-from trimaran.launch.targets.script_text import NO_CONNECTION
+from trimaran.launch.targets.target import NO_CONNECTION
 
 MAX_FILE_BYTES = 1 << 20
 LOWEST_PORT = 22  # MPICH writes the slots of a host as HOST:SLOTS; ssh does not listen on such low ports
@@ -178,7 +177,6 @@ class HostSession:
         return self.ask("facts", within=self._access.connect_seconds + START_SECONDS, folder=folder)
 
     def close(self) -> None:
-        """End the process and the connection."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):  # what was not yet sent to a host that is gone
@@ -198,7 +196,6 @@ class HostSession:
             self._process.stdin.flush()
 
     def _line(self, until: float) -> str | None:
-        """Return the next answer; None if the connection has ended or there was none in time."""
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         while True:
@@ -213,7 +210,6 @@ class HostSession:
             self._left += data
 
     def _lost(self) -> UserError:
-        """Return why there is no answer."""
         try:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -18,18 +18,22 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from trimaran.core import UserError
 from trimaran.launch.supervise.detached import DetachedProcess
 from trimaran.launch.supervise.node_options import HEAD_PORT, RUN_TOKEN
-from trimaran.launch.targets.script_text import EXIT_CODES, EXIT_UNREACHABLE, SHARED_FUNCTIONS, commented, state_of_code
 from trimaran.launch.targets.site_file import Variables, variable_names
 from trimaran.launch.targets.ssh_check import check_hosts
 from trimaran.launch.targets.ssh_session import SshAccess, SshHost, parse_hosts, read_hostfile
 from trimaran.launch.targets.target import (
+    EXIT_CODES,
+    EXIT_UNREACHABLE,
+    SHARED_FUNCTIONS,
     JobCommands,
     JobRecord,
     JobState,
     LaunchFiles,
     LaunchRequest,
     SiteCheck,
+    commented,
     node_command,
+    state_of_code,
 )
 from trimaran.runs.node_records import bad_nodes_file, read_bad_nodes
 
@@ -484,7 +488,6 @@ def _failed(folder: Path, option: str, answer: subprocess.CompletedProcess[str])
 
 
 def _states(text: str) -> dict[str, dict[str, Any]]:
-    """Return what the script printed about each host; an empty object for a host that did not answer."""
     found: dict[str, dict[str, Any]] = {}
     for line in text.splitlines():
         host, _, answer = line.partition(" ")

@@ -1,9 +1,10 @@
 """The interface of a launch target: it writes files that a person can read and run, submits them, and follows the job.
 
 A target never starts anything while it writes files, and the files never contain the value of a secret. Launched jobs
-are recorded, one JSON file for each, in the user's state folder.
+are recorded, one JSON file for each, in the user's state folder. Also what the scripts of targets share.
 """
 
+import contextlib
 import json
 import platform
 import re
@@ -16,9 +17,10 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel
 
-from trimaran.core import Plan, Recipe, Seconds, UserError, did_you_mean
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, Plan, Recipe, Seconds, UserError, did_you_mean
 from trimaran.core.plugins import installed_plugins, load_plugin, plugin_names
 from trimaran.core.regular_files import read_regular_bytes, write_atomically
+from trimaran.launch.supervise.detached import DetachedProcess
 from trimaran.machine import Cluster
 
 # By name, in the order in which help and completion list them. Only the requested one is imported.
@@ -242,6 +244,69 @@ def node_command(
     return command
 
 
+EXIT_UNREACHABLE = 69  # of a script that could reach no node; EX_UNAVAILABLE of sysexits.h
+NO_CONNECTION = 255  # what ssh returns then
+EXIT_CODES = """\
+# Exit codes: 0 done; 2 a configuration error; 75 stopped with a checkpoint, start it again; 93 no progress, do not
+# start it again; others are faults."""
+
+# Shell functions. Nodes of a run normally end with the same code; one that was lost or refused may end with another.
+SHARED_FUNCTIONS = r"""
+# choose_code CODE...: the code of the run. 0 says that it is done. Codes that say not to start it again (93, 2) count
+# more than 75, which says to do so, and that counts more than a fault. 255 says only that there was no connection.
+choose_code() {
+  local wanted code
+  for wanted in 0 93 2 75; do
+    for code in "$@"; do
+      if [ "$code" -eq "$wanted" ]; then echo "$code"; return; fi
+    done
+  done
+  for code in "$@"; do
+    if [ "$code" -ne 255 ]; then echo "$code"; return; fi
+  done
+  echo 69
+}
+
+# with_prefix NAME: copies stdin to stdout, each line after [NAME] and at once; some versions of awk and sed wait.
+with_prefix() {
+  local line
+  while IFS= read -r line || [ -n "$line" ]; do printf '[%s] %s\n' "$1" "$line"; done
+}
+
+# wait_for PID...: returns when all have ended; a signal that is trapped does not end it.
+wait_for() {
+  local pid
+  for pid in "$@"; do
+    while kill -0 "$pid" 2>/dev/null; do wait "$pid"; done
+  done
+}
+"""
+
+
+def commented(text: str) -> str:
+    """Return a user's text for a comment of a script: in one line and in ASCII."""
+    return json.dumps(text)
+
+
+def state_of_code(code: int, *, reason: str = "", nodes: tuple[str, ...] = ()) -> JobState:
+    """Return the state of a job whose script or supervisors have ended with `code`."""
+    state = "done" if code == EXIT_DONE else "stopped" if code == EXIT_AGAIN else "failed"
+    return JobState(state=state, native=f"exit {code}", exit_code=code, reason=reason, nodes=nodes)
+
+
+def state_of_process(process: DetachedProcess) -> JobState:
+    """Return the state of a job whose script or driver is a process of this machine."""
+    found = process.state()
+    match found["state"]:
+        case "running":
+            return JobState(state="running", native=f"process {found['pid']}", nodes=(found["host"],))
+        case "ended":
+            return state_of_code(found["code"], reason=found.get("error", ""))
+        case "lost":
+            return JobState(state="failed", reason=f"process {found['pid']} is gone; the machine may have rebooted")
+    return JobState(state="unknown", reason="it was not started here")
+
+
 JOB_ID = re.compile(r"[a-z0-9]+-[A-Za-z0-9._-]{1,80}")
 MAX_RECORD_BYTES = 1 << 20
 
@@ -259,7 +324,6 @@ def job_id(target: str, native_id: str) -> str:
 def new_record(
     request: LaunchRequest, target: str, folder: Path, native_id: str, details: Mapping[str, Any]
 ) -> JobRecord:
-    """Return the record of a job that was just submitted."""
     return JobRecord(
         id=job_id(target, native_id),
         target=target,
@@ -283,8 +347,14 @@ def write_record(job: JobRecord, folder: Path) -> None:
 
 def read_records(folder: Path) -> list[JobRecord]:
     """Return all jobs, the newest first. Files that are not records are left out."""
-    found = [_read(path) for path in sorted(folder.glob("*.json"))] if folder.is_dir() else []
-    return sorted((job for job in found if job is not None), key=lambda job: -job.submitted)
+    found = []
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(read_regular_bytes(path, limit_bytes=MAX_RECORD_BYTES))
+            job = JobRecord(**{each.name: record[each.name] for each in fields(JobRecord)})
+            if JOB_ID.fullmatch(job.id):
+                found.append(job)
+    return sorted(found, key=lambda job: -job.submitted)
 
 
 def find_record(folder: Path, wanted: str) -> JobRecord:
@@ -296,12 +366,3 @@ def find_record(folder: Path, wanted: str) -> JobRecord:
     known = [job.id for job in jobs]
     raise UserError("L002", f"there is no job '{wanted}'{did_you_mean(wanted, known)}", where="trimaran jobs",
                     fix="`trimaran jobs` lists the jobs that were launched from this account")  # fmt: skip
-
-
-def _read(path: Path) -> JobRecord | None:
-    try:
-        record = json.loads(read_regular_bytes(path, limit_bytes=MAX_RECORD_BYTES))
-        job = JobRecord(**{each.name: record[each.name] for each in fields(JobRecord)})
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return job if JOB_ID.fullmatch(job.id) else None

@@ -44,7 +44,7 @@ from trimaran.serve.engine.batching_engine import BatchingEngine, EngineSettings
 from trimaran.serve.engine.engine_request import EngineRequest
 from trimaran.serve.engine.model_runner import ModelRunner, RunnerTraits
 from trimaran.serve.trained_model import compute_in_bf16
-from trimaran.train.generation.sampling import Sampling
+from trimaran.train.generation.generate import Sampling
 
 MAX_LENGTH = 4096
 DEEPSEEK_V2_LITE = {  # of its config.json; 15.7 billion parameters

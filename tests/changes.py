@@ -17,7 +17,7 @@ from tests.resume import HeldShard, SavedState, bits, share_of
 from trimaran.core import Plan, Recipe
 from trimaran.runs import RunDirectory, change_answers, create_run, write_change_request
 from trimaran.train import ChangeFile, SupervisorLink, known_groups, read_rank_info, run_worker
-from trimaran.train.features.live_change import apply_change
+from trimaran.train.features.live_change import apply_change, rebuild
 
 Patch = Mapping[str, Any]
 
@@ -136,7 +136,7 @@ def request_after(run: RunDirectory, changes: dict[int, Patch]) -> None:
 
 def _record_state(records: list[Any], leftovers: dict[str, list[int]]) -> None:
     """Record the whole state before and after each change, and what the process has after it."""
-    builders = apply_change.change_in_place, apply_change.rebuild_with_room
+    builders = rebuild.change_in_place, rebuild.rebuild_with_room
     apply = apply_change.PlanChanger.apply
 
     def recorded(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +159,7 @@ def _record_state(records: list[Any], leftovers: dict[str, list[int]]) -> None:
             leftovers.setdefault(name, []).append(count)
         return result
 
-    apply_change.change_in_place, apply_change.rebuild_with_room = map(recorded, builders)
+    rebuild.change_in_place, rebuild.rebuild_with_room = map(recorded, builders)
     apply_change.PlanChanger.apply = recorded_apply  # type: ignore[method-assign]
 
 

@@ -45,7 +45,7 @@ def assert_applied(trained: ChangedTraining, number: int) -> None:
 
 def check_networks() -> None:
     """Make a change in place fail unless the networks follow the new plan."""
-    change_in_place, buckets, prefetched = apply_change.change_in_place, list[float](), dict[nn.Module, int]()
+    change_in_place, buckets, prefetched = rebuild.change_in_place, list[float](), dict[nn.Module, int]()
     fsdp.unit_sizes = lambda plan, block_parameters, num_blocks: [1] * num_blocks  # such small blocks would be one unit
     set_modules = FSDPModule.set_modules_to_forward_prefetch
 
@@ -74,7 +74,7 @@ def check_networks() -> None:
 
     ddp.DistributedDataParallel = RecordedDdp
     FSDPModule.set_modules_to_forward_prefetch = recorded  # type: ignore[method-assign]
-    apply_change.change_in_place = checked
+    rebuild.change_in_place = checked
 
 
 def _is_recomputed(plan: Plan, number: int) -> bool:
@@ -242,7 +242,7 @@ def test_an_adapter_on_a_frozen_base_survives_changes(folder: Path) -> None:
 def break_build_on_rank_1_and_the_first_steps() -> None:
     """Break the first build on rank 1. On all ranks, the first step of each later change runs out of memory."""
     build, apply = rebuild.build_empty_networks, apply_change.PlanChanger.apply
-    builders, num_built, to_break = (apply_change.rebuild_with_room, apply_change.change_in_place), [0], [False]
+    builders, num_built, to_break = (rebuild.rebuild_with_room, rebuild.change_in_place), [0], [False]
 
     def broken(*args: Any) -> Any:
         num_built[0] += 1
@@ -267,7 +267,7 @@ def break_build_on_rank_1_and_the_first_steps() -> None:
 
     rebuild.build_empty_networks = broken  # pyrefly: ignore[bad-assignment]
     apply_change.PlanChanger.apply = noted  # type: ignore[method-assign]
-    apply_change.rebuild_with_room, apply_change.change_in_place = map(with_broken_step, builders)
+    rebuild.rebuild_with_room, rebuild.change_in_place = map(with_broken_step, builders)
 
 
 def out_of_memory(handle: RemovableHandle) -> None:

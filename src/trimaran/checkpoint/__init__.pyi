@@ -35,8 +35,8 @@ from .memory_copies import (
     first_fitting_budget as first_fitting_budget,
 )
 from .peer_copies import FIRST_INTERVAL_STEPS as FIRST_INTERVAL_STEPS
-from .rank_layout import RankLayout as RankLayout
-from .saver import SaveRequest as SaveRequest, SaveResult as SaveResult, Saver as Saver
+from .rank_layout import barrier as barrier, RankLayout as RankLayout
+from .saver import Saver as Saver, SaveRequest as SaveRequest, SaveResult as SaveResult, TorchStore as TorchStore
 from .shard_index import (
     Column as Column, CompactRegions as CompactRegions, ShardLayout as ShardLayout, index_bytes as index_bytes,
     layout_of as layout_of, overlaps as overlaps, parse_index as parse_index, runs_of as runs_of,

@@ -23,10 +23,10 @@ from .input_rules import (
 from .measured_speed import RowSeconds as RowSeconds, deal_rows as deal_rows
 from .parse_text import TextError as TextError, load_json as load_json, load_yaml as load_yaml
 from .plan import (
-    AXES as AXES, CONTEXTS as CONTEXTS, Comm as Comm, DATA_PAYLOADS as DATA_PAYLOADS, Mesh as Mesh,
-    PAYLOAD_AXES as PAYLOAD_AXES, Pipeline as Pipeline, Plan as Plan,
-    Prediction as Prediction, TowerPlan as TowerPlan, comm_axes as comm_axes, data_axis as data_axis,
-    predicted_comm as predicted_comm, show_rows as show_rows,
+    AXES as AXES, Comm as Comm, comm_axes as comm_axes, CONTEXTS as CONTEXTS, data_axis as data_axis,
+    DATA_PAYLOADS as DATA_PAYLOADS, Mesh as Mesh, PAYLOAD_AXES as PAYLOAD_AXES, Pipeline as Pipeline, Plan as Plan,
+    predicted_comm as predicted_comm, Prediction as Prediction, show_rows as show_rows, TowerPlan as TowerPlan,
+    WORLD as WORLD,
 )
 from .plugins import (
     KINDS as KINDS, find_plugin as find_plugin, installed_plugins as installed_plugins, load_plugin as load_plugin,
@@ -55,7 +55,10 @@ from .replica_sync import (
     synchronisation_bytes as synchronisation_bytes,
 )
 from .template_text import TemplateText as TemplateText, templated as templated
-from .traits import MODEL_FAMILIES as MODEL_FAMILIES, ModelFamily as ModelFamily, family_named as family_named
+from .traits import (
+    DEVICE_TRAITS as DEVICE_TRAITS, family_named as family_named, MODEL_FAMILIES as MODEL_FAMILIES,
+    ModelFamily as ModelFamily,
+)
 from .units import (
     Bytes as Bytes, Flops as Flops, GIB as GIB, Seconds as Seconds, show_bytes as show_bytes, show_count as show_count,
     show_seconds as show_seconds,

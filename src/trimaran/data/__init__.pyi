@@ -3,8 +3,8 @@
 from .data_kind import data_kind_of as data_kind_of
 from .feature_cache import BF16 as BF16, FeatureCache as FeatureCache
 from .feed import (
-    BadSample as BadSample, DataShare as DataShare, LoadedArrays as LoadedArrays, position as position,
-    positions as positions,
+    BadSample as BadSample, BatchFeed as BatchFeed, DataShare as DataShare, LoadedArrays as LoadedArrays,
+    position as position, positions as positions, share_of as share_of,
 )
 from .loader import Loader as Loader, LoaderFault as LoaderFault
 from .loader_tuner import (

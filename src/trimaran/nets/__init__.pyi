@@ -40,7 +40,10 @@ from .hf_weights import hf_tensors as hf_tensors, load_hf_weights as load_hf_wei
 from .initial_weights import initialise as initialise, initialise_adapter as initialise_adapter
 from .kernels.latent_pages import attend_latent_pages as attend_latent_pages
 from .kernels.paged_attention import attend_one_query as attend_one_query, store_and_attend as store_and_attend
-from .local_shards import full_tensor as full_tensor, local_part as local_part, local_slices as local_slices
+from .local_shards import (
+    full_tensor as full_tensor, is_dtensor as is_dtensor, is_fsdp_module as is_fsdp_module, is_on_meta as is_on_meta,
+    local_part as local_part, local_slices as local_slices,
+)
 from .network import (
     Network as Network, WeightsNeededError as WeightsNeededError, decoder_network as decoder_network,
     network_of as network_of, open_network as open_network, output_head as output_head, tower_of as tower_of,

@@ -17,7 +17,7 @@ from .comm.json_exchange import (
     all_gather_int64 as all_gather_int64, all_gather_json as all_gather_json, broadcast_json as broadcast_json,
     recv_json as recv_json, send_json as send_json,
 )
-from .comm.outer_step import build_outer_step as build_outer_step
+from .comm.outer_step import build_outer_step as build_outer_step, OuterTensor as OuterTensor
 from .comm.tensor_collectives import (
     await_rows as await_rows, gather_dim as gather_dim, gather_sequence as gather_sequence,
     reduce_gradient as reduce_gradient, reduce_sum as reduce_sum, reduce_to_sequence as reduce_to_sequence,
@@ -45,8 +45,9 @@ from .memory.recompute import (
     selective_policy as selective_policy,
 )
 from .mesh import (
-    RankMesh as RankMesh, StageMap as StageMap, TrainedParameters as TrainedParameters, build_mesh as build_mesh,
-    freeze_towers as freeze_towers, tower_of_blocks as tower_of_blocks,
+    build_mesh as build_mesh, forget_meshes as forget_meshes, freeze_towers as freeze_towers, map_stages as map_stages,
+    RankMesh as RankMesh, StageMap as StageMap, tower_of_blocks as tower_of_blocks,
+    TrainedParameters as TrainedParameters,
 )
 from .optimizer.adamw import LowMemoryAdamW as LowMemoryAdamW
 from .optimizer.build_optimizer import (
@@ -61,7 +62,7 @@ from .optimizer.moments import (
 )
 from .optimizer.optimizer_state import (
     BlockLayout as BlockLayout, BlockReshard as BlockReshard, codebook as codebook, dequantize as dequantize,
-    lower_bounds as lower_bounds, num_blocks as num_blocks, quantize as quantize,
+    lower_bounds as lower_bounds, num_blocks as num_blocks, OptimizerState as OptimizerState, quantize as quantize,
 )
 from .optimizer.split_weights import (
     NO_SPLIT_WEIGHTS as NO_SPLIT_WEIGHTS, SplitWeights as SplitWeights, split_weights as split_weights,

@@ -43,12 +43,14 @@ from trimaran.parallel.precision import DTYPES
 from trimaran.serve.settings import TrainedWeights
 from trimaran.train.generation.generate import (
     TOKENIZER,
+    CachedLogits,
+    NextTokenModel,
     first_device,
     load_trained,
     open_saved_tokenizer,
     unfilled_network,
+    whole_sequence_logits,
 )
-from trimaran.train.generation.next_token import CachedLogits, NextTokenModel, whole_sequence_logits
 
 Dtype = Literal["fp32", "bf16"]
 FillAdapter = Callable[[Network, AdapterSection], None]

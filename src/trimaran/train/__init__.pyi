@@ -31,13 +31,10 @@ from .features.shard_server import Batch as Batch, BatchCounter as BatchCounter,
 from .features.table import FEATURES as FEATURES, features_of as features_of
 from .find_hf_facts import find_hf_facts as find_hf_facts
 from .generation.generate import (
-    Generation as Generation, load_trained as load_trained, prompt_ids as prompt_ids, save_tokenizer as save_tokenizer,
+    CachedLogits as CachedLogits, Generation as Generation, NextTokenModel as NextTokenModel,
+    PlacedImage as PlacedImage, Sampling as Sampling, TokenSampler as TokenSampler, load_trained as load_trained,
+    prompt_ids as prompt_ids, save_tokenizer as save_tokenizer, whole_sequence_logits as whole_sequence_logits,
 )
-from .generation.next_token import (
-    CachedLogits as CachedLogits, NextTokenModel as NextTokenModel, PlacedImage as PlacedImage,
-    whole_sequence_logits as whole_sequence_logits,
-)
-from .generation.sampling import Sampling as Sampling, TokenSampler as TokenSampler
 from .health.compilations import Compilations as Compilations
 from .health.guard import (
     BadSampleCount as BadSampleCount, Guard as Guard, MEAN_LOSS_STEPS as MEAN_LOSS_STEPS,

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from trimaran.core.regular_files import open_regular_fd
+from trimaran.core import open_regular_fd
 
 # Redirect before the other imports, so that the log also holds the error of a failed import.
 _RUN = Path(sys.argv[1])

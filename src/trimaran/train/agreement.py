@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from trimaran.core import Plan
-from trimaran.parallel.comm.json_exchange import broadcast_json
+from trimaran.parallel import broadcast_json
 from trimaran.runs import Journal
 from trimaran.train.health.guard import Guard, RefusedStep, Samples, StepNumbers
 from trimaran.train.health.memory_check import MAX_REPORTED_KEYS, CompareReplicas
@@ -28,11 +28,7 @@ RANK_REQUESTS: tuple[RankRequest, ...] = ("stop", "save", "profile", "change")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDecision:
-    """What to do after a step, the same on every rank.
-
-    `refusal` says why the update of the step was not applied; None if it was applied, and after an overflow that the
-    loss scale expects (see `Guard.read`). `bad_data`: too many samples could not be used.
-    """
+    """What to do after a step, on every rank. `refusal`: why its update was not applied, unless expected."""
 
     stop: bool = False
     save: bool = False
@@ -55,7 +51,6 @@ class StepDecision:
 
     @property
     def loop_exit(self) -> "LoopExit | None":
-        """How the training loop exits because of this decision; None if it continues."""
         match self.refusal:
             case RefusedStep(action="rewind"):
                 return LoopExit(step=self.refusal.good_step, reason="rewind", refusal=self.refusal)
@@ -89,10 +84,7 @@ class LoopExit:
 
 
 class FlagAllReduce:
-    """An asynchronous all-reduce of one flag: is it set on any rank?
-
-    It runs on the CPU, so that no rank waits for its device.
-    """
+    """An asynchronous all-reduce of one flag, on the CPU, so that no rank waits for its device."""
 
     def __init__(self, flag: bool) -> None:
         self._count = torch.tensor([int(flag)])
@@ -125,10 +117,7 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequests:
-    """What people and programs ask of a running run: to stop, and to change its plan.
-
-    `change` says after a step whether this rank asks for another plan, see `train/features/live_change`.
-    """
+    """What people ask of a running run: to stop and, by `change` after a step, to change its plan."""
 
     stop: StopRequest
     change: Callable[[int], bool] = lambda step: False
@@ -139,28 +128,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """The numbers of a step on the host, the same on every rank.
-
-    `stop`, `save`, `profile` and `change`: whether any rank requested it. `loss_scaled`: the step used a loss scale.
-    `rows`: the loader's counts, summed over all ranks.
-    """
+    """The numbers of a step on the host, what any rank requested, and the loader's counts (`rows`)."""
 
     numbers: StepNumbers
-    stop: bool
-    save: bool
-    profile: bool
-    change: bool
+    requests: StepDecision
     loss_scaled: bool
     rows: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCheck:
-    """Decides after every step, the same on every rank. Every rank calls every method, in the same order.
-
-    `compare_replicas` finds differences between the weights of replicas, and `search` the origin of a NaN or Inf: it
-    returns fields of the `skip` event.
-    """
+    """Decides after every step, the same on every rank. `search` returns fields of the `skip` event."""
 
     plan: Plan
     guard: Guard
@@ -174,38 +152,22 @@ class StepCheck:
         if refusal is not None:
             log.warning("step %d was refused: %s", refusal.step, refusal.reason)
         if refusal is not None and refusal.memory_changed:
-            self._report_changed_memory(refusal)
+            shard_check, rank = self.guard.shard_check, refusal.ranks[0]
+            mine = shard_check.changed_keys() if shard_check is not None and self.journal.rank == rank else []
+            keys = broadcast_json(mine[:MAX_REPORTED_KEYS], src=rank)
+            if self.journal.rank == 0:
+                message = f"{refusal.reason}: {', '.join(keys[:2])}"
+                facts = {"type": "MemoryChanged", "message": message, "cause": "numeric", "ranks": list(refusal.ranks)}
+                self.journal.event("differ", step=refusal.step, **facts, keys=keys, since=refusal.good_step,
+                                   action=refusal.action)  # fmt: skip
         elif refusal is not None:
             origin = self.search(refusal) if refusal.not_finite and not record.numbers.batches_differ else {}
             if self.journal.rank == 0:
                 self.journal.event("skip", **refusal.as_dict(), **origin)
-        bad_data = self.guard.bad_samples.too_many(record.rows)
-        return StepDecision(
-            stop=record.stop,
-            save=record.save,
-            profile=record.profile,
-            change=record.change,
-            bad_data=bad_data,
-            refusal=refusal,
-        )
-
-    def _report_changed_memory(self, refusal: RefusedStep) -> None:
-        """Write a `differ` event about memory that changed between two updates, with the tensors that it held."""
-        shard_check, rank = self.guard.shard_check, refusal.ranks[0]
-        mine = shard_check.changed_keys() if shard_check is not None and self.journal.rank == rank else []
-        keys = broadcast_json(mine[:MAX_REPORTED_KEYS], src=rank)
-        if self.journal.rank == 0:
-            message = f"{refusal.reason}: {', '.join(keys[:2])}"
-            facts = {"type": "MemoryChanged", "message": message, "cause": "numeric", "ranks": list(refusal.ranks)}
-            self.journal.event("differ", step=refusal.step, **facts, keys=keys, since=refusal.good_step,
-                               action=refusal.action)  # fmt: skip
+        return replace(record.requests, bad_data=self.guard.bad_samples.too_many(record.rows), refusal=refusal)
 
     def replicas_in_sync(self, step: int) -> bool:
-        """Whether all replicas should hold the same weights after `step` steps.
-
-        With local steps, replicas train alone and synchronise every `comm.sync_every` steps. With fragments only the
-        synchronised weights are the same then, and checkpoints hold the weights of each replica.
-        """
+        """Whether all replicas should hold the same (synchronised) weights after `step` steps."""
         return step % self.plan.comm.sync_every == 0
 
     @property

@@ -1,14 +1,13 @@
 """Builds the parts of a rank from its recipe and plan: networks, data, stepper, trainer."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from trimaran.data.feed import BatchFeed, share_of
+from trimaran.data import BatchFeed, share_of
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh, build_mesh
-from trimaran.parallel.mesh import StageMap, map_stages
-from trimaran.runs.gloo_listeners import closed_listeners
+from trimaran.runs import closed_listeners
 from trimaran.train.agreement import RunRequests, StepCheck
 from trimaran.train.checkpointing.tiers import Base, CheckpointInputs
 from trimaran.train.evaluate import HoldoutEvaluator
@@ -16,7 +15,7 @@ from trimaran.train.health.memory_check import CompareReplicas
 from trimaran.train.inputs.training_data import TrainingData, build_loader, load_training_data
 from trimaran.train.metrics.step_clock import StartupTimer
 from trimaran.train.process.rank_setup import set_torch_modes
-from trimaran.train.rank_context import Instruments, RankContext, build_instruments
+from trimaran.train.rank_context import Instruments, RankContext
 from trimaran.train.rank_networks import build_networks, refuse_unsavable, reload_base
 from trimaran.train.steppers.engine import build_stepper
 from trimaran.train.steppers.feature import Load, LoadContext, MakeTrainer
@@ -26,20 +25,16 @@ from trimaran.train.trainer import Trainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """The parts of a rank: its networks, its data, and the trainer that connects them.
-
-    `checkpoint` has the state to restore and save. `seconds` is the time that each phase of the build took.
-    """
+    """The parts of a rank. `seconds` is the time that each phase of the build took."""
 
     context: RankContext
     networks: tuple[Network, ...]
     ranks: RankMesh
-    stages: StageMap
     training_data: TrainingData
     instruments: Instruments
     trainer: Trainer
     checkpoint: CheckpointInputs
-    seconds: dict[str, float]
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 def build_worker_parts(context: RankContext) -> WorkerParts:
@@ -55,20 +50,10 @@ def build_worker_parts(context: RankContext) -> WorkerParts:
     timer.lap("network")
     training_data = load_data(context, ranks, networks)
     timer.lap("data")
-    instruments = build_instruments(context, networks)
-    trainer, checkpoint = build_trainer(context, ranks, networks, training_data, instruments, base_of(networks))
+    instruments = Instruments(context, networks)
+    parts = connect_parts(context, ranks, networks, training_data, instruments, base_of(networks))
     timer.lap("optimizer")
-    return WorkerParts(
-        context=context,
-        networks=networks,
-        ranks=ranks,
-        stages=map_stages(plan, ranks),
-        training_data=training_data,
-        instruments=instruments,
-        trainer=trainer,
-        checkpoint=checkpoint,
-        seconds=timer.seconds,
-    )
+    return replace(parts, seconds=timer.seconds)
 
 
 def begin_base(context: RankContext) -> Callable[[tuple[Network, ...]], Base]:
@@ -107,15 +92,15 @@ def load_data(context: RankContext, ranks: RankMesh, networks: Sequence[Network]
         return load(share_of(context.plan, ranks.data_rank))
 
 
-def build_trainer(
+def connect_parts(
     context: RankContext,
     ranks: RankMesh,
     networks: tuple[Network, ...],
     training_data: TrainingData,
     instruments: Instruments,
     base: Base,
-) -> tuple[Trainer, CheckpointInputs]:
-    """Return the trainer with its stepper, evaluator, recorder and checks, and the state to restore and save."""
+) -> WorkerParts:
+    """Return the parts with a trainer (stepper, evaluator, recorder and checks) and the state to restore and save."""
     recipe, plan = context.recipe, context.plan
     stepper = build_stepper(
         networks,
@@ -132,7 +117,7 @@ def build_trainer(
     stepper.set_training(True)  # transformers loads models in eval mode
     compare_replicas = instruments.watch_memory(context, state)
     trainer = connect_trainer(context, ranks, networks, training_data, instruments, stepper, compare_replicas)
-    return trainer, CheckpointInputs(
+    checkpoint = CheckpointInputs(
         run=context.run,
         rank_info=context.rank_info,
         journal=context.journal,
@@ -142,6 +127,15 @@ def build_trainer(
         plan=plan,
         data=training_data.digest,
         base=base,
+    )
+    return WorkerParts(
+        context=context,
+        networks=networks,
+        ranks=ranks,
+        training_data=training_data,
+        instruments=instruments,
+        trainer=trainer,
+        checkpoint=checkpoint,
     )
 
 
@@ -173,15 +167,7 @@ def connect_trainer(
         feed=feed,
         stepper=stepper,
         evaluator=HoldoutEvaluator(
-            recipe=recipe,
-            feed=training_data.holdout,
-            stepper=stepper,
-            objective=training_data.objective,
-            journal=journal,
-            device=rank_info.device,
-            counts_samples=ranks.counts_samples,
-            stop=context.stop,
-            link=link,
+            context=context, data=training_data, stepper=stepper, counts_samples=ranks.counts_samples
         ),
         recorder=instruments.recorder(context, networks),
         check=StepCheck(

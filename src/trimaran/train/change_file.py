@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimaran.core import Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe
-from trimaran.runs import Journal, RunDirectory
-from trimaran.runs.run_requests import ChangeRequest, ChangeStatus, read_change_request, replace_recipe
+from trimaran.runs import Journal, RunDirectory, read_change_request, replace_recipe
+from trimaran.runs.run_requests import ChangeRequest, ChangeStatus
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 
 log = logging.getLogger(__name__)
@@ -20,10 +20,7 @@ MAX_WAITS = 100  # steps that a change waits for a checkpoint that is due or bei
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedChange:
-    """A request that passed all checks, with the recipe and the plan that the run is to go on with.
-
-    `in_place`: the networks, the optimizer and the process groups stay.
-    """
+    """A valid request with its recipe and plan. `in_place`: networks, optimizer and process groups stay."""
 
     request: ChangeRequest
     recipe: Recipe
@@ -43,7 +40,6 @@ class CheckedChange:
 
 
 def change_from_dict(tree: Mapping[str, Any]) -> CheckedChange:
-    """Return what `CheckedChange.as_dict` described."""
     prediction = Prediction.model_validate(tree["prediction"]) if tree["prediction"] else None
     return CheckedChange(
         request=ChangeRequest(**tree["request"]),
@@ -54,11 +50,7 @@ def change_from_dict(tree: Mapping[str, Any]) -> CheckedChange:
 
 
 class ChangeFile:
-    """The request file of a run, as rank 0 sees it; on the other ranks there is never a request.
-
-    A request is read and checked in a thread while training goes on. One that is not valid is refused at once; no step
-    waits for it.
-    """
+    """The request file of a run on rank 0, checked in a thread; on the other ranks there is never a request."""
 
     def __init__(self, run: RunDirectory, journal: Journal, environment: Mapping[str, str]) -> None:
         self._run, self._journal, self._environment = run, journal, environment
@@ -80,10 +72,7 @@ class ChangeFile:
         self._checkpointer = checkpointer
 
     def is_requested(self, step: int) -> bool:
-        """Return whether a valid request is ready after `step` steps.
-
-        Every step asks: without a request that costs one system call.
-        """
+        """Return whether a valid request is ready after `step` steps. Without one, that costs one system call."""
         self.step = step
         if self._is_ready:  # the ranks agree on it one step later: it must not change until they have taken it
             return not self._is_taken
@@ -109,7 +98,6 @@ class ChangeFile:
         return self._is_ready
 
     def take(self, step: int) -> CheckedChange | None:
-        """Return the request that the ranks agreed on after `step` steps; None on other ranks than 0."""
         self.step, self._is_taken = step, True
         return self._checked if isinstance(self._checked, CheckedChange) else None
 
@@ -143,9 +131,9 @@ class ChangeFile:
                 os.unlink(self._path)
 
     def drop(self, why: str, status: ChangeStatus = "failed", *, step: int | None = None) -> None:
-        """Answer a request that is pending now: the ranks that it was meant for are gone, or the run is done.
+        """Answer a pending request: its ranks are gone, or the run is done.
 
-        `step` is the last one that is done, if it is not the one that was last asked for.
+        `step`: the last one, if not `self.step`.
         """
         self.step = self.step if step is None else step
         if self._path and os.path.exists(self._path):
@@ -157,10 +145,7 @@ class ChangeFile:
                 self.answer(request, status, error=UserError("S044", why, where=self._path, fix=fix))
 
     def _was_made(self, request: ChangeRequest) -> bool:
-        """Return whether the ranks died after the change was made, and before they answered it.
-
-        The plan is written first. If they died before the recipe was, it is written here.
-        """
+        """Return whether the ranks died between the change and its answer. Writes the recipe if it is missing."""
         from trimaran.planner.change_plan import change_run, patch_between  # noqa: PLC0415  few runs need the planner in a rank
 
         recipe, plan = self._run.read_recipe(), self._run.read_plan()
@@ -176,7 +161,6 @@ class ChangeFile:
         return changed.recipe == recipe
 
     def _check(self) -> None:
-        """Read and check the request."""
         request = read_change_request(self._run)
         self._request = request or ChangeRequest(id=0)
         if request is None:
@@ -184,21 +168,18 @@ class ChangeFile:
             self._checked = UserError("S044", what, where=self._path, fix="write it with `trimaran replan`")
             return
         try:
-            self._checked = self._checked_change(request)
+            from trimaran.planner.change_plan import change_run, patch_between  # noqa: PLC0415  few runs need the planner in a rank
+
+            recipe, plan = self._run.read_recipe(), self._run.read_plan()
+            changed = change_run(recipe, plan, request.patch, self._environment)
+            if changed.recipe == recipe and not patch_between(plan, changed.plan):
+                raise UserError("S040", "the run has this plan already", where="plan", fix="request another one")
+            self._checked = CheckedChange(
+                request=request, recipe=changed.recipe, plan=changed.plan, in_place=changed.how == "in place"
+            )
         except UserError as error:
             self._checked = error
         except Exception as error:  # a fault of ours must not end the run
             log.exception("the request to change the plan could not be checked")
             self._checked = UserError("S044", f"{type(error).__name__}: {error}", where=self._path,
                                       fix="see the log of rank 0")  # fmt: skip
-
-    def _checked_change(self, request: ChangeRequest) -> CheckedChange:
-        from trimaran.planner.change_plan import change_run, patch_between  # noqa: PLC0415  few runs need the planner in a rank
-
-        recipe, plan = self._run.read_recipe(), self._run.read_plan()
-        changed = change_run(recipe, plan, request.patch, self._environment)
-        if changed.recipe == recipe and not patch_between(plan, changed.plan):
-            raise UserError("S040", "the run has this plan already", where="plan", fix="request another one")
-        return CheckedChange(
-            request=request, recipe=changed.recipe, plan=changed.plan, in_place=changed.how == "in place"
-        )

@@ -7,16 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core import Recipe
-from trimaran.data.feed import BatchFeed
-from trimaran.data.loader import Loader
-from trimaran.data.step_batch import Inputs
-from trimaran.data.text.tokenizer import Tokenizer
-from trimaran.runs import Journal
-from trimaran.train.agreement import FlagAllReduce, StopRequest
+from trimaran.data import BatchFeed, Inputs, Loader, Tokenizer
+from trimaran.train.agreement import FlagAllReduce
+from trimaran.train.inputs.training_data import TrainingData
 from trimaran.train.loss.cross_entropy import IGNORED
-from trimaran.train.loss.objective import Objective
-from trimaran.train.process.supervisor_link import SupervisorLink
+from trimaran.train.rank_context import RankContext
 from trimaran.train.steppers.stepper import Stepper
 
 MAX_ANSWER_TOKENS = 24  # tokens of a sample answer that are generated and shown
@@ -24,40 +19,29 @@ MAX_ANSWER_TOKENS = 24  # tokens of a sample answer that are generated and shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldoutEvaluator:
-    """Computes the mean loss over a fixed set of held-out samples, the same under every plan.
+    """Computes the mean loss over held-out samples, the same under every plan. Without a `feed`: none."""
 
-    Without a `feed` there are no held-out samples, and `run` does nothing.
-    """
-
-    recipe: Recipe
-    feed: BatchFeed | None
+    context: RankContext
+    data: TrainingData
     stepper: Stepper
-    objective: Objective
-    journal: Journal
-    device: torch.device
     counts_samples: bool
-    stop: StopRequest
-    link: SupervisorLink
 
     @torch.no_grad()
     def run(self, *, step: int) -> bool:
-        """Write an `evaluation` event and return False; return True, without an event, if any rank asked to stop.
-
-        The ranks all-reduce their stop requests with every batch, so that a long evaluation can be interrupted.
-        """
-        batches = self.recipe.train.evaluate.batches
-        if not batches or self.feed is None:
+        """Write an `evaluation` event and return False; return True without one if a rank asked to stop."""
+        context, feed, names = self.context, self.data.holdout, self.data.objective.score_names
+        batches, device, link = context.recipe.train.evaluate.batches, context.rank_info.device, context.link
+        if not batches or feed is None:
             return False
-        names = self.objective.score_names
-        sums, stop = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device), False
+        sums, stop = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=device), False
         self.stepper.set_training(False)
-        with self.link.section("evaluation", step) as report_progress, Loader(self.feed, steps=batches) as loader:
+        with link.section("evaluation", step) as report_progress, Loader(feed, steps=batches) as loader:
             for _ in range(batches):
-                with self.link.section("data"):  # the loader has deadlines of its own, and names the sample
+                with link.section("data"):  # the loader has deadlines of its own, and names the sample
                     host_batch = next(loader)
                 report_progress()
-                any_stop = FlagAllReduce(bool(self.stop)) if batches > 1 else None
-                batch = host_batch.to(self.device)
+                any_stop = FlagAllReduce(bool(context.stop)) if batches > 1 else None
+                batch = host_batch.to(device)
                 sums[1:] += self.stepper.evaluate(batch)
                 sums[0] += batch.num_valid * self.counts_samples
                 if stop := any_stop is not None and any_stop.wait():
@@ -68,19 +52,17 @@ class HoldoutEvaluator:
         if stop:
             return True
         tokens, total_loss, *scores = sums.tolist()
-        accuracy, counts = accuracy_of(names, scores, self.feed, batches)
+        accuracy, counts = accuracy_of(names, scores, feed, batches)
         details = {"accuracy": accuracy, "accuracy_counts": counts} if accuracy else {}
-        self.journal.event("evaluation", step=step, loss=total_loss / max(1, tokens), tokens=round(tokens), **details)
+        loss = total_loss / max(1, tokens)
+        context.journal.event("evaluation", step=step, loss=loss, tokens=round(tokens), **details)
         return False
 
 
 def accuracy_of(
     names: Sequence[str], scores: Sequence[float], feed: BatchFeed, batches: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the correct fraction of each score, and its count without samples that `feed` repeats.
-
-    `scores` are pairs of a correct and a total count. If few samples are held out, `batches` repeat them.
-    """
+    """Return the fraction of each score (pairs of correct and total) and its count without repeated samples."""
     totals = {name: total for name, total in zip(names, scores[1::2], strict=True) if total}
     if not totals:
         return {}, {}
@@ -93,10 +75,7 @@ def accuracy_of(
 
 @dataclass(frozen=True, slots=True)
 class SampleAnswer:
-    """One held-out question as text, the expected answer, the generated one, and whether all their tokens are equal.
-
-    A long answer is truncated. Of a conversation with several answers, this is the first.
-    """
+    """A held-out question, its first expected answer, the generated one, and if all tokens are equal. May be cut."""
 
     question: str
     expected: str
@@ -111,11 +90,10 @@ def generate_answers(
     image_token: int | None = None,
     allows_next: Callable[[], bool] | None = None,
 ) -> Tensor:
-    """Return the predicted next tokens [B, T], on the CPU, with each answer conditioned on its own earlier tokens.
+    """Return the predicted next tokens [B, T], on the CPU, each answer conditioned on its own earlier tokens.
 
-    Every forward replaces the expected tokens of all answers by the last predictions, so that each answer gains one
-    generated token. Every rank runs the same number of forwards: `allows_next` says before each, the same on all of
-    them, whether there is time for it. A predicted `image_token` is not fed back: there is no image for it.
+    Every forward replaces the expected tokens by the last predictions, so that each answer gains one, until
+    `allows_next` says no, on all ranks. An `image_token` is not fed back.
     """
     tokens, labels, documents = inputs["tokens"].clone(), inputs["labels"], inputs["documents"]
     is_answer = (labels[:, :-1] != IGNORED) & (documents[:, 1:] == documents[:, :-1])
@@ -133,10 +111,7 @@ def generate_answers(
 def decode_answers(
     inputs: Inputs, predicted: Tensor, tokenizer: Tokenizer, *, max_tokens: int = MAX_ANSWER_TOKENS
 ) -> Iterator[SampleAnswer]:
-    """Yield the answers of one micro-batch; `predicted` [B, T] comes from `generate_answers`.
-
-    Only the first `max_tokens` tokens of each answer count: the others were not generated.
-    """
+    """Yield the answers of a micro-batch, given `generate_answers`; only `max_tokens` tokens of each count."""
     tokens, labels, documents = (inputs[name].cpu() for name in ("tokens", "labels", "documents"))
     for row in range(len(tokens)):
         for document in torch.unique(documents[row]).tolist():

@@ -10,14 +10,20 @@ from typing import Any
 import torch
 
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.data.feed import BatchFeed, DataShare
-from trimaran.data.loader import Loader
-from trimaran.data.quarantine import SampleReader
-from trimaran.data.text.token_feed import TokenFeed
-from trimaran.data.text.token_shards import IGNORED, Sequences, TokenShards
-from trimaran.data.text.tokenizer import Tokenizer, token_byte_lengths
+from trimaran.data import (
+    IGNORED,
+    BatchFeed,
+    DataShare,
+    Loader,
+    SampleReader,
+    Sequences,
+    TokenFeed,
+    Tokenizer,
+    TokenShards,
+    token_byte_lengths,
+)
 from trimaran.nets import Network
-from trimaran.parallel.precision import autocast, override_precision
+from trimaran.parallel import autocast, override_precision
 from trimaran.train.evaluate import accuracy_of
 from trimaran.train.inputs.training_data import load_training_data
 from trimaran.train.loss.objective import LanguageObjective, Objective
@@ -30,10 +36,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutLoss:
-    """A mean loss over the valid tokens of some data, in nats. `num_bytes` is None if the tokenizer does not say.
-
-    `accuracy` is that of samples with answers, by score; `accuracy_counts` has its denominators.
-    """
+    """A mean loss per valid token, in nats. `num_bytes`: None if the tokenizer does not say. Accuracy by score."""
 
     loss: float
     tokens: int
@@ -69,10 +72,7 @@ class EvaluatedNetwork:
 def held_out_loss(
     subject: EvaluatedNetwork, recipe: Recipe, *, batches: int | None, cache: Path, progress: Progress
 ) -> HeldOutLoss:
-    """Return the loss on the held-out data of `recipe`: that of the trainer, up to the rounding of its plan.
-
-    `batches` of `train.global_batch` sequences are evaluated; by default `train.evaluate.batches`, as the trainer does.
-    """
+    """Return the held-out loss of `recipe`, as the trainer computes it; `batches`: `train.evaluate.batches`."""
     network, plan = subject.network, subject.plan
     rows = gcd(plan.micro_batch, plan.global_batch)
     share = DataShare(rank=0, dp=1, micro_batch=rows, grad_accum=plan.global_batch // rows)

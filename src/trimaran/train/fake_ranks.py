@@ -13,12 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trimaran.core import Plan, Recipe
-from trimaran.core.engine_rules import refuse_missing_packages
-from trimaran.nets import Network
-from trimaran.nets.network import WeightsNeededError
-from trimaran.parallel import RankMesh, build_mesh
-from trimaran.parallel.mesh import forget_meshes
+from trimaran.core import Plan, Recipe, refuse_missing_packages
+from trimaran.nets import WeightsNeededError
+from trimaran.parallel import RankMesh, build_mesh, forget_meshes
 from trimaran.planner.question import isolates_documents
 from trimaran.train.process.rank_setup import RankInfo
 from trimaran.train.rank_networks import build_networks, refuse_unsavable
@@ -39,12 +36,10 @@ class FakeRank:
 
 @contextmanager
 def fake_rank(plan: Plan, rank: int, device: torch.device, *, backend: str = "fake") -> Iterator[FakeRank]:
-    """Be `rank` of the plan inside the block, with every process group of the plan; none is left afterwards.
+    """Be `rank` of the plan inside the block, with all its process groups, outside of which this process has none.
 
-    `device` is where the rank's tensors are: the meta device, a CPU or a GPU. `backend` is one that needs no other
-    process: torch's, or that of a rehearsal, whose collectives return numbers to train on. This process must not be in
-    a process group. Enter it once for each rank; a mesh or a network of an earlier block must not be used in a later
-    one.
+    Tensors are on `device`, maybe meta. The `backend` needs no other process. A mesh or network of an earlier block
+    must not be used.
     """
     assert not dist.is_initialized(), "this process is in a process group already"
     world_size = plan.mesh.world_size
@@ -59,15 +54,6 @@ def fake_rank(plan: Plan, rank: int, device: torch.device, *, backend: str = "fa
         forget_meshes()
 
 
-def build_fake_rank(recipe: Recipe, plan: Plan, fake: FakeRank) -> tuple[Network, ...]:
-    """Return this rank's stages of the network, sharded and wrapped as the worker does it. Call it in `fake_rank`.
-
-    On the meta device they get no weights, and it is only checked that those on disk fit. On another device they get
-    them as in the worker: from disk, or random.
-    """
-    return build_networks(recipe, plan, fake.info, fake.ranks)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildCheck:
     """Which ranks were built, of how many, and how long that took. `not_built` says why none could be."""
@@ -79,10 +65,9 @@ class BuildCheck:
 
 
 def check_build(recipe: Recipe, plan: Plan) -> BuildCheck:
-    """Build the first rank of the plan on the meta device, and with a pipeline also the last, under a fake group.
+    """Build the first rank of the plan, and in a pipeline the last, on the meta device, from headers of weights.
 
-    Raises the UserError that the worker would raise. Nothing is read but the config and the headers of weights; a model
-    that transformers cannot build without its weights is not built.
+    Raises the UserError that the worker would raise.
     """
     started, world_size = time.monotonic(), plan.mesh.world_size
     refuse_missing_packages(plan)
@@ -90,7 +75,7 @@ def check_build(recipe: Recipe, plan: Plan) -> BuildCheck:
     try:
         for rank in ranks:
             with fake_rank(plan, rank, META) as fake:
-                networks = build_fake_rank(recipe, plan, fake)
+                networks = build_networks(recipe, plan, fake.info, fake.ranks)
                 refuse_unsavable(recipe, networks)
             if isolates_documents(recipe.data):
                 networks[0].refuse_documents(recipe.data.seq_len)

@@ -10,22 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from trimaran.core import ModelSection, UserError
-from trimaran.models.hf_facts import HfFacts
-from trimaran.nets.decoder.attention_context import Context
-from trimaran.nets.hf.hf import HfNetwork
+from trimaran.models import HfFacts
+from trimaran.nets import Context, HfNetwork, WeightsNeededError, count_experts, pipeline_layers
 from trimaran.nets.hf.hf_attention import longest_packed_row, mixes_documents, mixing_reason
-from trimaran.nets.hf.hf_sharding import count_experts, hf_tensor_plan
-from trimaran.nets.hf.hf_stages import pipeline_layers
-from trimaran.nets.network import WeightsNeededError
+from trimaran.nets.hf.hf_sharding import hf_tensor_plan
 from trimaran.parallel.fp8_linear import fp8_layers
 from trimaran.train.foreign_networks import open_hf_network
 
 
 def find_hf_facts(section: ModelSection) -> HfFacts:
-    """Return the facts of the model, which is built as the worker builds it, on the meta device and without a plan.
-
-    Raises WeightsNeededError for a model that transformers cannot build without weights.
-    """
+    """Return the facts of a model built on the meta device. Raises WeightsNeededError if it cannot be."""
     try:
         network, _ = open_hf_network(section, seed=0, without_weights=True)
     except UserError as error:
@@ -53,7 +47,6 @@ def find_hf_facts(section: ModelSection) -> HfFacts:
 
 
 def _tried(find: Callable[[], Any]) -> tuple[Any, UserError | None]:
-    """Return what the function returns, or the mistake that it raises."""
     try:
         return find(), None
     except UserError as error:

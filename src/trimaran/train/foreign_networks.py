@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from trimaran.core import ModelSection, Plan, Recipe, UserError
-from trimaran.data.data_kind import data_kind_of
-from trimaran.models import refuse_unmatched, spec_of, split_outline, stages_of_rank
+from trimaran.data import data_kind_of
+from trimaran.models import outline_if_known, refuse_unmatched, spec_of, split_outline, stages_of_rank
 from trimaran.models.hf_facts import refuse_seq_len
-from trimaran.models.resolve import outline_if_known
 from trimaran.nets import Network
 from trimaran.nets.plugin_network import PluginNetwork, plugin_network
 from trimaran.parallel import RankMesh
@@ -30,10 +29,7 @@ def open_hf_network(
     *,
     without_weights: bool = False,
 ) -> tuple["HfNetwork", ReadWeights]:
-    """Return a Hugging Face model without weights, and a function that loads them once the model is sharded.
-
-    See `open_hf_model` for models that transformers cannot build without weights.
-    """
+    """Return a model without weights, and a function that loads them once it is sharded; see `open_hf_model`."""
     from trimaran.nets.hf.hf_build import open_hf_model  # noqa: PLC0415  transformers takes seconds to import
     from trimaran.nets.hf.hf_vlm import network_of_hf  # noqa: PLC0415
 
@@ -47,10 +43,7 @@ def open_hf_network(
 def open_hf_stages(
     recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None] = lambda: None
 ) -> tuple[tuple[Network, ...], Network | None, ReadWeights]:
-    """Return this rank's stages of the recipe's model, the whole model if there are several stages, and the function.
-
-    The function gives a stage its weights, see `open_hf_network`.
-    """
+    """Return this rank's stages, the whole model if there are several, and a function to load a stage."""
     whole, read_weights = open_hf_network(
         recipe.model, recipe.train.seed, report_progress, without_weights=ranks.without_device
     )

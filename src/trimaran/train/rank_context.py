@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimaran.core import Plan, Recipe
-from trimaran.data.loader import Loader
+from trimaran.data import Loader
 from trimaran.nets import Network
-from trimaran.parallel import RankMesh
-from trimaran.parallel.optimizer.build_optimizer import build_loss_scale
-from trimaran.parallel.tensor_shards import CheckpointState
-from trimaran.runs import Journal, RunDirectory
-from trimaran.runs.read.rank_table import RankTableWriter
-from trimaran.runs.read.step_index import StepIndexer
+from trimaran.parallel import CheckpointState, RankMesh, build_loss_scale
+from trimaran.runs import Journal, RankTableWriter, RunDirectory, StepIndexer
 from trimaran.train.agreement import StopRequest
 from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.features.table import features_of
@@ -22,7 +18,7 @@ from trimaran.train.health.compilations import Compilations
 from trimaran.train.health.guard import BadSampleCount, Guard, RefusedStep, broadcast_quarantine
 from trimaran.train.health.memory_check import CompareReplicas, ReplicaCheck, ShardCheck
 from trimaran.train.metrics.meters import ConnectionWatch, build_meters
-from trimaran.train.metrics.profiler import Profiler, build_profiler
+from trimaran.train.metrics.profiler import build_profiler
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.metrics.step_recorder import SlowDetails, StepRecorder, measured_axes
 from trimaran.train.process.rank_setup import RankInfo
@@ -36,10 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """A rank of a run, the plan that it follows, and the features of that plan.
-
-    `change_requested` says after a step whether this rank asks for another plan, see `train/features/live_change`.
-    """
+    """A rank, its plan and its features. `change_requested` says after a step if another plan is asked for."""
 
     run: RunDirectory
     rank_info: RankInfo
@@ -79,17 +72,23 @@ def read_context(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Instruments:
     """The instruments of a rank. They outlive a change of the plan."""
 
-    clock: StepClock
-    guard: Guard
-    profiler: Profiler
-    compilations: Compilations
-    slow_details: SlowDetails
-    indexer: StepIndexer | None  # on the rank that writes the metrics
-    connections: ConnectionWatch | None  # with a supervisor
+    def __init__(self, context: RankContext, networks: Sequence[Network]) -> None:
+        """Every rank must make them: the quarantine is broadcast."""
+        recipe, run, journal, link = context.recipe, context.run, context.journal, context.link
+        self.clock = StepClock(context.rank_info.device)
+        self.guard = Guard(
+            recipe.faults,
+            loss_scale=build_loss_scale(context.plan, recipe.train),
+            quarantine=broadcast_quarantine(run.quarantine),
+            bad_samples=BadSampleCount(recipe.data.samples.max_bad),
+        )
+        self.profiler = build_profiler(run, journal, self.clock, networks, context.rank_info.device, link)
+        self.compilations, self._slow_details = Compilations(link, journal), SlowDetails()
+        self._indexer = StepIndexer(run.metrics, run.metrics_index) if _writes_lines(context) else None
+        self._connections = ConnectionWatch(journal) if link.store else None
 
     def follow(self, networks: Sequence[Network]) -> None:
         """Record these networks from now on: the plan has changed."""
@@ -97,10 +96,8 @@ class Instruments:
         self.compilations.restart()
 
     def recorder(self, context: RankContext, networks: Sequence[Network]) -> StepRecorder:
-        """Return the recorder of the steps of a plan. Every rank must call it."""
-        table = None
-        if _writes_lines(context):
-            table = RankTableWriter(context.run.rank_table, seconds=context.recipe.telemetry.sample_seconds)
+        seconds = context.recipe.telemetry.sample_seconds
+        table = RankTableWriter(context.run.rank_table, seconds=seconds) if _writes_lines(context) else None
         return StepRecorder(
             plan=context.plan,
             meters=build_meters(context.recipe, context.plan, networks[0], context.rank_info.device, table),
@@ -108,16 +105,13 @@ class Instruments:
             profiler=self.profiler,
             compilations=self.compilations,
             axes=measured_axes(context.plan, networks),
-            indexer=self.indexer,
-            slow_details=self.slow_details,
-            connections=self.connections,
+            indexer=self._indexer,
+            slow_details=self._slow_details,
+            connections=self._connections,
         )
 
     def watch_memory(self, context: RankContext, state: CheckpointState) -> CompareReplicas:
-        """Let the guard check that memory changes in updates only, and return the check of replicas.
-
-        With another engine neither is checked: it keeps its state where they do not look.
-        """
+        """Let the guard watch memory between updates; return the check of replicas. Not with other engines."""
         if context.plan.engine_traits.keeps_states_elsewhere:
             return lambda step: None
         device = context.rank_info.device
@@ -149,27 +143,6 @@ class Instruments:
             return origin
 
         return search
-
-
-def build_instruments(context: RankContext, networks: Sequence[Network]) -> Instruments:
-    """Return the instruments of a rank. Every rank must call it: the quarantine is broadcast."""
-    recipe, run, journal, link = context.recipe, context.run, context.journal, context.link
-    clock = StepClock(context.rank_info.device)
-    guard = Guard(
-        recipe.faults,
-        loss_scale=build_loss_scale(context.plan, recipe.train),
-        quarantine=broadcast_quarantine(run.quarantine),
-        bad_samples=BadSampleCount(recipe.data.samples.max_bad),
-    )
-    return Instruments(
-        clock=clock,
-        guard=guard,
-        profiler=build_profiler(run, journal, clock, networks, context.rank_info.device, link),
-        compilations=Compilations(link, journal),
-        slow_details=SlowDetails(),
-        indexer=StepIndexer(run.metrics, run.metrics_index) if _writes_lines(context) else None,
-        connections=ConnectionWatch(journal) if link.store else None,
-    )
 
 
 def _writes_lines(context: RankContext) -> bool:

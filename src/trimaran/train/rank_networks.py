@@ -7,13 +7,10 @@ from functools import partial
 import torch
 
 from trimaran.core import Plan, Recipe
-from trimaran.models import Spec, model_folder, spec_of, weight_files
-from trimaran.models.stages import stage_ranges, stages_of_rank
-from trimaran.nets import Network, initialise
-from trimaran.nets.local_shards import is_fsdp_module, is_on_meta, to_empty
-from trimaran.nets.network import network_of
-from trimaran.parallel import RankMesh, apply_plan, override_precision
-from trimaran.parallel.mesh import freeze_towers
+from trimaran.models import Spec, model_folder, spec_of, stage_ranges, stages_of_rank, weight_files
+from trimaran.nets import Network, initialise, is_fsdp_module, is_on_meta, network_of
+from trimaran.nets.local_shards import to_empty
+from trimaran.parallel import RankMesh, apply_plan, freeze_towers, override_precision
 from trimaran.train.process.rank_setup import RankInfo
 
 log = logging.getLogger(__name__)
@@ -41,7 +38,6 @@ class Attachment:
 
 
 def attachment_of(recipe: Recipe) -> Attachment:
-    """Return the attachment of the recipe."""
     if recipe.model.adapter is None:
         return Attachment()
     from trimaran.train.features.adapter import Adapter  # noqa: PLC0415  few runs train one
@@ -62,10 +58,9 @@ def build_networks(
     ranks: RankMesh,
     report_progress: Callable[[], None] = lambda: None,
 ) -> tuple[Network, ...]:
-    """Return this rank's stages of the recipe's network, sharded by the plan. Without a pipeline there is one stage.
+    """Return this rank's stages, sharded by the plan, and initialised shard by shard, the same under every plan.
 
-    Every plan starts from the same weights. A network is built on the meta device, sharded, and then initialised shard
-    by shard, so that no rank ever holds more than its shard. `report_progress` is called after each tensor read.
+    `report_progress` is called after each tensor read.
     """
     if plan.offloads_to_disk and not ranks.without_device:
         from trimaran.runs.disk_folder import check_disk_folder  # noqa: PLC0415  few plans offload to a disk
@@ -78,10 +73,7 @@ def build_networks(
 
 
 def build_empty_networks(recipe: Recipe, plan: Plan, rank_info: RankInfo, ranks: RankMesh) -> tuple[Network, ...]:
-    """Return the same as `build_networks`, with memory for the weights but without their values.
-
-    A frozen base in 4 bits gets its values: they are packed by shard, so another plan has other bytes.
-    """
+    """Return `build_networks` without values, except a base in 4 bits, whose bytes depend on the plan."""
     device, networks = _init_device(plan, rank_info), []
     for network, fill in shard_networks(recipe, plan, ranks):
         if attachment_of(recipe).packs:
@@ -99,45 +91,34 @@ def build_empty_networks(recipe: Recipe, plan: Plan, rank_info: RankInfo, ranks:
 def shard_networks(
     recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None] = lambda: None
 ) -> Stages:
-    """Return this rank's stages, sharded and on the meta device, and for each a function that gives it its weights.
-
-    That function takes the device of the weights. On the meta device it only checks that weights on disk fit.
-    """
+    """Return sharded stages on the meta device, each with a function that fills it (on meta: checks the disk)."""
     match recipe.model.kind.built_by:
         case "transformers":
-            return _shard_hf(recipe, plan, ranks, report_progress)
+            from trimaran.train.foreign_networks import open_hf_stages  # noqa: PLC0415  other families do not need it
+
+            attachment = attachment_of(recipe)
+            networks, whole, read_weights = open_hf_stages(recipe, plan, ranks, report_progress)
+
+            def fill(network: Network, device: torch.device) -> None:
+                read_weights(network.module, device)
+                attachment.fill(network, whole)
+
+            for network in networks:
+                _shard_network(network, whole, recipe, plan, ranks)
+            return [(network, partial(fill, network)) for network in networks]
         case "plugin":
-            return _shard_plugin(recipe, plan, ranks, report_progress)
+            from trimaran.train.foreign_networks import open_family_network  # noqa: PLC0415  few runs have such a model
+
+            network = open_family_network(recipe)
+            _shard_network(network, None, recipe, plan, ranks)
+
+            def fill(device: torch.device) -> None:
+                to_empty(network.module, device)
+                fill_base(network, recipe, None, report_progress)
+
+            return [(network, fill)]
         case "trimaran":
             return _shard_own(recipe, plan, ranks, report_progress)
-
-
-def _shard_hf(recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None]) -> Stages:
-    from trimaran.train.foreign_networks import open_hf_stages  # noqa: PLC0415  other families do not need it
-
-    attachment = attachment_of(recipe)
-    networks, whole, read_weights = open_hf_stages(recipe, plan, ranks, report_progress)
-
-    def fill(network: Network, device: torch.device) -> None:
-        read_weights(network.module, device)
-        attachment.fill(network, whole)
-
-    for network in networks:
-        _shard_network(network, whole, recipe, plan, ranks)
-    return [(network, partial(fill, network)) for network in networks]
-
-
-def _shard_plugin(recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None]) -> Stages:
-    from trimaran.train.foreign_networks import open_family_network  # noqa: PLC0415  few runs have such a model
-
-    network = open_family_network(recipe)
-    _shard_network(network, None, recipe, plan, ranks)
-
-    def fill(device: torch.device) -> None:
-        to_empty(network.module, device)
-        fill_base(network, recipe, None, report_progress)
-
-    return [(network, fill)]
 
 
 def _shard_own(recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None]) -> Stages:
@@ -177,10 +158,7 @@ def fill_base(network: Network, recipe: Recipe, spec: Spec | None, report_progre
 
 
 def _shard_network(network: Network, whole: Network | None, recipe: Recipe, plan: Plan, ranks: RankMesh) -> None:
-    """Freeze what is not trained, attach the adapter, set precisions and apply the plan, all in place.
-
-    The adapter of a pipeline stage needs the `whole` network, without weights.
-    """
+    """Freeze, attach the adapter (in a pipeline by the `whole` network), set precisions and apply the plan."""
     attachment = attachment_of(recipe)
     attachment.check(plan)
     freeze_towers(network, recipe.model.freeze)

@@ -9,9 +9,8 @@ from typing import Protocol
 import torch
 
 from trimaran.core import Recipe
-from trimaran.data.feed import BatchFeed
-from trimaran.data.loader import Loader
-from trimaran.parallel.optimizer.build_optimizer import learning_rate
+from trimaran.data import BatchFeed, Loader
+from trimaran.parallel import learning_rate
 from trimaran.train.agreement import FlagAllReduce, LoopExit, RunRequests, StepCheck, StepDecision
 from trimaran.train.evaluate import HoldoutEvaluator
 from trimaran.train.metrics.step_clock import StepClock
@@ -40,10 +39,7 @@ class StepSaver(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
-    """Trains with parts that are already built; `_run_steps` is the training loop.
-
-    `feed` returns the training data without quarantined samples.
-    """
+    """Trains with parts that are built; see `_run_steps`. `feed` returns data without quarantined samples."""
 
     recipe: Recipe
     device: torch.device
@@ -59,10 +55,7 @@ class Trainer:
     reseed: Callable[[int], None]
 
     def train(self, saver: StepSaver, start: int, *, pause_after: int | None = None) -> LoopExit:
-        """Train from step `start` until the recipe's last step, or until all ranks agree to stop, rewind or change.
-
-        `saver` saves the state. `pause_after`: also return once this many steps are done and replicas are in sync.
-        """
+        """Train from `start` to the end or until all ranks stop, rewind, change, or have done `pause_after` steps."""
         if start < self.recipe.train.steps and FlagAllReduce(bool(self.requests.stop)).wait():
             return LoopExit(step=start, reason="stop")  # requested while the parts were built
         with self.loader_from(start) as loader, self.recorder.profiler.active(start):
@@ -79,7 +72,10 @@ class Trainer:
             batch = host_batch.to(self.device)
             self.clock.lap("data")
             self.reseed(batch.step)
-            self.stepper.step(batch, requests=self._requests(batch.step, saver))
+            requests = bool(self.requests.stop), saver.wants_save, self.recorder.profiler.is_requested
+            self.stepper.step(
+                batch, requests=(*requests, self.requests.change(batch.step), *self.recorder.meters.rank_counts)
+            )
             lr = learning_rate(batch.step, self.recipe.train)
             self.clock.enter("checkpoint")
             saver.before_update()
@@ -97,9 +93,8 @@ class Trainer:
             loop_exit = loop_exit or decision.loop_exit
             goes_on = loop_exit is None or loop_exit.reason == "change"
             if in_sync and goes_on:
-                self.clock.lap(
-                    "data", then="checkpoint"
-                )  # the host's work since the update counts as data, saved or not
+                # The host's work since the update counts as data, saved or not.
+                self.clock.lap("data", then="checkpoint")
                 saver.after_step(done, decision)
                 self.clock.lap("checkpoint", then="data")
             pending.append(PendingStep(step=done, lr=lr, read_numbers=read_numbers, host_time=self.clock.host_time(),
@@ -117,18 +112,14 @@ class Trainer:
                 break
             self.link.report_section("data", done)
         self.link.report_section("finish", done)
-        return self._finish(self._read_last(pending, loader, loop_exit), done)
-
-    def _requests(self, done: int, saver: StepSaver) -> tuple[int, ...]:
-        """Return what this rank requests of all ranks, in the order of RANK_REQUESTS, and then its measurements."""
-        requests = bool(self.requests.stop), saver.wants_save, self.recorder.profiler.is_requested
-        return *requests, self.requests.change(done), *self.recorder.meters.rank_counts
+        if loop_exit is None or loop_exit.reason != "rewind":
+            last = self._read(pending, loader).loop_exit
+            goes_on = loop_exit is not None and loop_exit.reason in ("change", "pause")
+            loop_exit = (last or loop_exit) if goes_on else (loop_exit or last)
+        return self._finish(loop_exit, done)
 
     def _read(self, pending: deque[PendingStep], loader: Loader, *, keep: int = 0) -> StepDecision:
-        """Record finished steps, all but the last `keep`, and return the decision that follows from them.
-
-        A rewind discards the steps after the one that caused it: they are trained again.
-        """
+        """Record steps, but the last `keep`, and return the decision. A rewind drops the steps after its cause."""
         decision = StepDecision()
         while len(pending) > keep:
             record = self.recorder.record(pending.popleft(), loader)
@@ -136,14 +127,6 @@ class Trainer:
             if decision.loop_exit is not None and decision.loop_exit.reason == "rewind":
                 pending.clear()
         return decision
-
-    def _read_last(self, pending: deque[PendingStep], loader: Loader, loop_exit: LoopExit | None) -> LoopExit | None:
-        """Record the last steps, unless the run rewinds, and return how the loop exits."""
-        if loop_exit is not None and loop_exit.reason == "rewind":
-            return loop_exit
-        last = self._read(pending, loader).loop_exit
-        goes_on = loop_exit is not None and loop_exit.reason in ("change", "pause")
-        return (last or loop_exit) if goes_on else (loop_exit or last)
 
     def _finish(self, loop_exit: LoopExit | None, done: int) -> LoopExit:
         """Return why the loop ended after `done` steps. For a rewind, quarantine the samples that caused it."""

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, UserError
-from trimaran.core.recipe import plugin_records
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, UserError, plugin_records
 from trimaran.core.version import VERSION
-from trimaran.data.loader import LoaderFault
+from trimaran.data import LoaderFault
 from trimaran.parallel.apply import steps_of
-from trimaran.runs import Journal, RunDirectory
-from trimaran.runs.fault_texts import GLOO_NOISE, find_refusal, says_connection_lost
+from trimaran.runs import Journal, RunDirectory, find_refusal, says_connection_lost
+from trimaran.runs.fault_texts import GLOO_NOISE
 from trimaran.train.agreement import StopRequest
 from trimaran.train.build import build_worker_parts
 from trimaran.train.change_file import ChangeFile
@@ -44,10 +43,7 @@ def run_worker(
     link: SupervisorLink = NO_SUPERVISOR,
     environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Train one rank of `run` and return its exit code. Every exit writes an event.
-
-    `environment` is that of the process, for the planner if another plan is requested while the run runs.
-    """
+    """Train one rank and return its exit code, after an event. `environment` is for the planner, in a change."""
     started = time.time()
     stop = StopRequest(run.stop_request if rank_info.rank == 0 else None)
     stop.listen()  # first of all: a stop may be requested while the parts are built
@@ -70,12 +66,21 @@ def run_worker(
                 journal.event("error", type="RankLost", message=message)
                 sys.stderr.write(f"{message}\n")
                 return EXIT_USER
-            journal.event("error", type=type(error).__name__, message=str(error), **_error_cause(error))
+            facts: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+            if isinstance(error, LoaderFault):
+                facts |= {"cause": "data", "sample_ids": error.sample_ids}
+            journal.event("error", **facts)
             traceback.print_exc(file=sys.stderr)
             return 1
         link.report_section("close", link.heartbeat.step if link.heartbeat else 0)
         if not not_done:  # after a failure the other ranks may be in a collective, and closing would wait for them
-            _close_process_group(code)
+            # Leave the process group. Once the run is done, an error is only logged.
+            try:
+                dist.destroy_process_group()
+            except Exception:
+                if code != EXIT_DONE:
+                    raise
+                log.exception("the run is done, but the process group could not be closed")
     return code
 
 
@@ -91,23 +96,7 @@ def _refusal_of_other(run: RunDirectory, rank_info: RankInfo, error: Exception, 
     )
 
 
-def _close_process_group(code: int) -> None:
-    """Leave the process group. Once the run is done, an error is only logged."""
-    try:
-        dist.destroy_process_group()
-    except Exception:
-        if code != EXIT_DONE:
-            raise
-        log.exception("the run is done, but the process group could not be closed")
-
-
-def _error_cause(error: Exception) -> dict[str, Any]:
-    """Return the fields of the `error` event that tell the supervisor the cause."""
-    return {"cause": "data", "sample_ids": error.sample_ids} if isinstance(error, LoaderFault) else {}
-
-
 def rank_of(run: RunDirectory, rank_info: RankInfo, link: SupervisorLink) -> PlainRank:
-    """Return the kind of rank that the plan asks for."""
     try:
         plan = run.read_plan()
     except UserError:
@@ -136,7 +125,6 @@ def import_for(run: RunDirectory) -> None:
 def _train_rank(
     rank: PlainRank, journal: Journal, cache: Path, stop: StopRequest, change_file: ChangeFile
 ) -> tuple[int, dict[str, str]]:
-    """Return the exit code, and what was not done after training, with the reason; see `evaluate_and_sample`."""
     started, timer, recipe = time.monotonic(), StartupTimer(), rank.run.read_recipe()
     bound = bind_cores(rank.info.device) if rank.info.binds_cores else {}
     rank.join()
@@ -151,14 +139,14 @@ def _train_rank(
     training = rank.begin(parts, stop, change_file)
     timer.lap("keep")
     phases = {"join": timer.seconds["join"], **parts.seconds, "keep": timer.seconds["keep"]}
-    copies = training.owner.checkpointer.copy_memory
-    journal.event("ready", step=training.start, seconds=time.monotonic() - started, phases=phases, copies=copies)
+    copies, seconds = training.checkpointer.copies.memory_facts(), time.monotonic() - started
+    journal.event("ready", step=training.start, seconds=seconds, phases=phases, copies=copies)
     change_file.begin(training.start)
     del parts  # a change of the plan frees them
     loop_exit = training.run()
     if loop_exit.reason == "leave":
         return end_without_saving(journal, loop_exit, started)
-    parts, checkpointer = training.owner.parts, training.owner.checkpointer
+    parts, checkpointer = training.parts, training.checkpointer
     if loop_exit.reason == "rewind":
         why = ", and there is no earlier state to restore"
         return fail_numeric(journal, checkpointer, loop_exit, why), {}

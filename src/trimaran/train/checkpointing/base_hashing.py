@@ -5,43 +5,31 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from trimaran.checkpoint.convert.export_peft import AdapterFacts, save_adapter, whole_modules
-from trimaran.checkpoint.saver import RANK_TIMEOUT_SECONDS, TorchStore
+from trimaran.checkpoint import AdapterFacts, TorchStore, whole_modules
+from trimaran.checkpoint.convert.export_peft import save_adapter
+from trimaran.checkpoint.saver import RANK_TIMEOUT_SECONDS
 from trimaran.core import ModelSection, Recipe, UserError
-from trimaran.models.weight_files import (
-    BaseDigest,
-    base_difference,
-    base_files,
-    changed_base,
-    file_digest,
-    file_identity,
-    initial_digest,
-)
+from trimaran.models import BaseDigest, base_difference, file_digest, file_identity, initial_digest
+from trimaran.models.weight_files import base_files, changed_base
 from trimaran.nets import Network
-from trimaran.nets.local_shards import ReadTensor
-from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
-from trimaran.parallel.mesh import StageMap
+from trimaran.parallel import all_gather_json, broadcast_json
 from trimaran.train.checkpointing.tiers import Base
 from trimaran.train.process.supervisor_link import SupervisorLink, supervisor_store
 
 ERROR = "error: "
 MAX_POLL_SECONDS = 0.25
 
-Identities = Mapping[str, Sequence[int]]
-"""By the name of a file, what `file_identity` returns for it."""
+Identities = Mapping[str, Sequence[int]]  # by the name of a file, what `file_identity` returns for it
 
 
 class BaseHashing:
-    """The digest of the base, as `BaseDigest.as_dict` gives it, once all ranks have hashed their part of it.
-
-    Ranks that see the same file, by its identity, share its disk: one of them hashes it. Copies on several machines are
-    hashed on each of them and must be equal. Every rank must create one.
-    """
+    """The digest of the base, hashed by all ranks: one for each disk that holds a file, which must be equal."""
 
     def __init__(self, recipe: Recipe, link: SupervisorLink, cache: Path) -> None:
         section = recipe.model
@@ -61,7 +49,15 @@ class BaseHashing:
     def known(self) -> dict[str, Any] | None:
         """Return the digest if all ranks are done, else None."""
         if self._known is None and self._store.has(self._keys()):
-            self._known = self._read()
+            files: dict[str, str] = {}
+            for name, groups in self._holders.items():
+                keys = [self._key(name, assigned_rank(self._holders, name, group)) for group in groups]
+                for text in self._store.wait_get(keys, RANK_TIMEOUT_SECONDS):
+                    if text.startswith(ERROR):
+                        raise changed_base(self._paths[name], text.removeprefix(ERROR))
+                    if files.setdefault(name, text) != text:
+                        raise _different_copies(f"{name} has other contents on some")
+            self._known = BaseDigest(files=files, initial=self._initial).as_dict()
         return self._known
 
     def wait(self, report_progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -79,18 +75,16 @@ class BaseHashing:
         """Return what `wait` does. Raises UserError if a file has changed between the start and the first call."""
         found = self.wait(report_progress)
         if not self._is_compared:
-            self._refuse_changes(found["files"])
+            digests = found["files"]
+            for name, path in self._paths.items():
+                try:
+                    is_same = file_identity(path) == self._identities[name]
+                    if not is_same and file_digest(path, self._cache) != digests[name]:
+                        raise changed_base(path, "it changed while it was read")
+                except OSError as error:
+                    raise changed_base(path, f"it cannot be read: {error.strerror}") from None
             self._is_compared = True
         return found
-
-    def _refuse_changes(self, digests: Mapping[str, str]) -> None:
-        for name, path in self._paths.items():
-            try:
-                is_same = file_identity(path) == self._identities[name]
-                if not is_same and file_digest(path, self._cache) != digests[name]:
-                    raise changed_base(path, "it changed while it was read")
-            except OSError as error:
-                raise changed_base(path, f"it cannot be read: {error.strerror}") from None
 
     def _hash(self, names: Sequence[str]) -> None:
         for name in names:
@@ -101,18 +95,6 @@ class BaseHashing:
             except OSError as error:
                 text = f"{ERROR}{name} cannot be read: {error.strerror}"
             self._store.set(self._key(name, self._rank), text)
-
-    def _read(self) -> dict[str, Any]:
-        """Return the digest that the ranks have published."""
-        files: dict[str, str] = {}
-        for name, groups in self._holders.items():
-            keys = [self._key(name, assigned_rank(self._holders, name, group)) for group in groups]
-            for text in self._store.wait_get(keys, RANK_TIMEOUT_SECONDS):
-                if text.startswith(ERROR):
-                    raise changed_base(self._paths[name], text.removeprefix(ERROR))
-                if files.setdefault(name, text) != text:
-                    raise _different_copies(f"{name} has other contents on some")
-        return BaseDigest(files=files, initial=self._initial).as_dict()
 
     def _keys(self) -> list[str]:
         return [
@@ -153,41 +135,22 @@ class AdapterBase(Base):
     def reload(self) -> None:
         self.read_again()
 
-    def save_model(
-        self,
-        networks: Sequence[Network],
-        folder: Path,
-        section: ModelSection,
-        *,
-        rank: int,
-        stages: StageMap,
-        read: ReadTensor,
-        add_files: Callable[[Path], None],
-        report_progress: Callable[[], None],
-    ) -> None:
+    def model_writer(
+        self, section: ModelSection, network: Network, report_progress: Callable[[], None]
+    ) -> Callable[..., None]:
         """Write the adapter alone, as a PEFT folder."""
 
         def facts() -> AdapterFacts:
-            modules = whole_modules(section, networks[0])
+            modules = whole_modules(section, network)
             return AdapterFacts(section=section, base=self.hashing.wait(report_progress), modules=modules)
 
-        save_adapter(
-            networks,
-            folder,
-            facts,
-            rank=rank,
-            stages=stages,
-            add_files=add_files,
-            read=read,
-            report_progress=report_progress,
-        )
+        return partial(save_adapter, read_facts=facts)
 
     def of_networks(self, reload: Callable[[], None]) -> "AdapterBase":
         return replace(self, read_again=reload)
 
 
-Holders = Mapping[str, Sequence[Sequence[int]]]
-"""By the name of a file: for each of its copies, the ranks that see it."""
+Holders = Mapping[str, Sequence[Sequence[int]]]  # by the name of a file: for each of its copies, the ranks that see it
 
 
 def file_holders(rows: Sequence[Identities]) -> Holders:
@@ -209,7 +172,6 @@ def assigned_rank(holders: Holders, name: str, group: Sequence[int]) -> int:
 
 
 def assigned_files(holders: Holders, *, rank: int) -> list[str]:
-    """Return the files that `rank` hashes."""
     return [
         name for name, groups in holders.items() if any(assigned_rank(holders, name, group) == rank for group in groups)
     ]

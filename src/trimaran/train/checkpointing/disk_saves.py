@@ -14,27 +14,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trimaran.checkpoint.copier import Copier
-from trimaran.checkpoint.durable import DurableDisk
-from trimaran.checkpoint.manifest import Manifest
-from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, RankMemory
-from trimaran.checkpoint.rank_layout import RankLayout
-from trimaran.checkpoint.saver import Saver, SaveRequest, SaveResult, TorchStore
-from trimaran.checkpoint.step_dirs import (
+from trimaran.checkpoint import (
+    Copier,
+    CopyMetadata,
+    DurableDisk,
+    Manifest,
+    MemorySlot,
+    RankLayout,
+    RankMemory,
+    Saver,
+    SaveRequest,
+    TorchStore,
     complete_steps,
     newest_step,
     refuse,
     remove_drafts,
-    step_of,
     step_path,
     without_manifest,
 )
-from trimaran.core import Seconds, UserError, show_bytes
-from trimaran.core.regular_files import read_regular_text
-from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
-from trimaran.runs import Journal, RunDirectory
+from trimaran.checkpoint.step_dirs import step_of
+from trimaran.core import Seconds, UserError, read_regular_text, show_bytes
+from trimaran.parallel import all_gather_json, broadcast_json
+from trimaran.runs import Journal, RunDirectory, newest_term
 from trimaran.runs.reserve import DISK_REASONS
-from trimaran.runs.run_directory import newest_term
 from trimaran.train.checkpointing.save_interval import SaveCost, SaveSchedule
 from trimaran.train.checkpointing.tiers import CheckpointInputs, SaveTotals
 from trimaran.train.process.supervisor_link import supervisor_store
@@ -46,6 +48,7 @@ log = logging.getLogger(__name__)
 
 COPY_BYTES_PER_SECOND = 4e9  # guesses, until a checkpoint has been measured
 DISK_BYTES_PER_SECOND = 2e8
+EVENT_FIELDS = ("path", "seconds", "stall_seconds", "bytes", "written_bytes", "saved_bytes")  # of a result
 SHOW_UPLOAD_SECONDS = 2.0  # between reports of the upload that the run waits for at its end
 
 
@@ -54,11 +57,7 @@ class UnwrittenCheckpointError(UserError):
 
 
 class DiskSaves:
-    """Writes checkpoints of a rank's state together with the other ranks, and tells what became of them.
-
-    Every rank makes the same calls. `saved_step` is the step of the last complete checkpoint, -1 before the first, and
-    `requested_step` that of the last one that was started.
-    """
+    """Writes checkpoints with the other ranks. `saved_step` is the last complete one, -1 before the first."""
 
     def __init__(
         self,
@@ -73,36 +72,30 @@ class DiskSaves:
     ) -> None:
         self._inputs, self._layout, self.saver, self._totals = inputs, layout, saver, totals
         self.saved_step, self.requested_step, self._failure = saved, requested, ""
-        guess = SaveCost(
-            stall=Seconds(share_bytes / COPY_BYTES_PER_SECOND), write=Seconds(share_bytes / DISK_BYTES_PER_SECOND)
-        )
-        self.schedule = self._new_schedule(inputs, guess)
+        stall, write = (Seconds(share_bytes / speed) for speed in (COPY_BYTES_PER_SECOND, DISK_BYTES_PER_SECOND))
+        self.schedule = self._new_schedule(inputs, SaveCost(stall=stall, write=write))
 
     def _new_schedule(self, inputs: CheckpointInputs, guess: SaveCost) -> SaveSchedule:
         stride = inputs.plan.sync_every
         return SaveSchedule(inputs.recipe.checkpoint, world_size=self._layout.world_size, guess=guess, stride=stride)
 
     def change_recipe(self, inputs: CheckpointInputs) -> None:
-        """Save as often as the recipe of `inputs` says from now on."""
         self._inputs = inputs
         self.schedule = self._new_schedule(inputs, self.schedule.cost)
 
     def rewound(self, step: int, *, is_saved: bool) -> None:
         """Go on from a restored state of `step`. `is_saved`: it was restored from a checkpoint."""
         self.saved_step = self.requested_step = step if is_saved else -1
-
-    def wants(self, step: int) -> bool:
-        """Return whether a checkpoint is due a few steps after `step`, see `SaveSchedule`. Only rank 0 asks."""
-        return self.schedule.wants(step, busy=self.saver.busy)
+        self.refuse_later(step)
+        # Link what is unchanged since the newest checkpoint that is there now, instead of writing it again.
+        self.saver.begin(broadcast_json(newest_step(self._inputs.run.checkpoints)))
 
     def start(self, request: SaveRequest) -> None:
-        """Start to write a checkpoint. None may be in progress."""
         self.requested_step = request.step
         self.saver.start(request)
         self.schedule.record_start()
 
     def request_from_slot(self, step: int, copier: Copier, slot: MemorySlot) -> SaveRequest:
-        """Return the request to write the state that `copier` copies to a slot in memory."""
         return SaveRequest(
             step=step,
             share=copier.share,
@@ -135,10 +128,7 @@ class DiskSaves:
         )
 
     def save_before_discard(self, step: int, copier: Copier) -> None:
-        """Write the restored state, which only memory holds, before that memory is split into other slots.
-
-        Otherwise a rank that is killed before the first copy to the new slots would lose it.
-        """
+        """Write the restored state, which only memory holds, before that memory is split into other slots."""
         on_disk = self._layout.rank == 0 and step in complete_steps(self._inputs.run.checkpoints)
         if not self._inputs.recipe.checkpoint.is_off and not broadcast_json(on_disk):
             log.info("the state of step %d is written to disk first: the plan and its copies change", step)
@@ -153,7 +143,6 @@ class DiskSaves:
         self._totals.stall_seconds += time.perf_counter() - began
 
     def log_results(self, *, is_asynchronous: bool) -> None:
-        """Record the saves that ended since the last call, and log them on rank 0."""
         journal = self._inputs.journal
         for each in self.saver.results():
             result = each if is_asynchronous else replace(each, stall_seconds=each.stall_seconds + each.seconds)
@@ -165,13 +154,13 @@ class DiskSaves:
                 self.saved_step = result.step
                 self.schedule.record_cost(SaveCost(stall=Seconds(result.stall_seconds), write=Seconds(result.seconds)))
             if self._layout.rank == 0:
-                skipped = self.schedule.num_skipped
-                journal.event("checkpoint", step=result.step, **_event_fields(result), skipped=skipped)
+                fields = {name: getattr(result, name) for name in EVENT_FIELDS}
+                fields |= {"failed": result.failed} if result.failed else {}
+                journal.event("checkpoint", step=result.step, **fields, skipped=self.schedule.num_skipped)
         for upload in self.saver.uploads.results() if self.saver.uploads else ():
             log_upload(journal, upload)
 
     def refuse_unwritten(self, step: int) -> None:
-        """Raise UserError unless `step` is on disk."""
         if self.saved_step == step:
             return
         is_disk = any(reason in self._failure for reason in DISK_REASONS)
@@ -191,10 +180,6 @@ class DiskSaves:
             for each in (each for each in complete_steps(folder) if each > step):
                 refuse(step_path(folder, each), f"the last state known to be good is that of step {step}")
 
-    def link_unchanged_files(self) -> None:
-        """Link what is unchanged since the newest checkpoint that is there now, instead of writing it again."""
-        self.saver.begin(broadcast_json(newest_step(self._inputs.run.checkpoints)))
-
     def upload_last(self, step: int) -> None:
         """Start to upload the checkpoint of `step`, unless that has been ordered. Every rank must call it."""
         uploads = self.saver.uploads
@@ -203,10 +188,13 @@ class DiskSaves:
             uploads.start(step)  # after the one that is still on its way
 
     def wait_until_uploaded(self, step: int) -> None:
-        """Return when the object store has the last checkpoint, or the upload has failed."""
+        """Return when the object store has the last checkpoint, or the upload has failed. It must have started."""
+        section = self._inputs.recipe.checkpoint
+        if not section.store or section.is_off:
+            return
         from trimaran.checkpoint.store.store_uploads import wait_for_uploads  # noqa: PLC0415  few runs have a store
 
-        uploads, url, shown_at = self.saver.uploads, self._inputs.recipe.checkpoint.store, time.monotonic()
+        uploads, url, shown_at = self.saver.uploads, section.store, time.monotonic()
 
         def show(fraction: float) -> None:
             nonlocal shown_at
@@ -223,7 +211,6 @@ class DiskSaves:
 
 
 def log_upload(journal: Journal, result: "UploadResult") -> None:
-    """Log an upload that has ended."""
     if result.failed:
         log.warning("step %d is not in the store %s: %s", result.step, result.url, result.failed)
     journal.event("upload", step=result.step, **result.as_dict())
@@ -280,11 +267,7 @@ def open_saver(inputs: CheckpointInputs, layout: RankLayout, uploads: "StoreUplo
 
 
 def refuse_small_disk(run: RunDirectory, layout: RankLayout, share_bytes: np.ndarray, *, own_disk: bool) -> None:
-    """Raise UserError if the next checkpoint does not fit on the disk. Rank 0 checks for all ranks.
-
-    `share_bytes` are those of each rank. With `own_disk` the fullest disk decides, on which a node writes its shares.
-    Whether all checkpoints that the recipe keeps fit is checked before the run, see `app/train/session.py`.
-    """
+    """Raise UserError if the next checkpoint (`share_bytes` by rank) does not fit on the fullest disk."""
     free, num_bytes = broadcast_json(shutil.disk_usage(run.path).free), int(share_bytes.sum())
     if own_disk:
         here = int(share_bytes[np.array(layout.nodes) == layout.node].sum())
@@ -306,16 +289,3 @@ def refuse_without_manifest(run: RunDirectory) -> list[dict[str, Any]]:
             refuse(path, why)
             refused.append({"tier": "disk", "step": step_of(path), "why": why})
     return refused
-
-
-def _event_fields(result: SaveResult) -> dict[str, Any]:
-    """Return the fields of the `checkpoint` event of a save."""
-    fields = {
-        "path": result.path,
-        "seconds": result.seconds,
-        "stall_seconds": result.stall_seconds,
-        "bytes": result.bytes,
-        "written_bytes": result.written_bytes,
-        "saved_bytes": result.saved_bytes,
-    }
-    return fields | ({"failed": result.failed} if result.failed else {})

@@ -5,44 +5,46 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trimaran.checkpoint.fetch_files import (
-    gather_held,
-    gather_needed,
-    plan_transfers,
-    share_manifest,
-    transfer_files,
+from trimaran.checkpoint import (
+    MANIFEST,
+    DiskSource,
+    FileRecord,
+    Manifest,
+    RankLayout,
+    StoreClient,
+    StoreUploads,
+    complete_steps,
+    fetch_files,
+    match_shards,
+    step_path,
 )
-from trimaran.checkpoint.load_state import DiskSource, match_shards
-from trimaran.checkpoint.manifest import INDEX, MANIFEST, FileRecord, Manifest
-from trimaran.checkpoint.rank_layout import RankLayout
-from trimaran.checkpoint.step_dirs import complete_steps, step_path
+from trimaran.checkpoint.manifest import INDEX
 from trimaran.checkpoint.step_files import missing_files_error, nodes_of
-from trimaran.checkpoint.store.store_process import START_RETRY_SECONDS, UPLOAD_NICENESS, StoreClient
-from trimaran.checkpoint.store.store_uploads import StoreFetcher, StoreUploads, run_identity
+from trimaran.checkpoint.store.store_process import START_RETRY_SECONDS, UPLOAD_NICENESS
+from trimaran.checkpoint.store.store_uploads import StoreFetcher, run_identity
 from trimaran.checkpoint.write_checkpoint import KeyValueStore
 from trimaran.core import CheckpointSection, UserError
-from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
-from trimaran.runs import RunDirectory
+from trimaran.parallel import all_gather_json, broadcast_json
+from trimaran.runs import MARKER, RunDirectory
 from trimaran.runs.held_directory import descriptor_of
-from trimaran.runs.run_directory import MARKER
 from trimaran.train.checkpointing.tiers import DiskTier, OpenedState, Report, StateOnDisk, manifest_of
 
 
 def open_on_nodes(tier: DiskTier, path: Path, report_progress: Report) -> OpenedState | str:
-    """Return the state of a checkpoint, or why it cannot be used; see `DiskTier.open_folder`.
+    """Return a checkpoint's state, or why not.
 
-    First every node gets the files that its ranks need and that only other nodes have. Raises MissingFilesError if no
-    node has a file that is needed, unless there is a copy in memory.
+    Nodes first get from each other the files that they need. Raises MissingFilesError if no node has one, unless there
+    is a copy in memory.
     """
     layout = tier.rank_layout
-    if not share_manifest(path, layout):
+    if not fetch_files.share_manifest(path, layout):
         return f"{MANIFEST} cannot be written on all nodes"
     source = DiskSource(path)
     manifest = source.manifest
     tier.refuse_other_recipe(manifest)
     shards = tier.state.shards_from(source.index)
-    needed = gather_needed(manifest, match_shards(shards, source), layout)
-    transfers, missing = plan_transfers(gather_held(path, manifest, layout), needed)
+    needed = fetch_files.gather_needed(manifest, match_shards(shards, source), layout)
+    transfers, missing = fetch_files.plan_transfers(fetch_files.gather_held(path, manifest, layout), needed)
     if missing and tier.fetcher is not None and tier.fetcher.has(manifest.step, path):
         wanted = {node: names & missing for node, names in needed.items()}
         if why := tier.fetcher.fetch_files(path, manifest, wanted, report_progress):
@@ -53,7 +55,7 @@ def open_on_nodes(tier: DiskTier, path: Path, report_progress: Report) -> Opened
     if missing:
         nodes, complete = nodes_of(manifest, missing), _complete_steps(tier)
         raise missing_files_error(path, manifest.step, nodes, complete=complete)
-    failed = transfer_files(path, manifest, transfers, layout, report_progress)
+    failed = fetch_files.transfer_files(path, manifest, transfers, layout, report_progress)
     local = [rank for rank, node in enumerate(layout.nodes) if node == layout.node]
     files = sorted(needed[layout.node])[local.index(layout.rank) :: len(local)]
     damages = tier.verify(path, manifest, files, report_progress)
@@ -70,7 +72,7 @@ def _complete_steps(tier: DiskTier) -> list[int]:
         found = manifest_of(path)[0] if layout.rank == 0 else None
         sizes = broadcast_json({name: record.bytes for name, record in found.files.items()} if found else {})
         manifest = Manifest(step=step, files={name: FileRecord(size) for name, size in sizes.items()})
-        held = gather_held(path, manifest, layout)
+        held = fetch_files.gather_held(path, manifest, layout)
         if sizes and set[str]().union(*held.values()) == sizes.keys() - {INDEX}:
             return [step]
     return []
@@ -86,7 +88,6 @@ def refuse_lost_head(folder: Path) -> None:
 
 
 def open_fetcher(run: RunDirectory, section: CheckpointSection, layout: RankLayout, *, own_disk: bool) -> StoreFetcher:
-    """Return the checkpoints in the store. `own_disk`: every node has its own files."""
     client = StoreClient(section.store, descriptors=_descriptors(run), delays=START_RETRY_SECONDS)
     return StoreFetcher(client, run.checkpoints, layout, _owner(run), own_disk=own_disk)
 
@@ -108,12 +109,10 @@ def open_uploads(
 
 
 def _owner(run: RunDirectory) -> dict[str, Any]:
-    """Return how this run identifies itself in its object store."""
     identity = run_identity(run.path / MARKER)
     return {"run": identity, "host": platform.node(), "path": str(run.location.absolute()), "time": time.time()}
 
 
 def _descriptors(run: RunDirectory) -> list[int]:
-    """Return the descriptors that a process needs for the paths of `run`."""
     descriptor = descriptor_of(run)
     return [] if descriptor is None else [descriptor]

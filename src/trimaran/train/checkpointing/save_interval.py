@@ -13,10 +13,9 @@ import numpy as np
 
 from trimaran.core import CheckpointSection, Seconds
 from trimaran.core.measured_speed import median_error
-from trimaran.cost.goodput import Faults, best_interval
+from trimaran.cost import Faults, best_interval
 
-MAX_STALL_FRACTION = 0.01
-"""The largest fraction of training time that may be spent on writing the state to disk."""
+MAX_STALL_FRACTION = 0.01  # the largest fraction of training time that may be spent on writing the state to disk
 MAX_COPY_FRACTION = 0.005
 """The largest fraction that copies in memory may take. With all other overhead of a run this stays below 1 %."""
 MAX_BOUNDED_COPY_FRACTION = 0.01
@@ -30,8 +29,7 @@ FIRST_TIMED_COPIES = 3
 """The interval is also adjusted after each of the first copies: those to a new slot, and this many more."""
 REVIEW_DELAY_STEPS = 2
 """The interval is adjusted this many steps after a copy. Only then it is known how long a GPU waited for it."""
-FIRST_SPACING_STEPS = 4
-"""Between the first copies, at least: so that some steps are timed that no copy can have slowed."""
+FIRST_SPACING_STEPS = 4  # between the first copies, at least: so that some steps are timed that no copy can have slowed
 MIN_SLOWED_SAMPLES, MIN_OTHER_SAMPLES = 3, 6
 NUM_STANDARD_ERRORS = 2.0
 """Steps count as slowed by copies only if the difference is larger than this many standard errors."""
@@ -46,10 +44,10 @@ class SaveCost:
 
 
 def save_interval(cost: SaveCost, *, between: Seconds) -> Seconds:
-    """Return the time between the starts of two checkpoints; `between` is the mean time between failures.
+    """Return the time between the starts of two checkpoints, `between` the mean time between failures.
 
-    It is Daly's optimum, within limits: training is stalled at most 1 % of the time, and the disk is busy at most half
-    of it. It is at most half an hour, unless one of these limits needs more.
+    It is Daly's optimum, but at most half an hour, unless training stalls over 1 % of the time or the disk is busy over
+    half of it.
     """
     best = best_interval(cost.stall, between, restart=Seconds(0.0))
     return Seconds(max(cost.stall / MAX_STALL_FRACTION, 2 * cost.write, min(best, MAX_INTERVAL)))
@@ -72,26 +70,21 @@ class LossBound:
     def differs(self, other: "LossBound") -> bool:
         """Return whether the bound for ranks is another number of steps, or any bound another time by a quarter."""
         pairs = (self.seconds, other.seconds), (self.node_seconds, other.node_seconds)
-        return self.steps != other.steps or any(_differs(mine, its) for mine, its in pairs)
+        return self.steps != other.steps or any(
+            (mine is not its if mine is None or its is None else abs(mine - its) > 0.25 * its) for mine, its in pairs
+        )
 
     def as_dict(self) -> dict[str, float | None]:
-        """Return the data of a `loss_bound` event."""
         seconds = {name: None if each is None else float(f"{each:.3g}") for name, each in
                    (("seconds", self.seconds), ("node_seconds", self.node_seconds))}  # fmt: skip
         return {"steps": self.steps, "node_steps": self.node_steps, **seconds}
 
 
-def _differs(seconds: Seconds | None, other: Seconds | None) -> bool:
-    if seconds is None or other is None:
-        return seconds is not other
-    return abs(seconds - other) > 0.25 * other
-
-
 def copy_every(stall: Seconds, step: Seconds, *, lost_seconds: Seconds = UNBOUNDED) -> int:
-    """Return the number of steps between two copies, for copies that stall training this long and steps this long.
+    """Return the number of steps between two copies that stall training this long.
 
-    Copies take at most `MAX_COPY_FRACTION` of the time. If a fault could then cost more than `lost_seconds`, they are
-    made more often, until it cannot or until they take `MAX_BOUNDED_COPY_FRACTION` of the time.
+    They take at most `MAX_COPY_FRACTION` of the time, or up to `MAX_BOUNDED_COPY_FRACTION` if a fault would cost more
+    than `lost_seconds`.
     """
     if not step:
         return 1
@@ -125,18 +118,15 @@ class StepSamples:
 
     def __init__(self) -> None:
         self._all: deque[float] = deque(maxlen=MAX_TIMED_STEPS)
-        self._others: deque[float] = deque(maxlen=MAX_TIMED_STEPS)
-        """Of steps that no copy can have slowed."""
+        self._others: deque[float] = deque(maxlen=MAX_TIMED_STEPS)  # of steps that no copy can have slowed
         self._slowed: deque[float] = deque(maxlen=MAX_TIMED_STEPS)
         """The sums of the steps after each copy that it may have slowed."""
         self._since_copy: list[float] = []
 
     def record_copy(self) -> None:
-        """Record that the state is copied now."""
         self._since_copy = []
 
     def record_step(self, seconds: float) -> None:
-        """Record the duration of a step without the time that the host spent on a copy."""
         self._all.append(seconds)
         if len(self._since_copy) == REVIEW_DELAY_STEPS:
             self._others.append(seconds)
@@ -159,7 +149,6 @@ class StepSamples:
         return Seconds(max(0.0, slower - NUM_STANDARD_ERRORS * error))
 
     def forget(self) -> None:
-        """Start over, since the durations may have changed."""
         for samples in (self._all, self._others, self._slowed):
             samples.clear()
 
@@ -187,8 +176,7 @@ class CopySchedule:
         self.every = 1 if every == "auto" else every
         self.step_seconds = Seconds(0.0)
         """The median duration of a step, that of the first step at first, and 0.0 before it."""
-        self.commit_seconds = Seconds(0.0)
-        """How long after its start a copy is committed on all ranks."""
+        self.commit_seconds = Seconds(0.0)  # how long after its start a copy is committed on all ranks
         self._is_auto, self._gather, self._lost_seconds, self._stride = every == "auto", gather, lost_seconds, stride
         self._num_slots, self._num_first = num_slots, num_slots + FIRST_TIMED_COPIES
         self._last_step = self._num_copies = self._last_spacing = 0
@@ -217,14 +205,12 @@ class CopySchedule:
         return self._steps_to_review == 1
 
     def record_step(self, seconds: float) -> None:
-        """Record the duration of a step, without the time spent on checkpoints. Must be called before `review`."""
         self._samples.record_step(seconds)
         self.step_seconds = self.step_seconds or Seconds(seconds)
         if self._steps_to_review > 1:
             self._steps_to_review -= 1
 
     def record_copy(self, step: int, host_seconds: float) -> None:
-        """Record a copy and how long the host spent on it. Every rank must call it at the same step."""
         self._last_step, self._last_spacing = step, step - self._last_step
         self._num_copies += 1
         self._host_seconds.append(host_seconds + self._exchange_seconds)
@@ -247,7 +233,10 @@ class CopySchedule:
     def review(self, commit_seconds: float) -> None:
         """Adjust the interval. Every rank must call it when `is_review_due`, with its last time to commit a copy."""
         self._steps_to_review = 0
-        mine = self._cost(), self._samples.step_seconds(), commit_seconds
+        known = self._costs or [(each, 0.0) for each in self._host_seconds]
+        counted = known if self._num_copies >= self._num_first else known[-1:]
+        host, waits = (statistics.fmean(each) for each in zip(*counted, strict=True))
+        mine = (host + max(waits, self._samples.slowdown())), self._samples.step_seconds(), commit_seconds
         if self._is_auto:
             slowest = self._gather(np.array([1e9 * each for each in mine], dtype=np.int64)).max(axis=0) / 1e9
             mine = tuple(float(each) for each in slowest)
@@ -262,13 +251,6 @@ class CopySchedule:
             self._samples.forget()
         if self._num_copies <= self._num_slots or self._num_copies >= self._num_first:
             self._costs.clear()
-
-    def _cost(self) -> float:
-        """Return the cost of the last copy, and after the first ones the mean cost of a copy."""
-        known = self._costs or [(each, 0.0) for each in self._host_seconds]
-        counted = known if self._num_copies >= self._num_first else known[-1:]
-        host, waits = (statistics.fmean(each) for each in zip(*counted, strict=True))
-        return host + max(waits, self._samples.slowdown())
 
 
 class CopyTime(Enum):
@@ -298,7 +280,6 @@ class StartFacts:
 
 
 def when_to_copy(facts: StartFacts) -> CopyTime:
-    """Return when to copy the state that training starts from."""
     if not facts.keeps_copies or facts.is_copied or facts.has_memory is False:
         return CopyTime.NEVER
     if facts.has_memory:
@@ -312,10 +293,7 @@ def when_to_copy(facts: StartFacts) -> CopyTime:
 
 
 class SaveSchedule:
-    """Decides on rank 0 when to save a checkpoint. All ranks act on the decision `lead` steps later.
-
-    `stride` is the number of steps between two at which the state may be saved.
-    """
+    """Decides on rank 0 when to save; ranks act `lead` steps later. State may be saved each `stride` steps."""
 
     def __init__(
         self,
@@ -342,7 +320,12 @@ class SaveSchedule:
 
     def wants(self, step: int, *, busy: bool) -> bool:
         """Return whether to save the state `lead` steps after `step`. `busy`: the last checkpoint is still written."""
-        due = self._is_time(step) if self._every == "auto" else self._is_turn(step, self._every)
+        if self._every == "auto":
+            is_pending = step < self._decided_step + self.lead
+            due = not is_pending and self._now() - self._started >= self.interval
+        else:
+            every, end = self._every, step + self.lead
+            due = every != 0 and end // every > (end - self._stride) // every
         if due and busy:
             self.num_skipped += 1
             if self._every == "auto":  # the disk has become slower: decide again later
@@ -362,17 +345,7 @@ class SaveSchedule:
         return max_repeated_steps(every, self._stride) + self.lead + write_steps
 
     def record_start(self) -> None:
-        """Record that a checkpoint starts."""
         self._started = self._now()
 
     def record_cost(self, cost: SaveCost) -> None:
-        """Record the cost of a checkpoint."""
         self.cost = cost
-
-    def _is_turn(self, step: int, every: int) -> bool:
-        end = step + self.lead
-        return every != 0 and end // every > (end - self._stride) // every
-
-    def _is_time(self, step: int) -> bool:
-        is_pending = step < self._decided_step + self.lead
-        return not is_pending and self._now() - self._started >= self.interval

@@ -3,42 +3,22 @@
 import logging
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trimaran.checkpoint.copier import Copier
-from trimaran.checkpoint.memory_copies import (
-    CopyMetadata,
-    MemoryBudget,
-    MemorySlot,
-    MemorySource,
-    SlotPool,
-    choose_budget,
-)
-from trimaran.checkpoint.peer_copies import open_node_copy
-from trimaran.checkpoint.rank_layout import RankLayout, all_true, barrier, can_pair
-from trimaran.checkpoint.saver import Saver
-from trimaran.core import Seconds, show_bytes
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.parallel.comm.json_exchange import all_gather_int64
-from trimaran.parallel.tensor_shards import assign_rows, build_share
-from trimaran.train.checkpointing.save_interval import (
-    CopySchedule,
-    CopyTime,
-    LossBound,
-    SaveSchedule,
-    StartFacts,
-    max_repeated_steps,
-    when_to_copy,
-)
+from trimaran.checkpoint import Copier, CopyMetadata, MemoryBudget, MemorySlot, MemorySource, Saver, barrier
+from trimaran.checkpoint.memory_copies import SlotPool, choose_budget
+from trimaran.checkpoint.peer_copies import PeerCopies, open_node_copy
+from trimaran.checkpoint.rank_layout import all_true, can_pair
+from trimaran.core import DEVICE_TRAITS, Seconds, show_bytes
+from trimaran.parallel import all_gather_int64, assign_rows, build_share
+from trimaran.train.checkpointing import save_interval
 from trimaran.train.checkpointing.tiers import CheckpointInputs, RankMemories, RestoredState, SaveTotals
 
 if TYPE_CHECKING:
     from trimaran.checkpoint.device_copier import DeviceCopier
-    from trimaran.checkpoint.peer_copies import PeerCopies
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +27,7 @@ ASK_EVERY_STEPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPlan:
-    """The slots that a rank needs for its share of the state, which `copier` copies from host memory.
-
-    `share_bytes` are those of all ranks. `fits` says whether this rank's memory has such slots already, and
-    `all_fit` whether that of every rank does: copies in other slots are lost.
-    """
+    """The slots for a rank's share of the state. `fits`: its memory has such slots; `all_fit`: that of every rank."""
 
     copier: Copier
     share_bytes: np.ndarray
@@ -103,10 +79,7 @@ class StateCopies:
         totals: SaveTotals,
         pinned: "DeviceCopier | None" = None,
     ) -> None:
-        """Split the memory of this rank into `slots`. Must be followed by `begin`.
-
-        `pinned` is the copier of another plan whose pinned memory is used again.
-        """
+        """Split the memory of this rank into `slots`, then `begin`. `pinned`: a copier whose memory is reused."""
         self._inputs, self._memories, self._saver, self._totals = inputs, memories, saver, totals
         self._link, self._layout, self._stride = inputs.link, memories.layout, inputs.plan.sync_every
         # A partner may write to the peer slots at any time. Else the memory can be allocated until the first copy.
@@ -126,7 +99,8 @@ class StateCopies:
             from trimaran.checkpoint.device_copier import DeviceCopier  # noqa: PLC0415  for GPUs only
 
             self._copier = DeviceCopier(self._share, memories.mine, device, pinned)
-        self._peers = _open_peers(memories.layout, self._pool.peer_slots, self._copier)
+        slots_of_peers = self._pool.peer_slots
+        self._peers = PeerCopies(memories.layout, slots_of_peers, self._copier.wait) if slots_of_peers else None
         self._slots_decided = not self._copier.allocates_in_background  # do all know if there is memory?
         self._num_asks = 0  # how often the ranks have asked each other whether there is memory for copies
         self._incarnation = (self._link.attempt, 0)
@@ -143,7 +117,7 @@ class StateCopies:
         self._incarnation = (self._link.attempt, num_rewinds)
         self._begin_schedule(restored.step)
         self._copier.prepare(self._pool.own_slots, self._inputs.state.shards())
-        facts = StartFacts(
+        facts = save_interval.StartFacts(
             keeps_copies=self.are_kept,
             has_memory=self._pool.budget.num_slots > 0 if self._slots_decided else None,
             is_copied=all_true(self._pool.slot_of(restored.step) is not None),
@@ -152,20 +126,28 @@ class StateCopies:
             rewinds=self._inputs.recipe.faults.not_finite == "rewind",
             every_step=self._inputs.recipe.checkpoint.memory in ("auto", 1),
         )
-        if when_to_copy(facts) is CopyTime.NOW:
+        if save_interval.when_to_copy(facts) is save_interval.CopyTime.NOW:
             self.decide_slots()
             if self.are_kept:
                 self._copy(restored.step)
-        self._release_old_memories()
+        layout = self._memories.shared_layout
+        numbers = range(layout.local_rank, len(self._memories.readable), layout.local_size)
+        fds = [self._memories.readable[number].fd for number in numbers]
+        old = [fd for fd in fds if fd != self._pool.rank_memory.fd]
+        if all_true(not old):
+            return
+        self._copier.wait()
+        barrier()
+        for fd in old:
+            os.ftruncate(fd, 0)
 
     def change_recipe(self, inputs: CheckpointInputs, step: int) -> None:
-        """Copy as often as the recipe of `inputs` says from `step` on."""
         self._inputs = inputs
         self._begin_schedule(step)
 
     def _begin_schedule(self, step: int) -> None:
         budget, section = self._pool.budget, self._inputs.recipe.checkpoint
-        self._schedule = CopySchedule(
+        self._schedule = save_interval.CopySchedule(
             section.memory if budget.keeps_copies else 0,
             all_gather_int64 if self._layout.world_size > 1 else lambda numbers: numbers[None],
             lost_seconds=Seconds(section.lost_seconds),
@@ -186,11 +168,9 @@ class StateCopies:
 
     @property
     def copier(self) -> Copier:
-        """The copier of the slots."""
         return self._copier
 
     def memory_facts(self) -> dict[str, Any]:
-        """Return the memory that the copies take, for the `ready` event."""
         budget = self._pool.budget
         return {"slots": budget.num_slots, "memory": budget.keeps_copies, "slot_bytes": self._share.num_bytes}
 
@@ -209,7 +189,6 @@ class StateCopies:
             schedule.record_exchange(seconds)
 
     def copy_if_due(self, step: int) -> None:
-        """Copy the state after `step` steps if it is time, and if there is memory for copies by now."""
         if self._schedule.is_due(step):
             has_memory = self._ask_for_slots()  # all ranks ask at the same steps
             if has_memory:
@@ -229,10 +208,7 @@ class StateCopies:
         return self._writing
 
     def open_copy(self, step: int) -> MemorySource | None:
-        """Return the copy of `step` that all ranks made, if all are on one node and can read each other's memory.
-
-        Every rank must call it. The copy was made from the state that the ranks hold now: it is not verified.
-        """
+        """Return the copy of `step`, if all ranks made it and are on one node. It is not verified."""
         is_copied = self._pool.slot_of(step) is not None
         if not self._memories.outlive_ranks or self._layout.num_nodes > 1 or not all_true(is_copied):
             return None
@@ -241,15 +217,12 @@ class StateCopies:
         return open_node_copy([each.fd for each in self._memories.readable], self._memories.shared_layout, key)
 
     def before_update(self) -> None:
-        """Make the update wait for a copy in progress."""
         self._copier.before_update()
 
     def wait(self) -> None:
-        """Return when the last copy is committed."""
         self._copier.wait()
 
     def wait_until_sent(self) -> None:
-        """Return when no copy is being sent to another node."""
         if self._peers is not None:
             self._peers.wait()
 
@@ -259,16 +232,13 @@ class StateCopies:
             self._peers.close()
 
     def give_pinned_memory(self, slots: SlotPlan) -> "DeviceCopier | None":
-        """Return the copier if that of another plan can use the memory it has pinned: pinning takes a second for a GB.
-
-        If not, the memory is released: it is about to be split into other slots.
-        """
+        """Return the copier if its pinned memory suits `slots` (pinning takes a second for a GB), else release it."""
         pinned = self._copier.pinned if slots.fits else None
         if pinned is None:
             self._copier.release()
         return pinned
 
-    def loss_bound(self, saves: SaveSchedule) -> LossBound | None:
+    def loss_bound(self, saves: save_interval.SaveSchedule) -> save_interval.LossBound | None:
         """Return what a fault costs at most; None while that is unknown: no copy or no step is timed."""
         schedule = self._schedule
         step_seconds, every = schedule.step_seconds, schedule.every if self._memories.outlive_ranks else 0
@@ -277,16 +247,15 @@ class StateCopies:
         node_steps = saves.max_repeated_steps(step_seconds)
         if every and self._peers is not None:
             round_steps = -(-self._peers.interval_steps // every) * every
-            node_steps = max_repeated_steps(2 * round_steps, self._stride)
+            node_steps = save_interval.max_repeated_steps(2 * round_steps, self._stride)
         steps = node_steps
         if every:
             commit_steps = (schedule.commit_seconds or self._copier.commit_seconds) / step_seconds
-            steps = max_repeated_steps(schedule.max_spacing, self._stride, commit_steps=commit_steps)
+            steps = save_interval.max_repeated_steps(schedule.max_spacing, self._stride, commit_steps=commit_steps)
         seconds, node_seconds = (None if each is None else Seconds(each * step_seconds) for each in (steps, node_steps))
-        return LossBound(steps=steps, seconds=seconds, node_steps=node_steps, node_seconds=node_seconds)
+        return save_interval.LossBound(steps=steps, seconds=seconds, node_steps=node_steps, node_seconds=node_seconds)
 
     def bound_inputs(self) -> tuple[object, ...]:
-        """Return the values that `loss_bound` depends on."""
         schedule, peer_steps = self._schedule, self._peers.interval_steps if self._peers is not None else 0
         times = schedule.step_seconds, schedule.commit_seconds
         return (*times, schedule.every, schedule.max_spacing, peer_steps, self._copier.has_committed)
@@ -297,49 +266,29 @@ class StateCopies:
             return
         self._slots_decided, began = True, time.perf_counter()
         if not all_true(self._copier.wait_ready()):
-            self._release_slots()
+            # A node has less memory than it reported.
+            what = "there is no memory for copies of the state: it is saved to disk only, and training waits for that"
+            log.warning(what)
+            self._copier.release()
+            self._pool.release()
+            self._copier, self._peers = Copier(self._share), None
+            self._schedule = save_interval.CopySchedule(0, all_gather_int64)
         self._totals.stall_seconds += time.perf_counter() - began
 
     def _ask_for_slots(self) -> bool:
         """Return whether there is memory to copy to by now, the same on all ranks. All must ask at the same steps."""
         if not self._slots_decided:
-            all_know = self._all_have_slots()
+            self._num_asks += 1
+            if self._layout.world_size == 1:
+                all_know = self._copier.is_ready
+            else:  # after some steps the ranks ask each other only now and then
+                is_turn = self._num_asks <= ASK_EVERY_STEPS or self._num_asks % ASK_EVERY_STEPS == 0
+                all_know = is_turn and all_true(self._copier.is_ready)
             if all_know:
                 self.decide_slots()
         return self._slots_decided and self._pool.budget.num_slots > 0
 
-    def _all_have_slots(self) -> bool:
-        """Return whether every rank knows if it has memory. After some steps they ask each other only now and then."""
-        self._num_asks += 1
-        if self._layout.world_size == 1:
-            return self._copier.is_ready
-        if self._num_asks > ASK_EVERY_STEPS and self._num_asks % ASK_EVERY_STEPS:
-            return False
-        return all_true(self._copier.is_ready)
-
-    def _release_slots(self) -> None:
-        """Continue without copies in memory: a node has less memory than it reported."""
-        log.warning("there is no memory for copies of the state: it is saved to disk only, and training waits for that")
-        self._copier.release()
-        self._pool.release()
-        self._copier, self._peers = Copier(self._share), None
-        self._schedule = CopySchedule(0, all_gather_int64)
-
-    def _release_old_memories(self) -> None:
-        """Free the memory of ranks that no longer exist, once the state that it may hold is in memory elsewhere."""
-        layout = self._memories.shared_layout
-        numbers = range(layout.local_rank, len(self._memories.readable), layout.local_size)
-        fds = [self._memories.readable[number].fd for number in numbers]
-        old = [fd for fd in fds if fd != self._pool.rank_memory.fd]
-        if all_true(not old):
-            return
-        self._copier.wait()
-        barrier()
-        for fd in old:
-            os.ftruncate(fd, 0)
-
     def _copy(self, step: int) -> MemorySlot:
-        """Copy the state to a slot in memory and return it."""
         began, state = time.perf_counter(), self._inputs.state
         sent = self._peers.in_use if self._peers is not None else []
         written = [self._writing] if self._writing is not None and self._saver.busy else []
@@ -362,12 +311,3 @@ class StateCopies:
         self._totals.stall_seconds += host_seconds
         self._schedule.record_copy(step, host_seconds)
         return slot
-
-
-def _open_peers(layout: RankLayout, peer_slots: Sequence[MemorySlot], copier: Copier) -> "PeerCopies | None":
-    """Return what exchanges copies with another node, if there are slots for its copies."""
-    if not peer_slots:
-        return None
-    from trimaran.checkpoint.peer_copies import PeerCopies  # noqa: PLC0415  few runs have several nodes
-
-    return PeerCopies(layout, peer_slots, copier.wait)

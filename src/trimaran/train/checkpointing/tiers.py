@@ -5,33 +5,45 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from trimaran.checkpoint.checkpoint_list import list_checkpoints
-from trimaran.checkpoint.durable import DurableDisk
-from trimaran.checkpoint.file_parts import num_io_threads
-from trimaran.checkpoint.load_state import (
+from trimaran.checkpoint import (
+    MANIFEST,
+    DamagedError,
     DiskSource,
+    DurableDisk,
+    Manifest,
     PartLoader,
+    RankLayout,
+    RankMemory,
+    barrier,
+    complete_steps,
     fill_matched,
-    has_parts,
     match_shards,
+    read_manifest,
+    refuse,
     refuse_unused_tensors,
+    step_path,
+    verify,
 )
-from trimaran.checkpoint.manifest import MANIFEST, DamagedError, Manifest, read_manifest
-from trimaran.checkpoint.memory_copies import RankMemory
+from trimaran.checkpoint.checkpoint_list import list_checkpoints
+from trimaran.checkpoint.file_parts import num_io_threads
+from trimaran.checkpoint.load_state import has_parts
 from trimaran.checkpoint.peer_copies import CopyFetcher, CopyFinder
-from trimaran.checkpoint.rank_layout import RankLayout, barrier, exchange_rank_layout
-from trimaran.checkpoint.step_dirs import complete_steps, refuse, step_path
-from trimaran.checkpoint.verify_checkpoint import verify
+from trimaran.checkpoint.rank_layout import exchange_rank_layout
 from trimaran.core import ModelSection, Plan, Recipe, UserError, fixed_field_changes, parse_recipe
 from trimaran.models import model_folder
 from trimaran.nets import Network
-from trimaran.nets.local_shards import ReadTensor
-from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json, broadcast_json
-from trimaran.parallel.mesh import StageMap
-from trimaran.parallel.tensor_shards import CheckpointSource, CheckpointState, TensorShard
+from trimaran.parallel import (
+    CheckpointSource,
+    CheckpointState,
+    TensorShard,
+    all_gather_int64,
+    all_gather_json,
+    broadcast_json,
+)
 from trimaran.runs import Journal, RunDirectory, read_json_lines
 from trimaran.train.checkpointing.training_state import MAY_BE_UNUSED
 from trimaran.train.process.rank_setup import RankInfo
@@ -42,10 +54,7 @@ if TYPE_CHECKING:
 
 
 class Base:
-    """The frozen weights that an adapter is trained on, of which checkpoints hold a digest: here none.
-
-    `is_apart`: there are such weights, and checkpoints do not hold them.
-    """
+    """The base of an adapter, of which checkpoints hold a digest: here none. `is_apart`: it is not in checkpoints."""
 
     is_apart = False
 
@@ -67,31 +76,13 @@ class Base:
     def reload(self) -> None:
         """Read the base again, in place."""
 
-    def save_model(
-        self,
-        networks: Sequence[Network],
-        folder: Path,
-        section: ModelSection,
-        *,
-        rank: int,
-        stages: StageMap,
-        read: ReadTensor,
-        add_files: Callable[[Path], None],
-        report_progress: Callable[[], None],
-    ) -> None:
-        """Write what was trained to `folder`, see `save_network`. Every rank must call it."""
+    def model_writer(
+        self, section: ModelSection, network: Network, report_progress: Callable[[], None]
+    ) -> Callable[..., None]:
+        """Return what writes the trained model; its arguments are those of `save_network`."""
         from trimaran.checkpoint.convert.export_hf import save_network  # noqa: PLC0415  nothing needs it before the end
 
-        save_network(
-            networks,
-            folder,
-            rank=rank,
-            stages=stages,
-            origin=model_folder(section.path) if section.path else None,
-            add_files=add_files,
-            read=read,
-            report_progress=report_progress,
-        )
+        return partial(save_network, origin=model_folder(section.path) if section.path else None)
 
     def of_networks(self, reload: Callable[[], None]) -> "Base":
         """Return the same base for other networks, which `reload` reads it into."""
@@ -100,10 +91,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInputs:
-    """A rank of a run, and the state that it saves and restores.
-
-    `data` is the digest of the training data. A state is restored only with the same data and the same base.
-    """
+    """A rank of a run, and its state. A state is restored only with the same `data` (a digest) and base."""
 
     run: RunDirectory
     rank_info: RankInfo
@@ -116,17 +104,15 @@ class CheckpointInputs:
     base: Base = field(default_factory=Base)
 
     def progress(self) -> dict[str, Any]:
-        """Return what is saved besides the tensors of the state."""
         data = {"data": self.data} if self.data else {}
         return {**self.state.progress(), **data, **self.base.known()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemories:
-    """The memory for copies of the ranks that this one can read, by local rank, and its own.
+    """The memory for copies that this rank can read, by local rank, and its own.
 
-    `layout` says which ranks are on which node. `shared_layout` does so for memory: without a supervisor, which owns
-    the memory of a node, no rank can read that of another, as if each of them were a node.
+    In `shared_layout` each rank is a node if there is no supervisor, which owns the memory of a node.
     """
 
     layout: RankLayout
@@ -142,7 +128,6 @@ class RankMemories:
 
 
 def find_memories(inputs: CheckpointInputs) -> RankMemories:
-    """Return the memories of this rank's node. Every rank must call it."""
     rank, link = inputs.rank_info.rank, inputs.link
     layout = exchange_rank_layout(rank, inputs.rank_info.local_rank)
     if link.rank_memories:
@@ -167,8 +152,7 @@ class SaveTotals:
 log = logging.getLogger(__name__)
 
 TierName = Literal["memory", "disk", "store"]
-Report = Callable[[], None]
-"""Is called after each chunk that was verified and each tensor that was read."""
+Report = Callable[[], None]  # is called after each chunk that was verified and each tensor that was read
 
 
 class OpenedState:
@@ -207,10 +191,10 @@ class Tier(Protocol):
 
 
 class MemoryTier:
-    """The complete copies in the memory of the nodes, of at most `newest` steps.
+    """The complete copies in memory, of at most `newest` steps.
 
-    `reported` is the last step with metrics. Metrics are written one step late, so a kill may lose those of the last
-    copy: an older copy is preferred then, so that the step is computed again and its metrics are written.
+    Metrics are written one step late, after the last `reported` one. Older copies come first if those of a later copy
+    may be lost, so that it is computed again.
     """
 
     name: TierName = "memory"
@@ -248,10 +232,9 @@ class MemoryTier:
 
 
 class DiskTier:
-    """The checkpoints in `folder`, of at most `newest` steps. Damaged ones are renamed.
+    """The checkpoints in `folder`, of at most `newest` steps.
 
-    `recipe` is compared with that of each checkpoint. `own_disk`: every node has its own files in its own `folder`, see
-    `open_on_nodes`; for files that no node has, there are the copies in `memory` and the store (`fetcher`).
+    With `own_disk`, see `open_on_nodes`; files that no node has come from `memory` and `fetcher`.
     """
 
     name: TierName = "disk"
@@ -281,10 +264,7 @@ class DiskTier:
         return self.open_folder(step_path(self.folder, self.steps.pop()), report_progress)
 
     def open_folder(self, path: Path, report_progress: Report) -> OpenedState | str:
-        """Return the state of a checkpoint, or why it cannot be used. Each rank verifies some of the files.
-
-        Files with parts are verified as they are read, see `StateOnDisk.fill`.
-        """
+        """Return a checkpoint's state, or why not. Each rank verifies some files; those with parts as they are read."""
         manifest, damages = manifest_of(path)
         if broadcast_json(manifest is not None and (self.own_disk or bool(manifest.nodes))):  # as rank 0 has it
             from trimaran.train.checkpointing.remote_states import open_on_nodes  # noqa: PLC0415  few runs have several
@@ -392,11 +372,7 @@ MAX_NAMED_CHECKPOINTS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredState:
-    """The state that was restored; none if `tier` is None. `refused` lists what could not be used, and why.
-
-    `incarnation` is that of the memory slots that hold the same state. `store_failed` says why the object store was not
-    asked.
-    """
+    """The restored state, none if `tier` is None, what was `refused` and why, and the slots' `incarnation`."""
 
     step: int = 0
     tier: TierName | None = None

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trimaran.core import TrainSection, UserError
-from trimaran.nets.local_shards import is_dtensor, is_fsdp_module, local_part, local_slices
-from trimaran.parallel.optimizer.build_optimizer import split_weights_of
-from trimaran.parallel.optimizer.optimizer_state import OptimizerState
-from trimaran.parallel.tensor_regions import TensorIndex
-from trimaran.parallel.tensor_shards import TensorShard, release_pages
+from trimaran.nets import is_dtensor, is_fsdp_module, local_part, local_slices
+from trimaran.parallel import OptimizerState, TensorIndex, TensorShard, split_weights_of
+from trimaran.parallel.tensor_shards import release_pages
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +56,6 @@ class ShardKeys:
 
 
 def saved_settings(train: TrainSection) -> dict[str, Any]:
-    """Return the settings that are saved with the state, since the result depends on them."""
     return {"seed": train.seed, "global_batch": train.global_batch}
 
 
@@ -145,14 +142,12 @@ class TrainingState:
             yield replace(local_shard(f"model/{name}", each, frozen=False), changed_by_forward=True)
 
     def _data_pointers(self) -> Iterator[int]:
-        """Yield the address of every tensor."""
         for tensor in (*(each for _, each in self._parameters), *self._optimizer.tensors()):
             # `to_local` is an autograd function, too slow to call at every step.
             yield (tensor._local_tensor if is_dtensor(tensor) else tensor).data_ptr()
 
 
 def progress_of(settings: Mapping[str, Any], counters: Mapping[str, TrainingCounter]) -> dict[str, Any]:
-    """Return what is saved besides the tensors."""
     return {**settings, **{name: counter.state() for name, counter in counters.items()}}
 
 
@@ -169,7 +164,6 @@ def restore_counters(progress: Mapping[str, Any], counters: Mapping[str, Trainin
 
 
 def local_shard(key: str, tensor: Tensor, *, frozen: bool) -> TensorShard:
-    """Return this rank's shard of a parameter or a buffer."""
     local, here = local_part(tensor), local_slices(tensor)
     assert tuple(local.shape) == tuple(each.stop - each.start for each in here), f"{key} has an unknown sharding"
     start = tuple(each.start for each in here)
@@ -177,7 +171,6 @@ def local_shard(key: str, tensor: Tensor, *, frozen: bool) -> TensorShard:
 
 
 def persistent_buffers(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the persistent buffers, with their names."""
     for path, module in root.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:

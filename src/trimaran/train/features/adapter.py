@@ -3,14 +3,18 @@
 from pathlib import Path
 
 from trimaran.core import ModelSection, Plan
-from trimaran.models.adapter_rules import refuse_adapter
-from trimaran.nets import Network
-from trimaran.nets.adapters.attach import attach_adapter, linears_to_pack
-from trimaran.nets.adapters.peft_format import load_peft_adapter, refuse_inexpressible
-from trimaran.nets.initial_weights import initialise_adapter
-from trimaran.nets.local_shards import is_on_meta
-from trimaran.nets.nf4_linear import pack_frozen_weights
-from trimaran.parallel.precision import store_frozen_weights
+from trimaran.models import refuse_adapter
+from trimaran.nets import (
+    Network,
+    attach_adapter,
+    initialise_adapter,
+    is_on_meta,
+    load_peft_adapter,
+    pack_frozen_weights,
+    refuse_inexpressible,
+)
+from trimaran.nets.adapters.attach import linears_to_pack
+from trimaran.parallel import store_frozen_weights
 from trimaran.train.rank_networks import Attachment
 
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from trimaran.data.step_batch import StepBatch
-from trimaran.parallel.comm.compression import Compressor, compressor_of
-from trimaran.parallel.tensor_regions import IndexEntry, TensorIndex
-from trimaran.parallel.tensor_shards import TensorShard
+from trimaran.data import StepBatch
+from trimaran.parallel import IndexEntry, TensorIndex, TensorShard, compressor_of
+from trimaran.parallel.comm.compression import Compressor
 from trimaran.train.checkpointing.training_state import FEEDBACK_PREFIX
 from trimaran.train.metrics.router_stats import copy_to_host_async
-from trimaran.train.steppers.feature import Feature, ReadDetails, UpdateContext, UpdatePart
+from trimaran.train.steppers.engine import StepperContext
+from trimaran.train.steppers.feature import Feature, ReadDetails, UpdatePart
 
 SHARED = "factor"  # the same on all ranks
 
@@ -29,7 +29,6 @@ class FeedbackState:
         self._rows: list[tuple[Tensor, list[Tensor], float]] = []  # sums that `restore` writes
 
     def shards(self) -> Iterator[TensorShard]:
-        """Yield what this rank holds."""
         ranks, rank = self._compressor.state.size, self._compressor.state.rank
         for state, tensors in self._compressor.feedback().items():
             for name, each in tensors.accepted.items():
@@ -86,7 +85,6 @@ class CompressedGradients(UpdatePart):
         self.compressor.begin_step(batch.step, loss_scale)
 
     def after_update(self, step: int, refused: Tensor) -> ReadDetails:
-        """Return the measured error of the compressed sum, if there is one."""
         self.compressor.settle(refused)
         if self.compressor.error is None:
             return dict
@@ -97,7 +95,7 @@ class CompressedGradients(UpdatePart):
 class CompressionFeature(Feature):
     """Gradients that are sent in fewer bits, with error feedback."""
 
-    def update_parts(self, context: UpdateContext) -> Sequence[UpdatePart]:
+    def update_parts(self, context: StepperContext) -> Sequence[UpdatePart]:
         compressor = compressor_of(context.networks[0].module)
         return () if compressor is None else (CompressedGradients(compressor, context.train.seed),)
 

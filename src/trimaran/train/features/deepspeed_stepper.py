@@ -15,16 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trimaran.core import Plan, TrainSection, UserError
-from trimaran.core.engine_rules import deepspeed_config, deepspeed_missing
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.data.step_batch import Inputs, StepBatch
-from trimaran.nets import Network
-from trimaran.nets.local_shards import full_tensor
-from trimaran.parallel import LR_FACTOR, RankMesh, decay_groups, gradient_norm
+from trimaran.core import DEVICE_TRAITS, TrainSection, UserError, deepspeed_config
+from trimaran.core.engine_rules import deepspeed_missing
+from trimaran.data import Inputs, StepBatch
+from trimaran.nets import full_tensor
+from trimaran.parallel import (
+    LR_FACTOR,
+    CheckpointState,
+    TensorIndex,
+    TensorShard,
+    decay_groups,
+    gradient_norm,
+)
 from trimaran.parallel.optimizer.optimizer_state import MOMENTS, check_moment_format
-from trimaran.parallel.tensor_regions import TensorIndex
-from trimaran.parallel.tensor_shards import CheckpointState, TensorShard
 from trimaran.train.checkpointing.training_state import (
     TrainingCounter,
     TrainingState,
@@ -34,10 +37,8 @@ from trimaran.train.checkpointing.training_state import (
     restore_counters,
     saved_settings,
 )
-from trimaran.train.health.guard import Guard
-from trimaran.train.loss.objective import Objective, predicted_tokens
+from trimaran.train.loss.objective import predicted_tokens
 from trimaran.train.metrics.router_stats import balance_routers
-from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.engine import StepperContext
 from trimaran.train.steppers.step_totals import LossPartSums, ReducedStep, StepTotals
 from trimaran.train.steppers.stepper import (
@@ -49,20 +50,7 @@ from trimaran.train.steppers.stepper import (
     mask_duplicates,
 )
 
-RegionBounds = tuple[tuple[int, ...], tuple[int, ...]]
-"""Start and size of a rectangular region of a tensor."""
-
-
-def deepspeed_state(
-    module: nn.Module, engine: Any, train: TrainSection, counters: Mapping[str, TrainingCounter]
-) -> CheckpointState:
-    """Return the state of a network that `engine` trains. Without ZeRO: torch's AdamW and unsharded weights."""
-    optimizer = engine.optimizer
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return TrainingState([module], optimizer, counters=counters, settings=saved_settings(train))
-    scaler = getattr(optimizer, "loss_scaler", None)
-    scale = {"loss_scale": DeepSpeedLossScale(scaler)} if getattr(scaler, "dynamic", False) else {}
-    return ZeroTrainingState(module, optimizer, counters={**counters, **scale}, settings=saved_settings(train))
+RegionBounds = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a rectangular region of a tensor
 
 
 class DeepSpeedLossScale:
@@ -82,10 +70,7 @@ class DeepSpeedLossScale:
 
 @dataclass(frozen=True, slots=True)
 class ParameterRange:
-    """The values of one parameter that this rank updates: a contiguous range in memory order, starting at `first`.
-
-    `states` holds the moments of the same values, and the step.
-    """
+    """The values of a parameter, from `first` on in memory order, that this rank updates, with their moments."""
 
     name: str
     shape: tuple[int, ...]
@@ -105,10 +90,9 @@ class ParameterRange:
 
 
 class ZeroTrainingState:
-    """The state under ZeRO 1 to 3, see `checkpoint.tensor_shards.CheckpointState`.
+    """The state under ZeRO, see `CheckpointState`: views of DeepSpeed's memory.
 
-    DeepSpeed concatenates parameters and assigns each rank a range, which may begin inside a row. The range of a
-    parameter is then a few rectangular regions. All shards are views of DeepSpeed's memory.
+    A rank's range of a parameter may begin inside a row: it is a few rectangular regions.
     """
 
     def __init__(
@@ -119,7 +103,16 @@ class ZeroTrainingState:
 
     def shards(self) -> list[TensorShard]:
         if not self._shards:
-            _create_moments(self._optimizer)
+            # Create the moments that torch's AdamW would create at its first step, so that a restore can fill them.
+            optimizer = self._optimizer
+            # The fp32 tensors that torch's optimizer updates: one per group, or under ZeRO-3 one per subgroup.
+            group_tensors = [each for group in optimizer.optimizer.param_groups for each in group["params"]]
+            for flat in getattr(optimizer, "fp32_partitioned_groups_flat", group_tensors):
+                if not optimizer.optimizer.state[flat]:
+                    step = torch.zeros((), dtype=torch.float32, device=flat.device)
+                    optimizer.optimizer.state[flat] = {"step": step} | {key: torch.zeros_like(flat) for key in MOMENTS}
+            if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+                optimizer._lazy_init_hp_params_optimizer_state()
             trained = [(name, each) for name, each in self._module.named_parameters() if each.requires_grad]
             ranges = _zero3_ranges if hasattr(self._optimizer, "fp32_partitioned_groups_flat") else _zero12_ranges
             self._shards = [shard for each in ranges(self._optimizer, trained) for shard in each.shards()]
@@ -149,29 +142,12 @@ class ZeroTrainingState:
             unsharded[0].all_gather(unsharded)
 
     def _untrained_shards(self) -> Iterator[TensorShard]:
-        """Yield frozen parameters and buffers."""
         for name, each in self._module.named_parameters():
             if not each.requires_grad:
                 assert not hasattr(each, "ds_tensor"), f"{name} is frozen and sharded, which is not supported"
                 yield local_shard(f"model/{name}", each, frozen=True)
         for name, each in persistent_buffers(self._module):
             yield local_shard(f"model/{name}", each, frozen=False)
-
-
-def _create_moments(optimizer: Any) -> None:
-    """Create the moments that torch's AdamW would create at its first step, so that a restore can fill them."""
-    for flat in _flat_tensors(optimizer):
-        if not optimizer.optimizer.state[flat]:
-            step = torch.zeros((), dtype=torch.float32, device=flat.device)
-            optimizer.optimizer.state[flat] = {"step": step} | {key: torch.zeros_like(flat) for key in MOMENTS}
-    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
-        optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _flat_tensors(optimizer: Any) -> list[Tensor]:
-    """Return the fp32 tensors that torch's optimizer updates: one per group, or under ZeRO-3 one per subgroup."""
-    group_tensors = [each for group in optimizer.optimizer.param_groups for each in group["params"]]
-    return getattr(optimizer, "fp32_partitioned_groups_flat", group_tensors)
 
 
 def _zero12_ranges(optimizer: Any, trained: list[tuple[str, nn.Parameter]]) -> Iterator[ParameterRange]:
@@ -223,7 +199,6 @@ def _regions_in_row(shape: tuple[int, ...], row: int, first: int, last: int) -> 
 
 
 def _flat_index(shape: tuple[int, ...], index: tuple[int, ...]) -> int:
-    """Return the position of a value in memory order."""
     position = 0
     for size, each in zip(shape, index, strict=True):
         position = position * size + each
@@ -247,27 +222,17 @@ class EngineModule:
 
 
 class DeepSpeedStepper:
-    """Runs each micro-batch through the engine. The engine owns the weights; parameter names stay the network's.
+    """Runs each micro-batch through the engine, which owns the weights and skips fp16 overflows itself.
 
-    DeepSpeed counts micro-batches itself: its `step` is called after each, and updates the weights after the last. It
-    skips steps whose gradient overflows in fp16. The guard's decision goes to the inner optimizer as `found_inf`.
+    Its `step` counts micro-batches. The guard's decision goes to the inner optimizer.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        plan: Plan,
-        ranks: RankMesh,
-        engine: Any,
-        clock: StepClock,
-        guard: Guard,
-        objective: Objective,
-    ) -> None:
+    def __init__(self, context: StepperContext, engine: Any) -> None:
         engine_module: Any = EngineModule(engine)
-        self._network, self._engine_network = network, replace(network, module=engine_module)
-        self._plan, self._ranks, self._clock = plan, ranks, clock
-        self._engine, self._device, self._guard = engine, engine.device, guard
-        self.objective = objective
+        self._network, self._plan, self._ranks = context.networks[0], context.plan, context.ranks
+        self._engine_network = replace(self._network, module=engine_module)
+        self._clock, self._guard, self.objective = context.clock, context.guard, context.objective
+        self._engine, self._device = engine, engine.device
         engine.basic_optimizer.register_step_pre_hook(self._set_found_inf)
         self._update_details: dict[str, Any] = {}
         self._reduced: ReducedStep | None = None
@@ -307,16 +272,10 @@ class DeepSpeedStepper:
             self._norm = None
             self._engine.step()
             self._norm = torch.as_tensor(self._engine.get_global_grad_norm(), device=self._device)
-        refused = self._guard.refuses(self._mean_loss, self._norm)
-        assert self._reduced is not None
+        assert self._reduced is not None, "an update follows a step"
+        refused = self._guard.refuses(self._reduced.numbers[0], self._norm)
         balance_routers([self._network], self._reduced.routing, refused)
         return self._norm, refused
-
-    @property
-    def _mean_loss(self) -> Tensor:
-        """The mean loss of the step over all ranks."""
-        assert self._reduced is not None, "an update follows a step"
-        return self._reduced.numbers[0]
 
     def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
         assert self._reduced is not None
@@ -328,10 +287,8 @@ class DeepSpeedStepper:
         return lambda: update_details | step_details()
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        rows = [
-            evaluate_micro_batch(self.objective, self._engine_network, batch.micro(index))
-            for index in range(self._plan.grad_accum)
-        ]
+        micro_batches = (batch.micro(index) for index in range(self._plan.grad_accum))
+        rows = [evaluate_micro_batch(self.objective, self._engine_network, each) for each in micro_batches]
         return mask_duplicates(torch.stack(rows).sum(0), self._ranks)
 
     def next_token_logits(self, ids: Tensor) -> Tensor:
@@ -362,7 +319,16 @@ class DeepSpeedStepper:
 
     def state(self, train: TrainSection, *, without_base: bool = False) -> CheckpointState:
         assert not without_base, "DeepSpeed does not train adapters here"
-        return deepspeed_state(self._network.module, self._engine, train, {"guard": self._guard})
+        # The state of a network that `engine` trains. Without ZeRO: torch's AdamW and unsharded weights.
+        counters = {"guard": self._guard}
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, torch.optim.Optimizer):
+            return TrainingState([self._network.module], optimizer, counters=counters, settings=saved_settings(train))
+        scaler = getattr(optimizer, "loss_scaler", None)
+        scale = {"loss_scale": DeepSpeedLossScale(scaler)} if getattr(scaler, "dynamic", False) else {}
+        return ZeroTrainingState(
+            self._network.module, optimizer, counters={**counters, **scale}, settings=saved_settings(train)
+        )
 
     def _set_found_inf(self, optimizer: Any, *_: Any) -> None:
         """Set `found_inf` of torch's AdamW before it updates a group of weights: 1.0 if the guard refuses the step."""
@@ -371,17 +337,17 @@ class DeepSpeedStepper:
             norm = torch.as_tensor(self._engine.optimizer._global_grad_norm, device=self._device)
         # ZeRO-3 updates one group at a time and leaves the others empty.
         device = next(each for group in optimizer.param_groups for each in group["params"]).device
-        optimizer.found_inf = self._guard.refuses(self._mean_loss, norm).to(device)
+        assert self._reduced is not None, "an update follows a step"
+        optimizer.found_inf = self._guard.refuses(self._reduced.numbers[0], norm).to(device)
 
 
 def build_stepper(context: StepperContext) -> DeepSpeedStepper:
-    """Return the stepper that trains with DeepSpeed, which moves the unsharded CPU weights and shards them.
+    """Return a stepper whose engine shards the CPU weights.
 
-    DeepSpeed first rounds weights to the plan's precision and derives its fp32 weights from the rounded ones. Ours
-    replace them afterwards, so that every plan starts from the same weights.
+    Its fp32 weights, derived from rounded ones, are replaced by ours.
     """
-    network, train, plan, ranks = context.networks[0], context.train, context.plan, context.ranks
-    device = ranks.axes.device_type
+    network, train, plan = context.networks[0], context.train, context.plan
+    device = context.ranks.axes.device_type
     deepspeed = load_deepspeed(device)
     config = deepspeed_config(plan, train, pin_memory=DEVICE_TRAITS[device].has_own_memory)
     trained = {name: each for name, each in network.module.named_parameters() if each.requires_grad}
@@ -397,7 +363,7 @@ def build_stepper(context: StepperContext) -> DeepSpeedStepper:
     for name, each in network.module.named_parameters():
         if name in fp32_weights:
             _set_fp32_weights(deepspeed, each, fp32_weights.pop(name))
-    return DeepSpeedStepper(network, plan, ranks, engine, context.clock, context.guard, context.objective)
+    return DeepSpeedStepper(context, engine)
 
 
 def load_deepspeed(device: str) -> ModuleType:

@@ -9,9 +9,9 @@ Nothing of the run changes: all forwards are in evaluation mode and without grad
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +20,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from trimaran.core import ModelSection, Plan, Recipe, UserError
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.data.feed import BatchFeed
-from trimaran.data.loader import Loader
-from trimaran.data.step_batch import Inputs
-from trimaran.data.text.token_shards import IGNORED
-from trimaran.machine.host_limits import free_bytes
-from trimaran.nets import Network
-from trimaran.nets.adapters.lora_linear import LoraLinear, merged_weight
-from trimaran.nets.hf.hf_build import open_hf_model
-from trimaran.nets.local_shards import gathered, is_dtensor
-from trimaran.nets.nf4_linear import CODES, Nf4Weight, loadable_weights
-from trimaran.parallel import RankMesh, autocast
-from trimaran.parallel.comm.json_exchange import all_gather_json
+from trimaran.core import DEVICE_TRAITS, ModelSection, Plan, UserError
+from trimaran.data import IGNORED, Inputs, Loader
+from trimaran.machine import free_bytes
+from trimaran.nets import LoraLinear, Network, is_dtensor, loadable_weights, merged_weight, open_hf_model
+from trimaran.nets.local_shards import gathered
+from trimaran.nets.nf4_linear import CODES, Nf4Weight
+from trimaran.parallel import RankMesh, all_gather_json, autocast
+from trimaran.train.build import WorkerParts
 from trimaran.train.loss.cross_entropy import summed_loss
-from trimaran.train.loss.objective import LanguageObjective, Objective
+from trimaran.train.loss.objective import LanguageObjective
 from trimaran.train.process.rank_setup import RankInfo
-from trimaran.train.steppers.stepper import Stepper, TorchStepper
+from trimaran.train.steppers.stepper import TorchStepper
 
 MAX_TOKENS = 1024  # of the row
 MIN_TOKENS = 16  # fewer show too little
@@ -57,10 +51,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstRow:
-    """The row to compare: the `inputs` of the training forward, with labels of the compared documents only.
-
-    `documents` has the positions of each compared document.
-    """
+    """The row to compare, with labels of the compared documents only, and the positions of each in `documents`."""
 
     inputs: dict[str, Tensor]
     documents: tuple[Tensor, ...]
@@ -68,10 +59,9 @@ class FirstRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnLosses:
-    """What transformers' own forward computes: the loss in nats, summed over the `targets` of the row.
+    """The loss in nats of transformers' own forward, summed over the `targets` of the row.
 
-    `packed`: the row has other documents, too. `changed` is how much of the logits of the first half of a document
-    changed when the tokens after it were replaced.
+    `packed`: it has other documents. `changed`: how much of the first half's logits changed with later tokens.
     """
 
     total: float
@@ -81,21 +71,10 @@ class OwnLosses:
 
 
 @torch.no_grad()
-def check_first_loss(
-    recipe: Recipe,
-    plan: Plan,
-    rank_info: RankInfo,
-    *,
-    networks: Sequence[Network],
-    ranks: RankMesh,
-    stepper: Stepper,
-    objective: Objective,
-    feed: BatchFeed,
-) -> None:
-    """Raise UserError if the first loss is not that of the model's own forward. Every rank must call it.
-
-    Does nothing where this takes more than about a second: see docs/guides/models.md.
-    """
+def check_first_loss(parts: WorkerParts) -> None:
+    """Raise UserError if the first loss is not that of the model's own forward, if that takes about a second."""
+    plan, rank_info, networks, ranks = parts.context.plan, parts.context.rank_info, parts.networks, parts.ranks
+    stepper, objective, feed = parts.trainer.stepper, parts.training_data.objective, parts.trainer.feed()
     can_evaluate = isinstance(stepper, TorchStepper) and not plan.engine_traits.keeps_states_elsewhere
     if not can_evaluate or not isinstance(objective, LanguageObjective):
         return
@@ -104,9 +83,11 @@ def check_first_loss(
         with Loader(feed, steps=1) as loader:
             inputs = next(loader).to(device).micro(0)
         multiple = 2 * plan.mesh.cp * plan.mesh.tp  # what a sequence is split into
-        row = first_row(inputs, _most_tokens(networks, device), multiple=multiple)
+        count = sum(each.numel() for each in networks[0].whole_module.parameters())
+        most = min(MAX_TOKENS, int(MAX_FLOPS[device.type] / (2 * FORWARDS * max(1, count))))
+        row = first_row(inputs, most, multiple=multiple)
         is_cheap = row is not None and _is_cheap(networks, plan, rank_info, device)
-        model = _own_model(recipe.model) if is_cheap else None
+        model = _own_model(parts.context.recipe.model) if is_cheap else None
         if not all(all_gather_json(model is not None)):
             return
         assert model is not None
@@ -114,10 +95,15 @@ def check_first_loss(
         weights = _whole_weights(model, networks, ranks, plan)
         own = _own_losses(model, weights, row, plan, device)
         del weights
-        ours = _our_loss(stepper, row, plan)
+        host = {f"host_{name}": each.cpu() for name, each in row.inputs.items() if name == "documents"}
+        stepper.set_training(False)
+        torch.manual_seed(0)
+        with torch.compiler.set_stance("force_eager") if plan.compile else nullcontext():
+            ours = float(stepper.evaluate_one(row.inputs | host)[0])
+        stepper.set_training(True)
     if DEVICE_TRAITS[device.type].has_own_memory:
         torch.cuda.empty_cache()
-    mine = [ranks.data_rank, ours, _as_list(own) if ranks.counts_samples else None]
+    mine = [ranks.data_rank, ours, asdict(own) if own is not None and ranks.counts_samples else None]
     everywhere = all_gather_json(mine)
     for data_rank, _, numbers in everywhere:
         if numbers is not None:
@@ -146,10 +132,7 @@ def refuse_difference(own: OwnLosses, ours: float, precision: str, architecture:
 
 
 def first_row(inputs: Inputs, most: int, *, multiple: int = 1) -> FirstRow | None:
-    """Return a row of a micro-batch, cut to `most` tokens: one with several documents if there is one.
-
-    In a longer row each document is cut. None if the rows hold images or too few tokens.
-    """
+    """Return a row, cut to `most` tokens in each document, with several documents if there is one; or None."""
     if any(name in inputs and len(inputs[name]) for name in ("patches", "features")):
         return None
     tokens, labels, documents = inputs["tokens"], inputs["labels"], inputs.get("documents")
@@ -160,17 +143,18 @@ def first_row(inputs: Inputs, most: int, *, multiple: int = 1) -> FirstRow | Non
         if len(parts) > most and int(parts.max()) > 0:
             starts = torch.searchsorted(parts, parts)
             inside = inside[inside - starts < most // 4]
-    inside = inside[:most]
-    inside = inside[: len(inside) // multiple * multiple]
+    inside = inside[: min(len(inside), most) // multiple * multiple]
     row = {
         name: each[..., number : number + 1, :][..., inside.to(each.device)].contiguous()
         for name, each in inputs.items()
         if each.shape[-2:] == tokens.shape
     }
-    compared = [each for each in _documents(row) if bool((row["labels"][0, each] != IGNORED).any())]
+    positions = [torch.arange(row["tokens"].shape[1], device=row["tokens"].device)]
+    if "documents" in row:
+        positions = [(row["documents"][0] == each).nonzero()[:, 0] for each in row["documents"][0].unique()]
+    compared = [each for each in positions if bool((row["labels"][0, each] != IGNORED).any())]
     # The first document is computed as if it were alone in any case.
-    compared = compared[1:] if len(compared) > 1 else compared
-    compared = compared[:MAX_DOCUMENTS]
+    compared = compared[len(compared) > 1 :][:MAX_DOCUMENTS]
     if sum(map(len, compared)) < MIN_TOKENS:
         return None
     kept = torch.zeros_like(row["labels"], dtype=torch.bool)
@@ -180,15 +164,7 @@ def first_row(inputs: Inputs, most: int, *, multiple: int = 1) -> FirstRow | Non
     return FirstRow(inputs=row | {"labels": labels}, documents=tuple(compared))
 
 
-def _documents(row: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the positions of each document of a row."""
-    if "documents" not in row:
-        return [torch.arange(row["tokens"].shape[1], device=row["tokens"].device)]
-    return [(row["documents"][0] == number).nonzero()[:, 0] for number in row["documents"][0].unique()]
-
-
 def _own_model(section: ModelSection) -> nn.Module | None:
-    """Return a new model of the folder, without weights; None if it cannot be built without them."""
     assert section.path is not None, "a Hugging Face model has a folder"
     options: dict[str, Any] = {"trust_remote_code": section.trust_remote_code, "seed": 0, "without_weights": True}
     try:
@@ -198,17 +174,10 @@ def _own_model(section: ModelSection) -> nn.Module | None:
         return None
 
 
-def _most_tokens(networks: Sequence[Network], device: torch.device) -> int:
-    """Return how many tokens the forwards can compute in about a second."""
-    count = sum(each.numel() for each in networks[0].whole_module.parameters())
-    return min(MAX_TOKENS, int(MAX_FLOPS[device.type] / (2 * FORWARDS * max(1, count))))
-
-
 def _is_cheap(networks: Sequence[Network], plan: Plan, rank_info: RankInfo, device: torch.device) -> bool:
-    """Return whether the weights that this rank does not hold as the model needs them are few and fit into memory.
+    """Return whether weights that this rank lacks are few and fit into memory.
 
-    False for models that a short forward in evaluation mode changes: RWKV rescales its weights, and BigBird gives up
-    its sparse attention.
+    False for models that a short forward changes: RWKV rescales its weights, BigBird gives up sparse attention.
     """
     config: Any = networks[0].module.config
     is_changed = getattr(config, "rescale_every", 0) or getattr(config, "attention_type", "") == "block_sparse"
@@ -244,7 +213,13 @@ def _whole_weights(model: nn.Module, networks: Sequence[Network], ranks: RankMes
         value = _whole_weight(*here[name], name, plan, ranks) if name in here else None
         if everywhere:
             source = next(stage for stage, each in enumerate(everywhere) if name in each)
-            value = _broadcast_weight(value, source, ranks)
+            group = ranks.group("pp")
+            facts = None if value is None else [[*value.shape], str(value.dtype).removeprefix("torch.")]
+            shape, dtype = all_gather_json(facts, group)[source]
+            if ranks.rank("pp") != source or value is None:
+                value = torch.empty(shape, dtype=getattr(torch, dtype), device=ranks.device)
+            value = value.contiguous()
+            dist.broadcast(value, group=group, group_src=source)
         assert value is not None, "a plan changes no name"
         found[name] = value
     return found
@@ -266,22 +241,9 @@ def _whole_weight(layer: nn.Module, tensor: Tensor, name: str, plan: Plan, ranks
         return value.detach().to(torch.get_autocast_dtype(ranks.device.type)) if is_cast else value.detach()
 
 
-def _broadcast_weight(value: Tensor | None, source: int, ranks: RankMesh) -> Tensor:
-    """Return on every stage the value that the stage of rank `source` has."""
-    group = ranks.group("pp")
-    facts = None if value is None else [[*value.shape], str(value.dtype).removeprefix("torch.")]
-    shape, dtype = all_gather_json(facts, group)[source]
-    if ranks.rank("pp") != source or value is None:
-        value = torch.empty(shape, dtype=getattr(torch, dtype), device=ranks.device)
-    value = value.contiguous()
-    dist.broadcast(value, group=group, group_src=source)
-    return value
-
-
 def _own_losses(
     model: nn.Module, weights: dict[str, Tensor], row: FirstRow, plan: Plan, device: torch.device
 ) -> OwnLosses | None:
-    """Return the losses of transformers' own forward; None if it does not run this way."""
     tokens, labels = row.inputs["tokens"][0], row.inputs["labels"][0]
     number = max(range(len(row.documents)), key=lambda each: len(row.documents[each]))
     longest = row.documents[number]
@@ -307,21 +269,6 @@ def _own_losses(
         packed=len(tokens) > len(longest),
         changed=float((first - other).norm() / (first - first.mean()).norm().clamp(min=1e-30)),
     )
-
-
-def _our_loss(stepper: TorchStepper, row: FirstRow, plan: Plan) -> float:
-    """Return this rank's part of the summed loss of the training forward. Blocks are not compiled for it."""
-    host = {f"host_{name}": each.cpu() for name, each in row.inputs.items() if name == "documents"}
-    stepper.set_training(False)
-    torch.manual_seed(0)
-    with torch.compiler.set_stance("force_eager") if plan.compile else nullcontext():
-        loss = float(stepper.evaluate_one(row.inputs | host)[0])
-    stepper.set_training(True)
-    return loss
-
-
-def _as_list(own: OwnLosses | None) -> dict[str, Any] | None:
-    return None if own is None else {name: getattr(own, name) for name in OwnLosses.__slots__}
 
 
 def _say_not_checked(error: Exception) -> None:

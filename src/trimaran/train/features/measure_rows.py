@@ -5,33 +5,21 @@ buffers, nor random numbers, so a run trains as if the same rows had been given 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from trimaran.core import Plan, UserError
-from trimaran.core.measured_speed import RowSeconds, deal_rows
-from trimaran.core.plan import data_axis
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.data.feed import DataShare, share_of
-from trimaran.data.loader import Loader
-from trimaran.data.step_batch import Inputs, StepBatch
-from trimaran.nets import Network
-from trimaran.nets.local_shards import is_fsdp_module, local_part
-from trimaran.parallel import RankMesh, autocast, gradient_sync
-from trimaran.parallel.comm.json_exchange import all_gather_json
-from trimaran.runs import Journal
+from trimaran.core import DEVICE_TRAITS, Plan, RowSeconds, UserError, deal_rows
+from trimaran.data import Inputs, Loader, StepBatch, share_of
+from trimaran.nets import Network, local_part
+from trimaran.parallel import all_gather_json, autocast, gradient_sync
 from trimaran.train.features.nonfinite_search import unchanged_buffers
-from trimaran.train.inputs.training_data import TrainingData
 from trimaran.train.loss.objective import Objective
 from trimaran.train.metrics.router_stats import routing_counts
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.feature import Feature, Load, LoadContext
-from trimaran.train.steppers.stepper import build_loss_function, end_lap_after_backward
+from trimaran.train.steppers.stepper import build_loss_function, end_lap_after_backward, time_fsdp_gathers
 
 MAX_ROUNDS = 2  # the first with equal rows; the second with those dealt after it, which take other time per row
 MEASURED_SECONDS = 2.0  # of each round. A CPU quota applies to periods of 0.1 s: a short measurement would not see it
@@ -48,25 +36,13 @@ class RoundTime(NamedTuple):
     most: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankParts:
-    """The parts of a rank that a measurement needs.
-
-    `load` returns the data of a share. `report_progress` is called after each micro-batch.
-    """
-
-    network: Network
-    ranks: RankMesh
-    load: Callable[[DataShare], TrainingData]
-    report_progress: Callable[[], None] = lambda: None
-
-
-def with_measured_rows(plan: Plan, rank: RankParts, journal: Journal) -> Plan:
+def with_measured_rows(load: Load, context: LoadContext) -> Plan:
     """Return the plan with the rows of each data rank, by the speeds that are measured now. Every rank must call it."""
+    plan = context.plan
     rounds: list[list[RoundTime]] = []
     rows = (plan.micro_batch,) * plan.mesh.dp
     for _ in range(MAX_ROUNDS):
-        rounds.append(_measure_round(_with_rows(plan, rows), rank))
+        rounds.append(_measure_round(_with_rows(plan, rows), load, context))
         dealt = rows_by_speed(rounds, plan.rows_at_once)
         if dealt == rows:
             break
@@ -74,16 +50,13 @@ def with_measured_rows(plan: Plan, rank: RankParts, journal: Journal) -> Plan:
     if plan.compile:
         torch._dynamo.reset()  # code for several shapes would differ from that for the final one
     per_row = [last.seconds / last.rows for last in rounds[-1]]
-    journal.event("rows", micro_batches=[*rows[:MAX_EVENT_RANKS]], rounds=len(rounds),
-                  seconds_per_row=[round(each, 6) for each in per_row[:MAX_EVENT_RANKS]])  # fmt: skip
+    context.journal.event("rows", micro_batches=[*rows[:MAX_EVENT_RANKS]], rounds=len(rounds),
+                          seconds_per_row=[round(each, 6) for each in per_row[:MAX_EVENT_RANKS]])  # fmt: skip
     return _with_rows(plan, rows)
 
 
 def rows_by_speed(rounds: Sequence[Sequence[RoundTime]], total: int) -> tuple[int, ...]:
-    """Return the rows of each data rank for which the slowest takes the least time, by all rounds so far.
-
-    Raises UserError if the ranks do not have memory for `total` rows together.
-    """
+    """Return the rows of each data rank for which the slowest takes the least time; or raise UserError."""
     by_rank = [*zip(*rounds, strict=True)]
     most = [min((each.most for each in measured if each.most is not None), default=None) for measured in by_rank]
     rows = deal_rows(total, [seconds_of(measured) for measured in by_rank], most)
@@ -96,10 +69,9 @@ def rows_by_speed(rounds: Sequence[Sequence[RoundTime]], total: int) -> tuple[in
 
 
 def seconds_of(measured: Sequence[RoundTime]) -> RowSeconds:
-    """Return the seconds that a rank takes for a number of rows: in proportion, by all that it measured.
+    """Return the seconds of a rank for some rows: in proportion, by all that it measured.
 
-    A line through two rounds would also show the time that does not depend on the rows. But two rounds often differ by
-    a row or two, and what disturbs one of them would decide the slope.
+    A line through two rounds of similar rows would follow whatever disturbed one of them.
     """
     per_row = sum(each.seconds for each in measured) / sum(each.rows for each in measured)
     return lambda rows: per_row * rows
@@ -109,15 +81,15 @@ def _with_rows(plan: Plan, rows: tuple[int, ...]) -> Plan:
     return plan.model_copy(update={"micro_batches": rows, "micro_batch": max(rows)})
 
 
-def _measure_round(plan: Plan, rank: RankParts) -> list[RoundTime]:
-    """Return what each data rank measured with these rows, the same on all ranks."""
-    share = share_of(plan, rank.ranks.data_rank)
-    data = rank.load(share)
+def _measure_round(plan: Plan, load: Load, context: LoadContext) -> list[RoundTime]:
+    share, device, network = share_of(plan, context.ranks.data_rank), context.ranks.device, context.networks[0]
+    data = load(share)
     with Loader(data.training(frozenset()), steps=1) as loader:
-        batch = next(loader).to(rank.ranks.device)
-    with unchanged_buffers([rank.network]), _unchanged_random_numbers(rank.ranks.device):
-        rank.network.module.train()
-        passes = _Passes(plan, rank, batch, data.objective)
+        batch = next(loader).to(device)
+    devices: list[Any] = [device] if DEVICE_TRAITS[device.type].has_own_generator else []
+    with unchanged_buffers([network]), torch.random.fork_rng(devices=devices):
+        network.module.train()
+        passes = _Passes(plan, network, batch, data.objective, device, context.report_progress)
         seconds, most = passes.measure(share.micro_batch)
     # A data rank is as fast as the slowest of the ranks that share its batch.
     answers: list[tuple[int, float, int | None]] = all_gather_json([share.rank, seconds, most])
@@ -130,18 +102,22 @@ def _measure_round(plan: Plan, rank: RankParts) -> list[RoundTime]:
 class _Passes:
     """Forward and backward of the micro-batches of one step, again and again, without their gradients."""
 
-    def __init__(self, plan: Plan, rank: RankParts, batch: StepBatch, objective: Objective) -> None:
-        self._plan, self._network, self._device, self._batch = plan, rank.network, rank.ranks.device, batch
-        self._report_progress = rank.report_progress
-        self._losses = build_loss_function(objective, rank.network, plan)
-        self._clock = StepClock(self._device)
-        if any(is_fsdp_module(each) for each in rank.network.module.modules()):
-            from trimaran.parallel.axes.fsdp import time_gathers  # noqa: PLC0415  it imports FSDP
-
-            time_gathers(rank.network.module, data_axis(plan))
+    def __init__(
+        self,
+        plan: Plan,
+        network: Network,
+        batch: StepBatch,
+        objective: Objective,
+        device: torch.device,
+        report_progress: Callable[[], None],
+    ) -> None:
+        self._plan, self._network, self._device, self._batch = plan, network, device, batch
+        self._report_progress, self._clock = report_progress, StepClock(device)
+        self._losses = build_loss_function(objective, network, plan)
+        time_fsdp_gathers(network, plan)
         # Replicas keep their gradients to themselves: a fast one must not wait for a slow one.
         self._reduces = plan.sharding != "none"
-        self._set_sync = gradient_sync(rank.network.module, plan)
+        self._set_sync = gradient_sync(network.module, plan)
 
     def measure(self, rows: int) -> tuple[float, int | None]:
         """Return the mean seconds of a micro-batch, and how many rows fit into memory, if that is known."""
@@ -152,7 +128,6 @@ class _Passes:
         return self._time(count), most
 
     def _time(self, count: int) -> float:
-        """Return the mean seconds of `count` micro-batches, without waiting for other data ranks."""
         self._clock.restart()
         for index in range(count):
             self._run(self._batch.micro(index % self._plan.grad_accum))
@@ -187,7 +162,8 @@ class _Passes:
         torch.cuda.reset_peak_memory_stats(self._device)
         self._run(self._batch.micro(0))
         peak = torch.cuda.max_memory_allocated(self._device)
-        gradients = sum(_num_bytes(each.grad) for each in self._network.module.parameters() if each.grad is not None)
+        held = (each.grad for each in self._network.module.parameters())
+        gradients = sum(local_part(each).nbytes for each in held if each is not None)
         self._clear()
         prediction = self._plan.prediction
         states = sum(prediction.memory.get(term, 0) for term in ("masters", "optimizer")) if prediction else 0
@@ -200,30 +176,11 @@ def rows_in(free_bytes: float, rows: int, *, row_bytes: float) -> int:
     return max(1, int(free_bytes * rows / max(1.0, row_bytes)))
 
 
-def _num_bytes(gradient: Tensor) -> int:
-    return local_part(gradient).nbytes
-
-
-@contextmanager
-def _unchanged_random_numbers(device: torch.device) -> Iterator[None]:
-    devices: list[Any] = [device] if DEVICE_TRAITS[device.type].has_own_generator else []
-    with torch.random.fork_rng(devices=devices):
-        yield
-
-
 class MeasuredRows(Feature):
     """Deals the rows of a micro-batch by the speeds of the data ranks."""
 
     def wrap_load(self, load: Load, context: LoadContext) -> Load:
-        rank = RankParts(
-            network=context.networks[0], ranks=context.ranks, load=load, report_progress=context.report_progress
-        )
-
-        def load_measured(share: DataShare) -> TrainingData:
-            plan = with_measured_rows(context.plan, rank, context.journal)
-            return load(share_of(plan, share.rank))
-
-        return load_measured
+        return lambda share: load(share_of(with_measured_rows(load, context), share.rank))
 
 
 FEATURE = MeasuredRows()

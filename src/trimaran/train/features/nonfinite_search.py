@@ -6,8 +6,8 @@ that share a batch (tp, cp and pp), since none of them can compute it alone.
 
 import base64
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -18,28 +18,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from trimaran.core import Mesh
-from trimaran.data.loader import Loader
-from trimaran.data.step_batch import StepBatch
-from trimaran.nets import Network
-from trimaran.nets.decoder.joint_projections import separate_modules
-from trimaran.nets.decoder.moe import MoeLayer
-from trimaran.nets.local_shards import local_part
-from trimaran.parallel.comm.json_exchange import all_gather_json, recv_json, send_json
+from trimaran.data import Loader, StepBatch
+from trimaran.nets import MoeLayer, Network, local_part, separate_modules
+from trimaran.parallel import all_gather_json, recv_json, send_json
 from trimaran.train.agreement import FlagAllReduce
 from trimaran.train.health.guard import RefusedStep
 from trimaran.train.steppers.stepper import PlainStepper, Stepper
 
 
 def data_rank_of(rank: int, mesh: Mesh) -> int:
-    """Return the number of the data-parallel group of a rank."""
     return rank // (mesh.cp * mesh.tp) % mesh.dp
 
 
 def receive_neighbour_batch(batch: StepBatch, mesh: Mesh) -> StepBatch:
-    """Send this rank's batch, which is on the host, to the next data-parallel group; return that of the one before.
-
-    Every rank must call it, and there must be two groups or more.
-    """
+    """Send this rank's host batch to the next of two or more data groups; return that of the one before."""
     rank, here, width = dist.get_rank(), data_rank_of(dist.get_rank(), mesh), mesh.cp * mesh.tp
     receiver, sender = (rank + ((here + shift) % mesh.dp - here) * width for shift in (1, -1))
     if here % 2:  # in a ring, not all may send first
@@ -48,22 +40,23 @@ def receive_neighbour_batch(batch: StepBatch, mesh: Mesh) -> StepBatch:
     else:
         send_json(_encode(batch), receiver)
         received = recv_json(sender)
-    return _decode(received, batch)
+    arrays = {name: _tensor(dtype, shape, text) for name, (dtype, shape, text) in received["arrays"].items()}
+    offsets = {name: tuple(each) for name, each in received["offsets"].items()}
+    sample_ids = tuple(received["sample_ids"])
+    return replace(batch, arrays=arrays, offsets=offsets, num_valid=received["num_valid"], sample_ids=sample_ids)
 
 
 def judge_reproduction(
     first: dict[str, Any], again: dict[str, Any], suspects: Sequence[int], mesh: Mesh
 ) -> dict[str, Any]:
-    """Return the `reproduced` field of a `skip` event.
+    """Return the `reproduced` field of a `skip` event, its `on_rank` the rank that computed the batch again.
 
-    `first` is what the ranks found with their own batches, `again` what they found with those of their neighbours;
-    empty if nothing. `suspects` are the ranks with a bad loss in the step itself. `on_rank` is the rank that computed
-    the batch again, None if unknown.
+    `first` was found with own batches, `again` with those of neighbours. `suspects` had a bad loss in the step.
     """
     ranks = [*first.get("ranks", ())] or [*suspects]
     sources = {data_rank_of(each, mesh) for each in ranks}
     if mesh.dp == 1:
-        return _answer(first.get("rank"), _on_the_same_device(first), again=bool(first), same_device=True)
+        return _answer(first.get("rank"), ON_SAME_DEVICE[bool(first)], again=bool(first), same_device=True)
     if len(sources) != 1:  # the gradients of all ranks were reduced, so none of them is known to be the first
         outcome = "it came again: the data or the model" if again else "all were finite: suspect the hardware"
         return _answer(again.get("rank"), f"each batch was computed on another rank, and {outcome}", again=bool(again))
@@ -83,30 +76,21 @@ def _answer(on_rank: int | None, verdict: str, *, again: bool, same_device: bool
     return {"on_rank": on_rank, "again": again, "same_device": same_device, "verdict": verdict}
 
 
-def _on_the_same_device(first: dict[str, Any]) -> str:
-    if not first:
-        return "the same batch is finite again on the same device: a one-off, such as a hardware error"
-    return "the same batch gives it again on the same device; no other rank can compute it, so it may be the data or " \
-           "the device"  # fmt: skip
+ON_SAME_DEVICE = {
+    False: "the same batch is finite again on the same device: a one-off, such as a hardware error",
+    True: "the same batch gives it again on the same device; no other rank can compute it, so it may be the data or "
+    "the device",
+}
 
 
 def _encode(batch: StepBatch) -> dict[str, Any]:
-    arrays = {name: [str(each.dtype).removeprefix("torch."), [*each.shape], _text(each)]
-              for name, each in batch.arrays.items()}  # fmt: skip
+    arrays = {}
+    for name, each in batch.arrays.items():
+        flat = each.contiguous().reshape(-1)
+        text = base64.b64encode(flat.view(torch.uint8).numpy().tobytes() if len(flat) else b"").decode()
+        arrays[name] = [str(each.dtype).removeprefix("torch."), [*each.shape], text]
     return {"arrays": arrays, "offsets": {name: [*each] for name, each in batch.offsets.items()},
             "num_valid": batch.num_valid, "sample_ids": [*batch.sample_ids]}  # fmt: skip
-
-
-def _decode(tree: dict[str, Any], own: StepBatch) -> StepBatch:
-    arrays = {name: _tensor(dtype, shape, text) for name, (dtype, shape, text) in tree["arrays"].items()}
-    offsets = {name: tuple(each) for name, each in tree["offsets"].items()}
-    sample_ids = tuple(tree["sample_ids"])
-    return replace(own, arrays=arrays, offsets=offsets, num_valid=tree["num_valid"], sample_ids=sample_ids)
-
-
-def _text(tensor: Tensor) -> str:
-    flat = tensor.contiguous().reshape(-1)
-    return base64.b64encode(flat.view(torch.uint8).numpy().tobytes() if len(flat) else b"").decode()
 
 
 def _tensor(dtype: str, shape: Sequence[int], text: str) -> Tensor:
@@ -134,11 +118,7 @@ class NonfiniteOrigin:
 
 
 class NonfiniteSearch:
-    """Computes a refused step again and finds where it first became NaN or Inf.
-
-    The same batch is loaded again and computed with the current weights. The refused step did not change them; a step
-    after it may have, a little.
-    """
+    """Computes a refused step again, with the current weights, and finds where it first became NaN or Inf."""
 
     def __init__(
         self,
@@ -153,16 +133,17 @@ class NonfiniteSearch:
         self._reseed, self._device, self._mesh, self._left = reseed, device, mesh, MAX_SEARCHES
 
     def find(self, refusal: RefusedStep) -> dict[str, Any]:
-        """Return the fields `born` and `reproduced` of a `skip` event, the same on every rank; empty without a search.
+        """Return the fields `born` and `reproduced` of a `skip` event on every rank; empty without a search.
 
-        Every rank must call it. `born` is the origin, and `reproduced` is as in `judge_reproduction`. `what` is a
-        `weight`, an `input`, the `output` of a module, or the `gradient` of an output or a parameter. `not again`: this
-        time the same samples gave finite numbers everywhere. Gradients are not checked in a pipeline.
+        `born` is a `weight`, an `input`, an `output`, a `gradient` (not in a pipeline), or `not again`: all were finite
+        this time.
         """
         if not self._left:
             return {}
         self._left -= 1
-        batch = self._load(refusal.step - 1)
+        batch: StepBatch | None = None
+        with suppress(Exception), self._loader_from(refusal.step - 1) as loader:  # may fail on one rank only
+            batch = next(loader)
         if FlagAllReduce(batch is None).wait() or batch is None:
             return {}
         with unchanged_buffers(self._networks), torch.compiler.set_stance("force_eager"):
@@ -187,13 +168,6 @@ class NonfiniteSearch:
             before = NonfiniteOrigin(module=name, what="input")
         after = self._recompute(batch)  # every rank must take part, also one that has found something already
         return _first_over_ranks(before or after)
-
-    def _load(self, step: int) -> StepBatch | None:
-        try:
-            with self._loader_from(step) as loader:
-                return next(loader)
-        except Exception:  # may happen on one rank only; `find` then makes all ranks give up
-            return None
 
     def _recompute(self, batch: StepBatch) -> NonfiniteOrigin | None:
         """Compute the step again: forward and, if the stepper can do it without an update, backward."""
@@ -224,7 +198,6 @@ class _ModuleWatch:
             yield
 
     def check_gradients(self, networks: Sequence[Network]) -> None:
-        """Check the gradients of the parameters, after a backward."""
         gradients = ((name, each.grad) for name, each in _parameters(networks))
         if self.first is None and (name := _first_bad(gradients)) is not None:
             self.first = NonfiniteOrigin(module=name, what="gradient", order=AFTER_ALL_CALLS)
@@ -244,7 +217,6 @@ class _ModuleWatch:
 
 
 def _first_bad(named: Iterable[tuple[str, Any]]) -> str | None:
-    """Return the first name whose values are not all finite."""
     return next((name for name, each in named if not _is_finite(each)), None)
 
 
@@ -270,10 +242,7 @@ def _is_finite(tree: Any) -> bool:
 
 @contextmanager
 def unchanged_buffers(networks: Sequence[Network]) -> Iterator[None]:
-    """Restore the networks' buffers (such as running statistics) after the `with` block.
-
-    The choices that routers made in it are not counted. It must be between two steps.
-    """
+    """Restore buffers and the counts of routers after the `with` block, which is between two steps."""
     saved = [(buffer, buffer.clone()) for network in networks for buffer in network.module.buffers()]
     yield
     with torch.no_grad():
@@ -285,18 +254,16 @@ def unchanged_buffers(networks: Sequence[Network]) -> Iterator[None]:
 
 
 def _first_over_ranks(mine: NonfiniteOrigin | None) -> dict[str, Any]:
-    """Return the earliest origin of all ranks, on every rank, with the ranks that found it in the same module.
-
-    A module whose inputs were bad already is not the origin: that is elsewhere, such as on the pipeline stage before.
-    """
+    """Return the earliest origin of all ranks, with those that share it. A module with bad inputs is none."""
     short = asdict(mine) | {"module": mine.module[:MAX_NAME_CHARACTERS]} if mine else None
     origins = {rank: each for rank, each in enumerate(all_gather_json(short)) if each}
     if not origins:
         return {}
-    rank = min(origins, key=lambda rank: _how_early(origins[rank]))
+
+    def how_early(rank: int) -> tuple[bool, int, int]:
+        origin = origins[rank]
+        return not origin["clean"], CAUSAL_ORDER.index(origin["what"]), origin["order"]
+
+    rank = min(origins, key=how_early)
     first = {name: origins[rank][name] for name in ("module", "what")}
     return first | {"rank": rank, "ranks": [other for other, each in origins.items() if first.items() <= each.items()]}
-
-
-def _how_early(origin: Mapping[str, Any]) -> tuple[bool, int, int]:
-    return not origin["clean"], CAUSAL_ORDER.index(origin["what"]), origin["order"]

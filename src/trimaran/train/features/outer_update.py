@@ -11,29 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.data.step_batch import StepBatch
-from trimaran.nets import Network
-from trimaran.nets.local_shards import local_slices
-from trimaran.parallel import RankMesh
-from trimaran.parallel.comm.outer_step import OuterState, OuterStep, OuterTensor, build_outer_step
-from trimaran.parallel.tensor_regions import TensorIndex
-from trimaran.parallel.tensor_shards import TensorShard
+from trimaran.data import StepBatch
+from trimaran.nets import Network, local_slices
+from trimaran.parallel import OuterTensor, RankMesh, TensorIndex, TensorShard, build_outer_step
+from trimaran.parallel.comm.outer_step import OuterState, OuterStep
 from trimaran.train.checkpointing.training_state import OUTER_PREFIX, REPLICA_PREFIX, ShardKeys
 from trimaran.train.health.guard import MEMORY_CHANGED, Guard
 from trimaran.train.metrics.router_stats import copy_to_host_async, router_details, routing_counts
 from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.steppers.feature import Feature, MakeTotals, ReadDetails, UpdateContext, UpdatePart
+from trimaran.train.steppers.engine import StepperContext
+from trimaran.train.steppers.feature import Feature, MakeTotals, ReadDetails, UpdatePart
 from trimaran.train.steppers.step_totals import LossPartSums, ReducedStep, StepTotals
 
 log = logging.getLogger(__name__)
 
 
 class ReplicaKeys(ShardKeys):
-    """Names the shards of this rank's replica.
+    """Names the shards of a replica: replica 0 has the usual keys, others their own states under `replica-N/`.
 
-    Replica 0 has the usual keys, so that any other plan can load them. What another replica has for itself is under
-    `replica-N/`: optimizer states, error feedback, and the weights if they still differ after a synchronisation. A
-    replica that a checkpoint does not have starts from the state of replica 0.
+    Weights are their own only if they still differ after a synchronisation. A replica that is not saved starts from
+    replica 0.
     """
 
     def __init__(self, outer: OuterState) -> None:
@@ -60,16 +57,12 @@ class ReplicaKeys(ShardKeys):
         return [replace(shard, key=key) if key in index else shard for shard, key in keyed]
 
     def key(self, shard: TensorShard) -> str:
-        """Return the key to save a shard under."""
         is_own = shard.key.startswith(self._own) and not shard.frozen
         return f"{self._prefix}{shard.key}" if is_own else shard.key
 
 
 class OuterShards:
-    """The outer state as part of a checkpoint: the last synchronised weights, the outer momentum, the error feedback.
-
-    Their keys are `outer/weights/NAME`, `outer/momentum/NAME` and `outer/error/NAME`. See `StatePart`.
-    """
+    """The outer state in a checkpoint, under `outer/weights/`, `outer/momentum/` and `outer/error/`."""
 
     def __init__(self, outer: OuterState, keys: ReplicaKeys) -> None:
         self._outer, self._keys = outer, keys
@@ -79,7 +72,6 @@ class OuterShards:
         return self._keys.named(map(_outer_shard, self._outer.tensors()))
 
     def shards_from(self, index: TensorIndex) -> list[TensorShard]:
-        """Return the outer state that the checkpoint has; `restore` starts the rest over."""
         shards = [shard for shard in self.shards() if shard.key in index]
         self._loaded = {shard.key for shard in shards}
         return shards
@@ -95,11 +87,10 @@ def _outer_shard(each: OuterTensor) -> TensorShard:
 
 
 class ReplicaTotals(StepTotals):
-    """Sums the numbers of a step over the ranks of this replica, and over all ranks for the metrics and decisions.
+    """Sums a step over this replica (None: one rank) to update, and over all ranks for metrics and decisions.
 
-    Each replica divides its loss by its own tokens, clips by its own gradient norm, and decides alone whether to refuse
-    the update. The one sum over all ranks is read some steps later (`LocalSteps.read_delay`), so that it hides behind
-    those steps. `replica` is None if a replica is one rank.
+    Each replica refuses updates alone. The sum over all is read `LocalSteps.read_delay` steps later, so that steps hide
+    it.
     """
 
     def __init__(
@@ -137,15 +128,10 @@ class ReplicaTotals(StepTotals):
             mean = torch.where(is_valid, mean, math.nan)
         replica_squares = replica_squares * self._ranks.degrees.dp_replicate  # `squares` are of a mean over replicas
         refused = self._guard.refuses(mean[0], replica_squares.sum().sqrt().float())
-        world = WorldSums(self._batch, self._ranks)
-        world.add("loss", loss)
-        world.add("counts", self._own_counts)
-        world.add("flags", flags)
-        world.add("squares", squares)
-        world.add("refused", refused.double().reshape(1))
-        world.add("parts", parts.sums(self._batch))
-        world.add("routing", routing_counts(networks, self._ranks.device))
-        world.start()
+        here = {"loss": loss, "counts": self._own_counts, "flags": flags, "squares": squares,
+                "refused": refused.double().reshape(1), "parts": parts.sums(self._batch),
+                "routing": routing_counts(networks, self._ranks.device)}  # fmt: skip
+        world = WorldSums(self._batch, self._ranks, {name: each for name, each in here.items() if each is not None})
         return ReducedStep(
             numbers=torch.cat([mean, self._counts, replica_flags]),
             squares=replica_squares,
@@ -164,19 +150,12 @@ class ReplicaTotals(StepTotals):
 class WorldSums:
     """Named flat tensors, summed over all ranks by one all-reduce that nobody waits for until they are read."""
 
-    def __init__(self, batch: StepBatch, ranks: RankMesh) -> None:
-        self._batch, self._ranks = batch, ranks
-        self._here: dict[str, Tensor] = {}
-        self._wait: Callable[[], Tensor] = lambda: torch.empty(0)
+    def __init__(self, batch: StepBatch, ranks: RankMesh, here: dict[str, Tensor]) -> None:
+        self._batch, self._here = batch, here
+        self._wait: Callable[[], Tensor]
         self._sums: dict[str, Tensor] | None = None
-
-    def add(self, name: str, values: Tensor | None) -> None:
-        if values is not None:
-            self._here[name] = values
-
-    def start(self) -> None:
-        values = torch.cat([*self._here.values()])
-        if self._ranks.degrees.world_size == 1:
+        values = torch.cat([*here.values()])
+        if ranks.degrees.world_size == 1:
             self._wait = copy_to_host_async(values)
             return
         work: Any = dist.all_reduce(values, async_op=True)
@@ -204,11 +183,8 @@ class WorldSums:
 
     def details(self, parts: LossPartSums, networks: Sequence[Network]) -> dict[str, Any]:
         sums = self._read()
-        read_routing, read_parts = (
-            router_details(sums.get("routing"), networks),
-            parts.details(sums.get("parts"), self._batch),
-        )
-        return read_routing() | read_parts()
+        routing = router_details(sums.get("routing"), networks)
+        return routing() | parts.details(sums.get("parts"), self._batch)()
 
     def _read(self) -> dict[str, Tensor]:
         if self._sums is None:
@@ -239,7 +215,7 @@ class OuterUpdate(UpdatePart):
 class LocalStepsFeature(Feature):
     """Replicas that synchronise their weights in place of their gradients."""
 
-    def update_parts(self, context: UpdateContext) -> Sequence[UpdatePart]:
+    def update_parts(self, context: StepperContext) -> Sequence[UpdatePart]:
         outer_step = build_outer_step(context.plan, context.ranks, context.networks, last_step=context.train.steps)
         return () if outer_step is None else (OuterUpdate(outer_step, context.clock),)
 

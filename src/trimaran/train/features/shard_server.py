@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimaran.core import PHASES, Mesh, TrainSection
-from trimaran.parallel.optimizer.build_optimizer import learning_rate
-from trimaran.runs.gloo_listeners import closed_listeners
+from trimaran.parallel import learning_rate
+from trimaran.runs import closed_listeners
 from trimaran.train.health.guard import RefusedStep, StepNumbers
 from trimaran.train.steppers.update import Updater
 
@@ -71,7 +71,6 @@ class BatchCounter:
             self._changed.notify_all()
 
     def set_version(self, version: int) -> None:
-        """Say that so many updates are applied."""
         with self._changed:
             self._version = version
             self._changed.notify_all()
@@ -123,7 +122,6 @@ class RowShard:
     rows: slice
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Return these rows of a tensor of the parameter's shape."""
         return tensor[self.rows] if tensor.ndim else tensor
 
     @property
@@ -133,29 +131,27 @@ class RowShard:
 
 
 class ServerRows:
-    """The rows of all trained parameters on one server, and their flat form: one after another, in fp32, on the host.
-
-    Servers get equal numbers of rows of each parameter, as far as that is possible.
-    """
+    """The rows of all trained parameters on one server, flat, in fp32, on the host. All have about as many."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], *, server: int, num_servers: int) -> None:
-        shards = [RowShard(name, each, _rows(each, server, num_servers)) for name, each in named]
-        self.shards = [each for each in shards if each.rows.start < each.rows.stop]
+        self.shards: list[RowShard] = []
+        for name, each in named:
+            count = each.shape[0] if each.ndim else 1
+            rows = slice(count * server // num_servers, count * (server + 1) // num_servers)
+            if rows.start < rows.stop:
+                self.shards.append(RowShard(name, each, rows))
         self._sizes = [each.view(each.parameter).numel() for each in self.shards]
-
-    @property
-    def num_values(self) -> int:
-        return sum(self._sizes)
+        self.num_values = sum(self._sizes)
 
     @torch.no_grad()
     def flat_gradients(self) -> Tensor:
-        """Return the gradients of the rows; zeros for a parameter without one."""
-        parts = [each.view(_gradient(each.parameter)).reshape(-1).float() for each in self.shards]
+        held = [(each, each.parameter.grad) for each in self.shards]
+        gradients = [(each, torch.zeros_like(each.parameter) if grad is None else grad) for each, grad in held]
+        parts = [each.view(gradient).reshape(-1).float() for each, gradient in gradients]
         return torch.cat(parts).cpu() if parts else torch.empty(0)
 
     @torch.no_grad()
     def fill_weights(self, flat: Tensor) -> None:
-        """Copy these weights to the rows of the parameters."""
         if not self.shards:
             return
         targets = [each.view(each.parameter.detach()) for each in self.shards]
@@ -164,27 +160,13 @@ class ServerRows:
         torch._foreach_copy_(targets, sources)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Return the flat tensor as a view for each of the rows."""
         shapes = [each.view(each.parameter).shape for each in self.shards]
         return [part.view(shape) for part, shape in zip(flat.split(self._sizes), shapes, strict=True)]
 
 
-def _rows(parameter: Tensor, server: int, num_servers: int) -> slice:
-    count = parameter.shape[0] if parameter.ndim else 1
-    return slice(count * server // num_servers, count * (server + 1) // num_servers)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GradientFacts:
-    """What a worker sends with the gradient of a batch: `loss` is summed over its valid `tokens`.
-
-    `update` is the number of the update that it belongs to, `version` that of the weights it was computed on. `seconds`
-    are the worker's, by phase, in the order of PHASES.
-    """
+    """A gradient's update, batch, worker, version of weights, tokens, summed loss, and seconds by PHASES."""
 
     update: int
     batch: int
@@ -200,7 +182,7 @@ class GradientFacts:
         return self.update - self.version
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AppliedUpdate:
     """One update, the same on every server: its numbers, and the batches that it is made of."""
 
@@ -272,7 +254,6 @@ class ShardServer:
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise if a thread of this rank has failed."""
         if self._failure is not None:
             raise RuntimeError(f"the parameter server failed: {self._failure}") from self._failure
 
@@ -291,14 +272,12 @@ class ShardServer:
             return self.version, torch.cat(flat) if flat else torch.empty(0)
 
     def take_applied(self) -> list[AppliedUpdate]:
-        """Return the updates that were applied since the last call, in order."""
         with self._changed:
             applied, self._applied = self._applied, []
             return applied
 
     @torch.no_grad()
     def load_weights(self) -> None:
-        """Copy the weights of the module, after they were restored."""
         for shard, each in zip(self.rows.shards, self.parameters, strict=True):
             each.copy_(shard.view(shard.parameter))
 
@@ -316,7 +295,6 @@ class ShardServer:
 
     @torch.no_grad()
     def _apply(self, pushed: Sequence[tuple[GradientFacts, Tensor]]) -> None:
-        """Apply one update. The weights change under the lock, so that a pull is of one version."""
         batches = tuple(facts for facts, _ in pushed)
         tokens, total = max(1, sum(each.tokens for each in batches)), pushed[0][1]
         for _, gradients in pushed[1:]:
@@ -328,26 +306,18 @@ class ShardServer:
         squares = self._updater.measure_gradients().cpu() * dist.get_world_size(self._group)
         dist.all_reduce(squares, group=self._group)
         loss, lr = sum(each.loss for each in batches) / tokens, learning_rate(self.version, self._train)
-        with self._changed:
-            norm, refused = self._updater.update(lr, torch.tensor(loss, dtype=torch.float64), squares)
-            self._record(batches, lr=lr, loss=loss, norm=float(norm), refused=bool(refused))
-            self.version += 1
+        with self._changed:  # a pull is of one version
+            norms = self._updater.update(lr, torch.tensor(loss, dtype=torch.float64), squares)
+            norm, refused, step = float(norms[0]), bool(norms[1]), self.version + 1
+            numbers = StepNumbers(step=step, loss=loss, grad_norm=norm, refused=refused, suspects=())
+            samples = tuple(sample for each in batches for sample in self._samples_of(each.batch)) if refused else ()
+            refusal = self._updater.guard.read(numbers, self._mesh, lambda *_: samples, scaled=False)
+            if refusal is not None and refusal.action != "skip":
+                self.refusal = self.refusal or refusal
+            self._applied.append(AppliedUpdate(step, lr, loss, norm, refused, refusal, batches))
+            self.version = step
             self._changed.notify_all()
-        self._on_version(self.version)
-
-    def _record(
-        self, batches: tuple[GradientFacts, ...], *, lr: float, loss: float, norm: float, refused: bool
-    ) -> None:
-        step = self.version + 1
-        numbers = StepNumbers(step=step, loss=loss, grad_norm=norm, refused=refused, suspects=())
-        samples = tuple(sample for each in batches for sample in self._samples_of(each.batch)) if refused else ()
-        refusal = self._updater.guard.read(numbers, self._mesh, lambda *_: samples, scaled=False)
-        if refusal is not None and refusal.action != "skip":
-            self.refusal = self.refusal or refusal
-        update = AppliedUpdate(
-            step=step, lr=lr, loss=loss, grad_norm=norm, refused=refused, refusal=refusal, batches=batches
-        )
-        self._applied.append(update)
+        self._on_version(step)
 
     def _wait(self, is_ready: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: self._failure is not None or is_ready())
@@ -395,7 +365,7 @@ class ServerConnections:
         counter: BatchCounter | None,
         group: dist.ProcessGroup,
     ) -> None:
-        """`rows` are those of each rank's server, in the order of ranks."""
+        # `rows` are those of each rank's server, in the order of ranks.
         self._server, self._rows, self._rank, self._counter, self._group = server, rows, rank, counter, group
         self._others = [each for each in range(len(rows)) if each != rank]
         self._threads: list[threading.Thread] = []
@@ -459,7 +429,6 @@ class ServerConnections:
         return lowest
 
     def _ask(self, request: ServerRequest, *fields: float) -> tuple[int, int]:
-        """Send a request to rank 0 and return its answer."""
         reply = torch.zeros(NUM_REPLY_FIELDS, dtype=torch.int64)
         sent = self._send(0, request, *fields)
         dist.recv(reply, src=0, group=self._group, tag=REPLY)
@@ -478,7 +447,6 @@ class ServerConnections:
         return Sending(values, dist.irecv(values, src=rank, group=self._group, tag=tag))
 
     def _answer(self, worker: int) -> None:
-        """Answer the requests of one other rank until it ends; the thread of that rank."""
         try:
             row = torch.zeros(NUM_FIELDS, dtype=torch.float64)
             while True:
@@ -486,16 +454,19 @@ class ServerConnections:
                 request, *fields = row.tolist()
                 if request == ServerRequest.END:
                     return
-                self._answer_one(worker, ServerRequest(int(request)), fields)
+                if request == ServerRequest.PUSH:
+                    gradients = torch.empty(self._server.rows.num_values)
+                    dist.recv(gradients, src=worker, group=self._group, tag=GRADIENTS)
+                    update, batch, own, version, tokens = map(int, fields[:5])
+                    seconds = tuple(fields[6 : 6 + len(PHASES)])
+                    facts = GradientFacts(update, batch, own, version, tokens, fields[5], seconds)
+                    self._server.push(facts, gradients)
+                else:
+                    self._reply(worker, ServerRequest(int(request)), fields)
         except BaseException as error:
             self._server.fail(error)
 
-    def _answer_one(self, worker: int, request: ServerRequest, fields: Sequence[float]) -> None:
-        if request == ServerRequest.PUSH:
-            gradients = torch.empty(self._server.rows.num_values)
-            dist.recv(gradients, src=worker, group=self._group, tag=GRADIENTS)
-            self._server.push(facts_of(fields), gradients)
-            return
+    def _reply(self, worker: int, request: ServerRequest, fields: Sequence[float]) -> None:
         values: Tensor | None = None
         if request == ServerRequest.PULL:
             version, values = self._server.pull(int(fields[0]))
@@ -521,17 +492,3 @@ class Sending:
 
     def wait(self) -> None:
         self._work.wait()
-
-
-def facts_of(fields: Sequence[float]) -> GradientFacts:
-    """Return the facts that `ServerConnections.push` sends."""
-    update, batch, worker, version, tokens, loss, *seconds = fields
-    return GradientFacts(
-        update=int(update),
-        batch=int(batch),
-        worker=int(worker),
-        version=int(version),
-        tokens=int(tokens),
-        loss=loss,
-        seconds=tuple(seconds[: len(PHASES)]),
-    )

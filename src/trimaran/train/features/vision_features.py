@@ -14,22 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core import ImageRules, Plan, Recipe, UserError
-from trimaran.core.regular_files import read_regular_text, write_atomically
-from trimaran.core.units import show_bytes
-from trimaran.data.feature_cache import BF16, FeatureCache, refuse_trained_tower
-from trimaran.data.samples.sample_index import SampleIndex
-from trimaran.data.vision.image_grid import grids_of, measure_images
-from trimaran.data.vision.patches import fill_patches
-from trimaran.models import model_folder, weight_files
+from trimaran.core import ImageRules, Plan, Recipe, UserError, read_regular_text, show_bytes, write_atomically
+from trimaran.data import BF16, FeatureCache, SampleIndex, fill_patches, grids_of, measure_images
+from trimaran.data.feature_cache import refuse_trained_tower
+from trimaran.models import VlmSpec, model_folder, weight_files
 from trimaran.models.section_spec import vlm_of
-from trimaran.models.vlm_spec import VlmSpec
-from trimaran.nets import Network, initialise
-from trimaran.nets.network import network_of
+from trimaran.nets import Network, Vlm, initialise, network_of
 from trimaran.nets.vlm.patch_layout import black_image
-from trimaran.nets.vlm.vlm_model import Vlm
-from trimaran.parallel import override_precision
-from trimaran.parallel.precision import autocast
+from trimaran.parallel import autocast, override_precision
 from trimaran.train.agreement import FlagAllReduce
 from trimaran.train.inputs.training_data import load_training_data
 from trimaran.train.process.rank_setup import RankInfo
@@ -84,13 +76,10 @@ class VisionEncoder:
 
     def probe(self) -> Tensor:
         """Return the features of one empty group of patches. They have the width and dtype of all features."""
-        module = self.network.module
-        assert isinstance(module, Vlm)
-        black = black_image(module.spec.vision, self.rules.merge, self.rank_info.device)
+        black = black_image(self.spec.vision, self.rules.merge, self.rank_info.device)
         return self.encode(black.patches, black.grids)
 
     def digest(self) -> str:
-        """Return a hash of the weights of this tower."""
         digest = hashlib.sha256()
         for name, parameter in sorted(self.network.module.named_parameters()):
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
@@ -115,10 +104,33 @@ def build_feature_cache(
     """
     refuse_trained_tower(recipe)
     encoder = VisionEncoder(recipe, plan, rank_info, rules)
-    features = _open_cache(encoder, index, cache)
+    message = bytearray(KEY_CHARACTERS + 1)
+    if dist.get_rank() == 0:
+        arithmetic = [encoder.plan.precision, sorted(encoder.recipe.train.precision.items())]
+        facts = [encoder.digest(), index.digest, encoder.rules.facts(), arithmetic]
+        message[:-1] = hashlib.sha256(repr(facts).encode()).hexdigest()[:KEY_CHARACTERS].encode()
+        folder = cache / "features" / message[:-1].decode()
+        names = {str(dtype): dtype for dtype in STORED_DTYPES}
+        note = folder / "dtype"
+        if not note.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(note, str(encoder.probe().dtype), sync=True)
+        message[-1] = [*STORED_DTYPES].index(names[read_regular_text(note, follow_links=True)])
+    dist.broadcast(torch.frombuffer(message, dtype=torch.uint8), src=0)
+    dtype, tokens = [*STORED_DTYPES.values()][message[-1]], measure_images(index.image_sizes, encoder.rules).tokens
+    width = encoder.spec.feature_width * encoder.spec.num_projections
+    features = FeatureCache(cache / "features" / message[:-1].decode(), tokens, width=width, dtype=dtype)
     for rank, size in ((rank_info.rank, rank_info.world_size), (rank_info.local_rank, rank_info.local_world_size)):
         missing = features.missing()
-        _check_disk_space(features, missing, cache)
+        need = sum(map(features.num_bytes, missing))
+        cache.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(cache).free
+        # All ranks must raise together; otherwise those with enough space would wait for the others.
+        if FlagAllReduce(need > free).wait():
+            raise UserError("T063", f"the features of all images need {show_bytes(need)}, and the cache folder has "
+                            f"{show_bytes(free)} left", where="data.samples.cache_features",
+                            fix="set it to false, make data.samples.max_pixels smaller, or use a larger disk: "
+                            "TRIMARAN_CACHE")  # fmt: skip
         mine, rounds, log_every = missing[rank::size], 0, max(1, len(missing) // (size * NUM_PROGRESS_LINES))
         # The ranks go part by part together, so that no rank waits for longer than a part takes.
         while FlagAllReduce(bool(mine)).wait():
@@ -134,32 +146,7 @@ def build_feature_cache(
     return features
 
 
-def _open_cache(encoder: VisionEncoder, index: SampleIndex, cache: Path) -> FeatureCache:
-    """Return the cache for these features. Rank 0 computes its key and dtype and broadcasts them."""
-    message = bytearray(KEY_CHARACTERS + 1)
-    if dist.get_rank() == 0:
-        arithmetic = [encoder.plan.precision, sorted(encoder.recipe.train.precision.items())]
-        facts = [encoder.digest(), index.digest, encoder.rules.facts(), arithmetic]
-        message[:-1] = hashlib.sha256(repr(facts).encode()).hexdigest()[:KEY_CHARACTERS].encode()
-        message[-1] = [*STORED_DTYPES].index(_feature_dtype(encoder, cache / "features" / message[:-1].decode()))
-    dist.broadcast(torch.frombuffer(message, dtype=torch.uint8), src=0)
-    dtype, tokens = [*STORED_DTYPES.values()][message[-1]], measure_images(index.image_sizes, encoder.rules).tokens
-    width = encoder.spec.feature_width * encoder.spec.num_projections
-    return FeatureCache(cache / "features" / message[:-1].decode(), tokens, width=width, dtype=dtype)
-
-
-def _feature_dtype(encoder: VisionEncoder, folder: Path) -> torch.dtype:
-    """Return the dtype of the features: the one that the cache recorded, or else that of a probe."""
-    names = {str(dtype): dtype for dtype in STORED_DTYPES}
-    note = folder / "dtype"
-    if not note.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(note, str(encoder.probe().dtype), sync=True)
-    return names[read_regular_text(note, follow_links=True)]
-
-
 def _encode_part(encoder: VisionEncoder, index: SampleIndex, images: range) -> tuple[np.ndarray, dict[int, str]]:
-    """Return the features of the images of a part, and the error of each image that could not be decoded."""
     bad: dict[int, str] = {}
     encoded = []
     with ThreadPoolExecutor(DECODER_THREADS) as pool:
@@ -175,7 +162,6 @@ def _encode_part(encoder: VisionEncoder, index: SampleIndex, images: range) -> t
 
 
 def _load_patches(number: int, index: SampleIndex, rules: ImageRules) -> tuple[np.ndarray, np.ndarray, str]:
-    """Return the patches of an image, its grids, and the error if it could not be decoded."""
     width, height = index.image_sizes[number].tolist()
     grids = grids_of((width, height), rules)
     patches = np.zeros((int(grids.prod(1).sum()), 3 * rules.frames * rules.patch**2), dtype=np.uint8)
@@ -200,34 +186,14 @@ def _batches(numbers: Sequence[int], index: SampleIndex, rules: ImageRules) -> I
     yield batch
 
 
-def _check_disk_space(features: FeatureCache, missing: Sequence[int], cache: Path) -> None:
-    need = sum(map(features.num_bytes, missing))
-    cache.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(cache).free
-    # All ranks must raise together; otherwise those with enough space would wait for the others.
-    if FlagAllReduce(need > free).wait():
-        raise UserError("T063", f"the features of all images need {show_bytes(need)}, and the cache folder has "
-                        f"{show_bytes(free)} left", where="data.samples.cache_features",
-                        fix="set it to false, make data.samples.max_pixels smaller, or use a larger disk: "
-                        "TRIMARAN_CACHE")  # fmt: skip
-
-
 class CachedFeatures(Feature):
     """Trains on features of a frozen vision tower that are computed once."""
 
     def wrap_load(self, load: Load, context: LoadContext) -> Load:
-        progress = context.report_progress
-        features = partial(
-            build_feature_cache, context.recipe, context.plan, context.rank_info, report_progress=progress
-        )
-        return partial(
-            load_training_data,
-            context.recipe,
-            context.networks[0],
-            cache=context.cache,
-            report_progress=progress,
-            cache_features=features,
-        )
+        recipe, network, progress = context.recipe, context.networks[0], context.report_progress
+        features = partial(build_feature_cache, recipe, context.plan, context.rank_info, report_progress=progress)
+        load = partial(load_training_data, recipe, network, cache=context.cache, report_progress=progress)
+        return partial(load, cache_features=features)
 
 
 FEATURE = CachedFeatures()

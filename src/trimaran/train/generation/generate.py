@@ -1,23 +1,152 @@
-"""Text generation from a trained network."""
+"""Text generation from a trained network: logits of the next token, its choice, and the sequence."""
 
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.core import ModelSection, UserError
-from trimaran.core.parse_text import TextError, load_json
-from trimaran.core.regular_files import read_regular_bytes
-from trimaran.data.text.tokenizer import Tokenizer, open_tokenizer
+from trimaran.core import ModelSection, TextError, UserError, load_json, read_regular_bytes
+from trimaran.data import Tokenizer, grid_positions, open_tokenizer
 from trimaran.models import weight_files
 from trimaran.nets import Network, open_network
-from trimaran.train.generation.next_token import NextTokenModel
-from trimaran.train.generation.sampling import TokenSampler
+
+FEW_TOKENS = 1024  # top-p seldom keeps more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a token is chosen: temperature 0 takes the likeliest, `top_k` 0 and `top_p` 1 leave none out.
+
+    `top_p` keeps the fewest of the likeliest whose probabilities sum to it.
+    """
+
+    temperature: float = 0.9
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class TokenSampler:
+    """Chooses one token after another, with a CPU generator: every rank and every device chooses the same one."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._generator = torch.Generator().manual_seed(sampling.seed)
+
+    def next_token(self, logits: Tensor) -> int:
+        """Return one id, given logits [vocabulary] on the CPU."""
+        if torch.isnan(logits).any():
+            raise UserError("M022", "the network computes NaN instead of a next token", where="the trained weights",
+                            fix="the run has diverged or the weights are damaged: generate from another checkpoint, "
+                            "see `trimaran generate RUN --step N`")  # fmt: skip
+        if not self._sampling.temperature:
+            return int(logits.argmax())
+        # In fp64, so that a temperature close to 0 has no NaN: it is the likeliest token.
+        scaled = (logits.double() - logits.max()) / self._sampling.temperature
+        probabilities, ids = self._kept(torch.softmax(scaled, dim=-1))
+        sums = probabilities.cumsum(-1)
+        drawn = torch.rand((), dtype=torch.float64, generator=self._generator) * sums[-1]
+        index = int(torch.searchsorted(sums, drawn, right=True).clamp(max=len(sums) - 1))
+        return index if ids is None else int(ids[index])
+
+    def _kept(self, probabilities: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the probabilities that `top_k` and then `top_p` keep, and their ids; None if they are all."""
+        top_k, top_p = self._sampling.top_k, self._sampling.top_p
+        if not top_k and top_p >= 1:
+            return probabilities, None
+        count = min(top_k or FEW_TOKENS, len(probabilities))
+        kept, ids = probabilities.topk(count)
+        if not top_k and kept.sum() < top_p:  # rare: a sort of the whole vocabulary is slow
+            kept, ids = probabilities.sort(descending=True)
+        before = kept.cumsum(-1) - kept
+        whole = kept.sum() if top_k else 1.0
+        count = max(1, int((before < top_p * whole).sum()))
+        return kept[:count], ids[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class NextTokenModel:
+    """Computes the logits [vocabulary], fp32 on the CPU, of the token that follows at most `max_length` ids (CPU)."""
+
+    logits: Callable[[Tensor], Tensor]
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """Patches u8 [P, values] and grids [parts, 2] of an image at token `first`; `merge`**2 patches are a token."""
+
+    patches: np.ndarray
+    grids: np.ndarray
+    first: int
+    merge: int
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """The first token, and the rows and columns of tokens, of each part."""
+        sizes = (self.grids // self.merge).tolist()
+        starts = accumulate((rows * columns for rows, columns in sizes), initial=self.first)
+        return [(start, rows, columns) for start, (rows, columns) in zip(starts, sizes, strict=False)]
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.patches) // self.merge**2
+
+
+class CachedLogits:
+    """Computes logits after a sequence, running only what differs from the last one.
+
+    `images` are those of all sequences, in order. With `has_grid` positions are time, row and column (Qwen2-VL).
+    """
+
+    def __init__(self, network: Network, device: torch.device, *, has_grid: bool = False) -> None:
+        self._network, self._device, self._has_grid = network, device, has_grid
+        self._cache = network.new_cache()
+        self._ids = torch.empty(0, dtype=torch.long)
+        self.images: list[PlacedImage] = []
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return the logits of the token after `ids` [length]."""
+        is_longer = self._cache.length <= self._network.long_after < len(ids)  # from now on angles are others
+        self._cache.truncate(0 if is_longer else self._num_unchanged(ids))
+        start = self._cache.length
+        inputs = {"tokens": ids[None, start:].to(self._device), **self._image_inputs(start, len(ids))}
+        self._ids = ids[:0]  # if this fails, nothing is known of the cache
+        logits = self._network.extend(self._cache, inputs)[0, 0].float().cpu()
+        self._ids = ids.clone()
+        return logits
+
+    def _num_unchanged(self, ids: Tensor) -> int:
+        """Return how many tokens of the cache stay: not all of `ids`, and no part of an image."""
+        most = min(len(self._ids), len(ids) - 1)
+        differs = (self._ids[:most] != ids[:most]).nonzero()
+        same = int(differs[0]) if len(differs) else most
+        return min([same, *(each.first for each in self.images if each.first < same < each.stop)])
+
+    def _image_inputs(self, start: int, stop: int) -> dict[str, Tensor]:
+        images = [each for each in self.images if each.stop <= stop]
+        inputs = {}
+        if self._has_grid:
+            spans = [span for each in images for span in each.spans]
+            inputs["positions"] = torch.from_numpy(grid_positions(stop, spans)[:, None, start:])
+        if new := [each for each in images if each.first >= start]:
+            inputs["patches"] = torch.from_numpy(np.concatenate([each.patches for each in new]))
+            inputs["grids"] = torch.from_numpy(np.concatenate([each.grids for each in new]))
+        return {name: each.to(self._device) for name, each in inputs.items()}
+
+
+def whole_sequence_logits(network: Network, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return a function that runs the whole sequence through a network whose architecture has no usable cache."""
+    return lambda ids: network.forward({"tokens": ids[None].to(device)})[0][0, -1].float().cpu()
+
 
 TOKENIZER = "trimaran-tokenizer.json"
 
@@ -39,7 +168,6 @@ def open_saved_tokenizer(folder: Path) -> Tokenizer:
 
 
 def first_device() -> torch.device:
-    """Return this machine's first device."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -60,10 +188,7 @@ def load_trained(section: ModelSection, folder: Path, device: torch.device | Non
 
 
 def unfilled_network(section: ModelSection, device: torch.device) -> Network:
-    """Return the unsharded network of `section` on `device`. Weights of ours are undefined, those of hf as on disk.
-
-    Layers that predict later tokens are left out: only training needs them.
-    """
+    """Return the unsharded network of `section`, without layers for later tokens. Our weights are undefined."""
     network, fill = open_network(section.model_copy(update={"multi_token_prediction": None}))
     fill(device)
     return network
@@ -127,7 +252,6 @@ class Generation:
 
     @property
     def new_ids(self) -> list[int]:
-        """The tokens generated so far."""
         return self.ids[self.num_prompt_ids :]
 
     @torch.no_grad()

@@ -48,14 +48,19 @@ class Compilations:
         self._register_callbacks()
 
     def end_step(self, step: int) -> None:
-        """Count what was compiled in `step`, which has just ended."""
         self._register_callbacks()
         new = self._count_new()
         if step < self._step or self._step < 0:
             self._first = step
         elif new > 0 and step > self._first + WARM_UP_STEPS:
             self.late += new
-            self._late_by_step = {step: _newest(new)}  # taken before the next step ends
+            # The last `number` compilations; torch remembers only some dozens.
+            late: list[LateCompilation] = []
+            for each in [each for each in _dynamo_utils().get_compilation_metrics() if each.co_name][-new:]:
+                what = f"{each.co_name} ({Path(each.co_filename or '').name}:{each.co_firstlineno})"
+                why = (each.recompile_reason or "it was not compiled before").strip().splitlines()[0]
+                late.append(LateCompilation(what=what, why=why))
+            self._late_by_step = {step: tuple(late)}  # taken before the next step ends
         self._step = step
 
     def restart(self) -> None:
@@ -111,7 +116,6 @@ class Compilations:
         return "CUDA graphs" if trigger == "CUDAGRAPH_RECORDING" else trigger.lower().replace("_", " ")
 
     def _count_new(self) -> int:
-        """Count the compilations since the last call, and return how many they are."""
         new = _count() - self._count_before - self.count
         if new:
             self.count, self.seconds = self.count + new, _seconds() - self._seconds_before
@@ -129,7 +133,6 @@ class Compilations:
 
     @property
     def metrics(self) -> dict[str, int]:
-        """The counts in a step's metrics; empty when nothing was compiled."""
         return {"compiles": self.count, "recompiles": self.late} if self.count else {}
 
     def summary(self) -> dict[str, Any]:
@@ -142,10 +145,7 @@ class Compilations:
 
 
 def _compiled_function() -> str:
-    """Return the function that dynamo is compiling, such as `DecoderLayer.forward`. Only valid inside its callback.
-
-    torch does not pass it to callbacks; it is an argument of the function that calls them.
-    """
+    """Return what dynamo compiles, inside its callback: torch passes it to the callback's caller only."""
     frame = sys._getframe()
     for _ in range(MAX_FRAMES):
         if frame is None:
@@ -173,15 +173,3 @@ def _seconds() -> float:
     utils = _dynamo_utils()
     backwards = [each.duration_us or 0 for each in utils.get_compilation_metrics() if each.is_forward is False]
     return sum(utils.compilation_time_metrics[COMPILE_TIME_METRIC]) + sum(backwards) / 1e6
-
-
-def _newest(number: int) -> tuple[LateCompilation, ...]:
-    """Return the last `number` compilations; torch remembers only some dozens."""
-    newest = [each for each in _dynamo_utils().get_compilation_metrics() if each.co_name][-number:]
-    return tuple(
-        LateCompilation(
-            what=f"{each.co_name} ({Path(each.co_filename or '').name}:{each.co_firstlineno})",
-            why=(each.recompile_reason or "it was not compiled before").strip().splitlines()[0],
-        )
-        for each in newest
-    )

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.core import FaultsSection, Mesh, UserError
-from trimaran.data.quarantine import Quarantine, read_quarantine
-from trimaran.parallel.optimizer.build_optimizer import LossScale
+from trimaran.data import Quarantine, read_quarantine
+from trimaran.parallel import LossScale
 from trimaran.runs import RunDirectory
 from trimaran.train.health.memory_check import ReplicaDifference, ShardCheck
 
@@ -53,7 +53,6 @@ class BadSampleCount:
 
 
 def too_many_bad_samples(bad_samples: BadSampleCount, run: RunDirectory, step: int) -> UserError:
-    """Return the error that ends a run with too many bad samples."""
     return UserError("T055", f"{bad_samples.bad:,} of {bad_samples.seen:,} samples could not be used up to step {step}",
                      where=f"data (each is a bad_sample event in {run.path / 'events'})",
                      fix="fix the data or allow more with data.samples.max_bad, then resume from the last "
@@ -62,11 +61,10 @@ def too_many_bad_samples(bad_samples: BadSampleCount, run: RunDirectory, step: i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepNumbers:
-    """The numbers of one step once they are on the host, the same on every rank.
+    """The numbers of a step on the host, the same on every rank.
 
-    `refused`: the update was not applied. `suspects`: the ranks whose own part of the loss was bad. `batches_differ`:
-    ranks that share a batch did not load the same one. `corrupted`: the ranks whose weights or optimizer states changed
-    since the update before, though no update wrote to them. `rank_sums`: sums of `Meters.rank_counts` over all ranks.
+    `suspects`: ranks whose part of the loss was bad. `corrupted`: those whose state changed without an update.
+    `rank_sums`: of `Meters.rank_counts`.
     """
 
     step: int
@@ -105,7 +103,6 @@ class RefusedStep:
         return not self.weights_differ and not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the data of a `skip` event."""
         names = ("step", "reason", "loss", "grad_norm", "ranks", "sample_ids", "action")
         return {name: getattr(self, name) for name in names}
 
@@ -133,7 +130,6 @@ class Guard:
         self._rewound: set[int] = set()  # not in the checkpoint state: a rewind must not undo it
 
     def watch_memory(self, check: ShardCheck) -> None:
-        """Refuse steps before which this check finds that memory has changed outside of an update."""
         self.shard_check = check
 
     @property
@@ -156,10 +152,7 @@ class Guard:
         return (loss.abs() <= min(MAX_FLOAT32, self.limit * max(1, num_valid))).logical_not()
 
     def read(self, numbers: StepNumbers, mesh: Mesh, samples: Samples, *, scaled: bool) -> RefusedStep | None:
-        """Record a step; return what was wrong with it, or None. Every rank calls it for every step.
-
-        With a loss scale (`scaled`), a NaN or Inf gradient norm only makes the scale smaller, and is not reported.
-        """
+        """Record a step; return what was wrong, or None. With a loss scale (`scaled`) an overflow is expected."""
         if not numbers.refused:
             self._good_steps += 1
             self._mean += (numbers.loss - self._mean) / min(self._good_steps, MEAN_LOSS_STEPS)
@@ -167,28 +160,29 @@ class Guard:
             return None
         if scaled and not math.isfinite(numbers.grad_norm) and math.isfinite(numbers.loss):
             return None
+        step, loss, norm = numbers.step, numbers.loss, numbers.grad_norm
         if numbers.corrupted:
-            return self._on_changed_memory(numbers)
+            return RefusedStep(
+                step=step,
+                good_step=max(0, step - 2),  # the last step may have been copied after memory changed
+                reason=f"memory of rank {', '.join(map(str, numbers.corrupted))} changed between two updates",
+                loss=loss,
+                grad_norm=norm,
+                ranks=numbers.corrupted,
+                sample_ids=(),
+                action=self._rewind_or_stop(step),
+                weights_differ=True,
+                memory_changed=True,
+            )
         self._in_a_row += 1
         data_ranks = sorted({rank // (mesh.cp * mesh.tp) % mesh.dp for rank in numbers.suspects}) or range(mesh.dp)
-        sample_ids = () if numbers.batches_differ else samples(numbers.step - 1, data_ranks)
-        return RefusedStep(
-            step=numbers.step,
-            good_step=numbers.step - 1,
-            reason=self._reason(numbers),
-            loss=numbers.loss,
-            grad_norm=numbers.grad_norm,
-            ranks=numbers.suspects,
-            sample_ids=sample_ids,
-            action=self._action(numbers, sample_ids),
-        )
+        ids = () if numbers.batches_differ else samples(step - 1, data_ranks)
+        reason, action, ranks = self._reason(numbers), self._action(numbers, ids), numbers.suspects
+        return RefusedStep(step=step, good_step=step - 1, reason=reason, loss=loss, grad_norm=norm, ranks=ranks,
+                           sample_ids=ids, action=action)  # fmt: skip
 
     def on_replica_difference(self, difference: ReplicaDifference) -> RefusedStep:
-        """Return what to do when replicas differ: rewind, or stop if a rewind from this step did not help.
-
-        Skipping does not help: the weights are wrong already.
-        """
-        rewound_before = difference.step in self._rewound
+        """Return what to do when replicas differ: rewind, or stop if a rewind from this step did not help."""
         return RefusedStep(
             step=difference.step,
             good_step=difference.since,
@@ -197,28 +191,12 @@ class Guard:
             grad_norm=math.nan,
             ranks=difference.ranks,
             sample_ids=(),
-            action="stop" if rewound_before or self._faults.not_finite == "stop" else "rewind",
+            action=self._rewind_or_stop(difference.step),
             weights_differ=True,
         )
 
-    def _on_changed_memory(self, numbers: StepNumbers) -> RefusedStep:
-        """Return what to do when memory changed between the updates of the last step and this one.
-
-        The last step may have been copied after the change, so the last good state is the one before it.
-        """
-        is_final = numbers.step in self._rewound or self._faults.not_finite == "stop"
-        return RefusedStep(
-            step=numbers.step,
-            good_step=max(0, numbers.step - 2),
-            reason=f"memory of rank {', '.join(map(str, numbers.corrupted))} changed between two updates",
-            loss=numbers.loss,
-            grad_norm=numbers.grad_norm,
-            ranks=numbers.corrupted,
-            sample_ids=(),
-            action="stop" if is_final else "rewind",
-            weights_differ=True,
-            memory_changed=True,
-        )
+    def _rewind_or_stop(self, step: int) -> Literal["rewind", "stop"]:
+        return "stop" if step in self._rewound or self._faults.not_finite == "stop" else "rewind"
 
     def rewind(self, refusal: RefusedStep, *, write: bool) -> None:
         """Quarantine the samples of a refused step. `write`: also on disk, which one rank does."""

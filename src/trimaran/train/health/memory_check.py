@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.parallel.comm.json_exchange import broadcast_json
-from trimaran.parallel.tensor_shards import TensorShard, store_of
-from trimaran.parallel.tensor_sums import TensorChecksums, addresses_of, can_sum
+from trimaran.core import DEVICE_TRAITS
+from trimaran.parallel import TensorChecksums, TensorShard, broadcast_json, store_of
+from trimaran.parallel.tensor_sums import addresses_of, can_sum
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +38,7 @@ MAX_FRACTION = 0.01
 """The largest fraction of the time that checksums may take. If all of them take longer, each step checks a part."""
 SMALL_BYTES = 32 << 10
 """Tensors in host memory up to this size are copied and compared, which is faster than a checksum of each."""
-MAX_COPIED_BYTES = 4 << 20
-"""The most that copies of small tensors take. The rest get checksums."""
+MAX_COPIED_BYTES = 4 << 20  # the most that copies of small tensors take. The rest get checksums.
 DEVICE_BYTES_PER_SECOND = 1e12  # of reductions on a GPU, whose time the host cannot measure without waiting
 FIRST_STEPS = 5  # FSDP moves tensors at the first steps, and optimizers create their states
 REVIEW_STEPS = 100
@@ -51,11 +49,7 @@ Contents = tuple[bytes, list[int], Tensor | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDifference:
-    """Replicas that are no longer equal.
-
-    `ranks` differ from the majority. Without a majority they are all ranks that hold the tensor, and `known` is False.
-    `since` is the last step at which all replicas were equal.
-    """
+    """Replicas that differ since step `since`: `ranks` from a majority, or all that hold it if not `known`."""
 
     step: int
     ranks: tuple[int, ...]
@@ -64,19 +58,12 @@ class ReplicaDifference:
     since: int
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the data of an `error` event."""
-        who = (
-            "more than one rank holds" if not self.known else "one rank holds" if len(self.ranks) == 1 else "ranks hold"
-        )
+        who = "more than one rank holds"
+        if self.known:
+            who = "one rank holds" if len(self.ranks) == 1 else "ranks hold"
         message = f"replicas differ: {who} other bits of {', '.join(self.keys[:2])} than the rest"
-        return {
-            "type": "ReplicasDiffer",
-            "message": message,
-            "cause": "numeric",
-            "ranks": list(self.ranks),
-            "keys": list(self.keys),
-            "since": self.since,
-        }
+        facts = {"ranks": list(self.ranks), "keys": list(self.keys), "since": self.since}
+        return {"type": "ReplicasDiffer", "message": message, "cause": "numeric", **facts}
 
 
 CompareReplicas = Callable[[int], ReplicaDifference | None]
@@ -100,28 +87,44 @@ class ReplicaCheck:
         self._last = step
         if step % self._every or self._replicated is False or dist.get_world_size() == 1:
             return None
-        weights = [each for each in self._shards() if _is_weight(each)]
-        table = _gather(weights, self._device)
-        self._replicated = bool((_num_holders(table[..., 0]) > 1).any())
-        differing, known, ids = find_differing_ranks(table)
+        # Not buffers that forward changes, nor weights that differ by design.
+        keyed = (each for each in self._shards() if each.key.startswith(("model/", "outer/weights/")))
+        weights = [each for each in keyed if not each.changed_by_forward and each.tensor.numel() > 0]
+        device = self._device
+        length = torch.tensor(len(weights), device=device)
+        dist.all_reduce(length, op=dist.ReduceOp.MAX)
+        mine = torch.zeros(int(length), 2, dtype=torch.int64, device=device)
+        if weights:
+            tensors = [each.tensor for each in weights if isinstance(each.tensor, Tensor)]
+            assert len(tensors) == len(weights), "weights that are split into two halves are never replicated"
+            mine[: len(weights), 0] = torch.tensor([_shard_id(each) for each in weights], device=device)
+            mine[: len(weights), 1] = torch.stack([bit_checksum(each).to(device) for each in tensors])
+        gathered = torch.empty(dist.get_world_size() * mine.shape[0], 2, dtype=torch.int64, device=device)
+        gather_single(gathered, mine)
+        table = gathered.reshape(-1, *mine.shape).cpu().numpy()
+        ids = table[..., 0]
+        _, num_holders = np.unique(ids[ids != 0], return_counts=True)  # 0 is padding
+        self._replicated = bool((num_holders > 1).any())
+        differing, known, shards = find_differing_ranks(table)
         if not differing:
             self._since = step
             return None
-        keys = tuple(each.key for each in weights if _shard_id(each) in ids)[:MAX_REPORTED_KEYS]
+        keys = tuple(each.key for each in weights if _shard_id(each) in shards)[:MAX_REPORTED_KEYS]
         # Pipeline stages hold different keys, so those of one differing rank go to all.
         keys = tuple(broadcast_json(keys, src=differing[0]))
         return ReplicaDifference(step=step, ranks=differing, known=known, keys=keys, since=self._since)
 
 
 def find_differing_ranks(table: np.ndarray) -> tuple[tuple[int, ...], bool, frozenset[int]]:
-    """Return the ranks that differ, whether a majority differs from them, and the ids of the shards that differ.
-
-    `table` is int64 [ranks, shards, 2]: id and checksum of each shard. The id 0 is padding.
-    """
+    """Return the ranks and shards that differ, and whether from a majority, of [ranks, shards, (id, checksum)]."""
     ids, checksums = table[..., 0], table[..., 1]
     differing: set[int] = set()
     known, differing_ids = True, set()
-    for shard_id in _unequal(ids, checksums):
+    order = np.argsort(ids, axis=None, kind="stable")
+    flat_ids, flat_checksums = ids.reshape(-1)[order], checksums.reshape(-1)[order]
+    starts = np.flatnonzero(np.r_[True, flat_ids[1:] != flat_ids[:-1]])
+    low, high = np.minimum.reduceat(flat_checksums, starts), np.maximum.reduceat(flat_checksums, starts)
+    for shard_id in [int(shard_id) for shard_id in flat_ids[starts[low != high]] if shard_id != 0]:
         ranks, columns = np.nonzero(ids == shard_id)
         votes = Counter(checksums[ranks, columns].tolist())
         (majority, count), *others = votes.most_common()
@@ -133,42 +136,6 @@ def find_differing_ranks(table: np.ndarray) -> tuple[tuple[int, ...], bool, froz
     return tuple(sorted(differing)), known, frozenset(differing_ids)
 
 
-def _unequal(ids: np.ndarray, checksums: np.ndarray) -> list[int]:
-    """Return the ids whose checksums are not all equal."""
-    order = np.argsort(ids, axis=None, kind="stable")
-    flat_ids, flat_checksums = ids.reshape(-1)[order], checksums.reshape(-1)[order]
-    starts = np.flatnonzero(np.r_[True, flat_ids[1:] != flat_ids[:-1]])
-    low, high = np.minimum.reduceat(flat_checksums, starts), np.maximum.reduceat(flat_checksums, starts)
-    return [int(shard_id) for shard_id in flat_ids[starts[low != high]] if shard_id != 0]
-
-
-def _num_holders(ids: np.ndarray) -> np.ndarray:
-    """Return how many ranks hold each shard."""
-    without_padding = ids[ids != 0]
-    if not without_padding.size:
-        return np.zeros(1, dtype=np.int64)
-    return np.unique(without_padding, return_counts=True)[1]
-
-
-def _gather(shards: Sequence[TensorShard], device: torch.device) -> np.ndarray:
-    """Return id and checksum of all shards of all ranks: [ranks, shards, 2], padded with zeros."""
-    length = torch.tensor(len(shards), device=device)
-    dist.all_reduce(length, op=dist.ReduceOp.MAX)
-    mine = torch.zeros(int(length), 2, dtype=torch.int64, device=device)
-    if shards:
-        mine[: len(shards), 0] = torch.tensor([_shard_id(each) for each in shards], device=device)
-        mine[: len(shards), 1] = torch.stack([bit_checksum(each).to(device) for each in _tensors(shards)])
-    gathered = torch.empty(dist.get_world_size() * mine.shape[0], 2, dtype=torch.int64, device=device)
-    gather_single(gathered, mine)
-    return gathered.reshape(-1, *mine.shape).cpu().numpy()
-
-
-def _tensors(shards: Sequence[TensorShard]) -> list[Tensor]:
-    tensors = [each.tensor for each in shards if isinstance(each.tensor, Tensor)]
-    assert len(tensors) == len(shards), "weights that are split into two halves are never replicated"
-    return tensors
-
-
 def bit_checksum(tensor: Tensor) -> Tensor:
     """Return the sum of the tensor's bits, read as integers: a scalar on the tensor's device."""
     flat = tensor.detach().contiguous().reshape(-1)
@@ -176,15 +143,6 @@ def bit_checksum(tensor: Tensor) -> Tensor:
     if flat.storage_offset() * flat.element_size() % size:
         flat = flat.clone()  # all ranks must sum the same integers, wherever the tensor starts in its storage
     return flat.view(torch.uint8).view(INTEGER_BY_SIZE[size]).sum(dtype=torch.int64)
-
-
-def _is_weight(shard: TensorShard) -> bool:
-    """Return whether a shard is compared. Buffers that forward changes may differ; frozen weights must not.
-
-    The last synchronised weights of replicas that train alone must be equal, too.
-    """
-    is_weight = shard.key.startswith(("model/", "outer/weights/"))
-    return is_weight and not shard.changed_by_forward and shard.tensor.numel() > 0
 
 
 def _shard_id(shard: TensorShard) -> int:
@@ -277,14 +235,11 @@ class ShardCheck:
 
     @property
     def num_parts(self) -> int:
-        """How many steps it takes to check everything once: each step checks a part. 1: every step checks all."""
+        """How many steps it takes to check everything once."""
         return len(self._parts)
 
     def record(self, weights: Sequence[Tensor] = ()) -> None:
-        """Record the contents after an update.
-
-        If one of these weights is elsewhere at `verify`, nothing is compared: what was recorded is no longer in use.
-        """
+        """Record the contents after an update. Nothing is compared if one of the weights is elsewhere at `verify`."""
         if not self._max_fraction:
             return
         began = self._now()
@@ -295,7 +250,10 @@ class ShardCheck:
         self._weights, self._addresses = weights, addresses
         is_review = self._num_records <= FIRST_STEPS or self._num_records % REVIEW_STEPS == 0
         if moved or is_review:
-            self._split(self._review_num_parts if is_review else lambda _: max(1, len(self._parts)))
+            count_parts = self._review_num_parts if is_review else lambda _: max(1, len(self._parts))
+            shards = [shard for shard in self._shards() if shard.key not in self._left_out]
+            tensors = [each for shard in shards for each in checked_tensors(shard, self._device)]
+            self._parts = split_evenly(tensors, count_parts(tensors)) if tensors else []
             began = self._now()  # this is rare, and says nothing about the cost of a check
         self._num_records += 1
         if self._parts:
@@ -312,7 +270,10 @@ class ShardCheck:
         after = part.record()
         changed = torch.full((), float(before[:2] != after[:2]), device=self._device)
         if not self._verified:
-            self._leave_out(part.changed_keys(before, after))
+            keys = part.changed_keys(before, after)
+            if keys:
+                log.warning("not checked for flipped bits, as the model itself changes them: %s", ", ".join(keys))
+                self._left_out |= {*keys}
             changed.zero_()
         elif before[2] is not None and after[2] is not None:
             changed = torch.maximum(changed, (before[2] != after[2]).any().to(changed))
@@ -322,27 +283,12 @@ class ShardCheck:
         return changed
 
     def forget(self) -> None:
-        """Forget what was recorded: the state is being restored."""
         self._part = None
 
     def changed_keys(self) -> list[str]:
-        """Return the keys of the tensors that had changed at the last two calls of `verify`. Waits for the device.
-
-        The result of a step is read one step later, so that the last call may be that of the step after it.
-        """
+        """Return what had changed at the last two calls of `verify`: a step's result is read one step later."""
         keys = [key for part, before, after in self._verified for key in part.changed_keys(before, after)]
         return [key for key in keys if key not in self._left_out]
-
-    def _leave_out(self, keys: Sequence[str]) -> None:
-        if keys:
-            log.warning("not checked for flipped bits, as the model itself changes them: %s", ", ".join(keys))
-            self._left_out |= {*keys}
-
-    def _split(self, count_parts: Callable[[Sequence[CheckedTensor]], int]) -> None:
-        """Find the tensors, and split them into parts."""
-        shards = [shard for shard in self._shards() if shard.key not in self._left_out]
-        tensors = [each for shard in shards for each in checked_tensors(shard, self._device)]
-        self._parts = split_evenly(tensors, count_parts(tensors)) if tensors else []
 
     def _review_num_parts(self, tensors: Sequence[CheckedTensor]) -> int:
         """Return into how many parts to split, so that checks take no more than their time."""
@@ -359,7 +305,6 @@ class ShardCheck:
 
 
 def split_evenly(tensors: Sequence[CheckedTensor], num_parts: int) -> list[ShardPart]:
-    """Return the tensors in parts of similar size, in order."""
     total, parts, done = sum(each.tensor.nbytes for each in tensors), [[] for _ in range(num_parts)], 0
     for each in tensors:
         parts[min(num_parts - 1, done * num_parts // max(1, total))].append(each)
@@ -373,19 +318,16 @@ def checked_tensors(shard: TensorShard, device: torch.device) -> list[CheckedTen
         return []
     halves = shard.tensor if isinstance(shard.tensor, Tensor) else (getattr(shard.tensor, half) for half in HALVES)
     tensors = [each.detach() for each in ([halves] if isinstance(halves, Tensor) else halves)]
-    return [CheckedTensor(key=shard.key, tensor=each, flat=_flat_bytes(each)) for each in tensors
-            if each.device.type == device.type and each.numel() and store_of(each) is None]  # fmt: skip
-
-
-def _flat_bytes(tensor: Tensor) -> np.ndarray | None:
-    """Return the memory of a contiguous tensor on the host as bytes; None for any other."""
-    if not tensor.is_cpu or not tensor.is_contiguous():
-        return None
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    checked = []
+    for each in tensors:
+        if each.device.type == device.type and each.numel() and store_of(each) is None:
+            on_host = each.is_cpu and each.is_contiguous()
+            flat = each.reshape(-1).view(torch.uint8).numpy() if on_host else None
+            checked.append(CheckedTensor(key=shard.key, tensor=each, flat=flat))
+    return checked
 
 
 def _words(flat: np.ndarray) -> np.ndarray:
-    """Return the bytes as the widest integers that fit."""
     for dtype in (np.int64, np.int32, np.int16):
         size = np.dtype(dtype).itemsize
         if flat.nbytes % size == 0 and flat.ctypes.data % size == 0:

@@ -5,15 +5,19 @@ from functools import partial
 from pathlib import Path
 
 from trimaran.core import Recipe, RowCost
-from trimaran.data.feed import BatchFeed, DataShare
-from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
-from trimaran.data.samples.prepare_samples import prepare_samples
-from trimaran.data.samples.sample_index import SampleIndex
-from trimaran.data.scenes.scene_feed import scene_feeds, scenes_digest
-from trimaran.data.text.pack_text import Progress
-from trimaran.models import outline_if_known
+from trimaran.data import (
+    BatchFeed,
+    DataShare,
+    Progress,
+    SampleFeedOptions,
+    SampleIndex,
+    prepare_samples,
+    sample_feeds,
+    scene_feeds,
+    scenes_digest,
+)
+from trimaran.models import outline_if_known, recipe_image_rules
 from trimaran.models.outline import row_cost
-from trimaran.models.resolve import recipe_image_rules
 from trimaran.nets import Network
 from trimaran.train.inputs.training_data import CacheFeatures, TrainingData
 from trimaran.train.loss.objective import choose_objective
@@ -56,7 +60,6 @@ def load_samples(
 
 
 def load_scenes(recipe: Recipe, network: Network, share: DataShare) -> TrainingData:
-    """Return the scenes of the recipe."""
     rules = None if network.spec is None else network.spec.scenes()
     assert rules is not None, "only a perception model is trained on scenes"
     feeds = partial(scene_feeds, recipe.data, rules, seed=recipe.train.seed, share=share)

@@ -7,18 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimaran.core import ImageRules, Recipe
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.data import TokenShards, prepare
-from trimaran.data.data_kind import data_kind_of
-from trimaran.data.feed import BatchFeed, DataShare
-from trimaran.data.loader import Loader
-from trimaran.data.loader_tuner import LoaderLimits
-from trimaran.data.quarantine import SampleReader
-from trimaran.data.text.token_feed import TokenFeed
-from trimaran.data.text.token_shards import Sequences, split
-from trimaran.data.text.tokenizer import Tokenizer
-from trimaran.machine.host_limits import CGROUP, cpu_quota, free_bytes
+from trimaran.core import DEVICE_TRAITS, ImageRules, Recipe
+from trimaran.data import (
+    BatchFeed,
+    DataShare,
+    Loader,
+    LoaderLimits,
+    SampleReader,
+    Sequences,
+    TokenFeed,
+    Tokenizer,
+    TokenShards,
+    data_kind_of,
+    prepare,
+    split,
+)
+from trimaran.machine import cpu_quota, free_bytes
+from trimaran.machine.host_limits import CGROUP
 from trimaran.nets import Network
 from trimaran.train.loss.objective import Objective, choose_objective
 from trimaran.train.process.rank_setup import RankInfo
@@ -26,17 +31,13 @@ from trimaran.train.process.rank_setup import RankInfo
 if TYPE_CHECKING:
     from trimaran.data.row_arrays import FeatureSource
     from trimaran.data.samples.sample_index import SampleIndex
-    from trimaran.data.text.pack_text import Progress
 
 CacheFeatures = Callable[["SampleIndex", ImageRules, Path], "FeatureSource"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingData:
-    """The data of a run. `training` returns the feed without the given quarantined samples.
-
-    `digest` identifies the data. `holdout` is None without held-out samples, `tokenizer` without text.
-    """
+    """Data and their `digest`. `training` returns the feed without these samples; `tokenizer`: None without text."""
 
     training: Callable[[frozenset[int]], BatchFeed]
     holdout: BatchFeed | None
@@ -54,10 +55,10 @@ def load_training_data(
     cache_features: CacheFeatures | None = None,
     report_progress: Callable[[], None] = lambda: None,
 ) -> TrainingData:
-    """Return the recipe's data, prepared first if necessary. Raise if the network's vocabulary is too small for it.
+    """Return the recipe's data, prepared first.
 
-    `cache_features` returns cached features of a frozen tower, for a recipe with `data.samples.cache_features`.
-    `report_progress` is called for each chunk of a file that is prepared.
+    Raise if the network's vocabulary is too small. `cache_features`: of a frozen tower, for
+    `data.samples.cache_features`.
     """
 
     def progress(what: str, fraction: float) -> None:
@@ -77,10 +78,6 @@ def load_training_data(
         from trimaran.train.inputs.sample_data import load_scenes  # noqa: PLC0415  it imports readers of sensor files
 
         return load_scenes(recipe, network, share)
-    return _load_text(recipe, network, share, cache, progress)
-
-
-def _load_text(recipe: Recipe, network: Network, share: DataShare, cache: Path, progress: "Progress") -> TrainingData:
     shards = TokenShards.open(prepare(recipe.data, cache=cache, progress=progress))
     shards.check_vocabulary(network.vocabulary)
     training, holdout = split(shards, recipe.data)
@@ -112,19 +109,12 @@ def build_loader(recipe: Recipe, rank_info: RankInfo, feed: Callable[[], BatchFe
 
 
 def rank_loader_limits(rank_info: RankInfo, cgroup: Path = CGROUP) -> LoaderLimits:
-    """Return this rank's fraction of the cores and the free memory of the machine, or of its container.
-
-    One core is left for the rank itself, which computes on it or launches its device's kernels from it.
-    """
+    """Return this rank's part of the machine's or container's memory and cores, but one, for itself."""
     ranks = max(1, rank_info.local_world_size)
+    allowed = len(os.sched_getaffinity(0))
+    quota = cpu_quota(cgroup)
     return LoaderLimits(
-        cores=max(0, _allowed_cores(cgroup) // ranks - 1),
+        cores=max(0, (allowed if quota is None else min(allowed, max(1, math.floor(quota)))) // ranks - 1),
         free_bytes=free_bytes(cgroup) // ranks,
         pin_memory=DEVICE_TRAITS[rank_info.device.type].has_own_memory,
     )
-
-
-def _allowed_cores(cgroup: Path) -> int:
-    allowed = len(os.sched_getaffinity(0))
-    quota = cpu_quota(cgroup)
-    return allowed if quota is None else min(allowed, max(1, math.floor(quota)))

@@ -11,9 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from trimaran.core import Plan
-from trimaran.nets import Decoder, Network
-from trimaran.nets.adapters.lora_linear import LoraLinear
-from trimaran.nets.local_shards import is_dtensor
+from trimaran.nets import Decoder, LoraLinear, Network, is_dtensor
 from trimaran.parallel import RankMesh
 from trimaran.parallel.precision import own_dtype
 
@@ -41,10 +39,7 @@ def token_losses(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> T
 
 
 def row_losses(logits: Tensor, labels: Tensor, *, grad_scale: float | None, smoothing: float = 0.0) -> Tensor:
-    """Return the cross-entropy of each row of `logits` [N, V], in fp32 or wider; 0 where the label is `IGNORED`.
-
-    The logits are overwritten with their gradient times `grad_scale`. With `grad_scale` None they are not changed.
-    """
+    """Return the loss of each row, 0 for `IGNORED`. Logits become their gradient times `grad_scale`, if given."""
     if logits.is_cuda and not smoothing:  # our kernel does not smooth
         from trimaran.train.loss.kernels import cross_entropy  # noqa: PLC0415  only CUDA builds have Triton
 
@@ -100,11 +95,9 @@ class LossHead:
 
     @contextmanager
     def computing_losses(self, labels: Tensor, *, smoothing: float = 0.0) -> Iterator[None]:
-        """In this context the head returns the losses of these labels: [1 + number of labels], in fp32.
+        """In this context the head returns [1 + number of labels]: the sum, with gradients, and each label's loss.
 
-        The first value is the sum, through which gradients flow. The others are the loss of each label, 0 where it is
-        `IGNORED`. One tensor holds both, because a single tensor passes through any module around the head. Inside this
-        context another one may have other labels.
+        One tensor holds both, as a single one passes through any module around the head. Contexts nest.
         """
         before = self._labels, self._smoothing
         self._labels, self._smoothing = labels.flatten(), smoothing
@@ -118,16 +111,12 @@ class LossHead:
             return self._original_forward(hidden)
         weight = self._head.weight
         assert not is_dtensor(weight), "a head sharded by tp returns logits"
-        hidden = hidden.flatten(0, -2).to(self._dtype(hidden))
+        kind, dtype = hidden.device.type, own_dtype(self._head)
+        if dtype is None:
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        hidden = hidden.flatten(0, -2).to(dtype)
         rows = chunk_rows(weight.shape[0], hidden.element_size()) if self._chunked else max(1, len(hidden))
         return torch.cat(head_losses(hidden, weight, self._labels, rows=rows, smoothing=self._smoothing))
-
-    def _dtype(self, hidden: Tensor) -> torch.dtype:
-        """Return the dtype of the head's matmuls: the recipe's or the plan's, else that of `hidden`."""
-        if (own := own_dtype(self._head)) is not None:
-            return own
-        kind = hidden.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def build_loss_head(network: Network, plan: Plan) -> LossHead | None:
@@ -150,10 +139,7 @@ def chunk_rows(vocab: int, element_size: int) -> int:
 def head_losses(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, rows: int, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy [1] of `hidden` [N, H] times `weight` [V, H], and that of each row [N], in fp32.
-
-    Matmuls are in the dtype of `hidden`. At most `rows` rows of logits exist at a time. Gradients flow through the sum.
-    """
+    """Return the summed cross-entropy [1], with gradients, and that of each row, for at most `rows` rows at a time."""
     assert len(labels) == len(hidden), "each row has a label"
     return _HeadLoss.apply(hidden, weight, LabelRows(labels, rows, smoothing), torch.is_grad_enabled())
 
@@ -248,10 +234,7 @@ def later_loss_names(networks: Sequence[Network]) -> tuple[str, ...]:
 
 
 def later_loss_sums(networks: Sequence[Network], ranks: RankMesh) -> Tensor:
-    """Return [number of prediction layers, 2]: the summed loss and the count of this rank's labels since the last call.
-
-    The ranks of a tp group have the same loss, so only the first returns it. So does only the last pipeline stage.
-    """
+    """Return the summed loss and count of each prediction layer since the last call, on one tp rank and stage."""
     table = torch.zeros(len(later_loss_names(networks)), 2, dtype=torch.float64, device=ranks.device)
     for network in networks:
         decoder = network.module

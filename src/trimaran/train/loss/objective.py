@@ -7,11 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trimaran.core import Recipe, UserError
-from trimaran.core.plugins import KINDS, load_plugin, plugin_errors
-from trimaran.data.step_batch import Inputs
-from trimaran.nets import Network
-from trimaran.nets.local_shards import is_dtensor
+from trimaran.core import KINDS, Recipe, UserError, load_plugin
+from trimaran.core.plugins import plugin_errors
+from trimaran.data import Inputs
+from trimaran.nets import Network, is_dtensor
 from trimaran.train.loss.cross_entropy import IGNORED, summed_loss, token_losses
 
 PARTS = ("part_names", "score_names", "losses", "score")
@@ -19,10 +18,7 @@ PARTS = ("part_names", "score_names", "losses", "score")
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """The loss of one micro-batch, summed over this rank's targets, not divided.
-
-    `parts` [number of parts, 2] holds the summed loss and the count of each part; None if the objective has no parts.
-    """
+    """The summed loss of a rank's micro-batch; `parts` [number of parts, 2] with counts, None without parts."""
 
     total: Tensor
     parts: Tensor | None = None
@@ -71,10 +67,7 @@ class LanguageObjective:
         return self.split_by_source(network, losses.sum(), losses.detach(), inputs)
 
     def split_by_source(self, network: Network, total: Tensor, losses: Tensor, inputs: Inputs) -> LossSums:
-        """Return the summed loss `total` of one micro-batch with the parts of its sources.
-
-        `losses` holds the loss of each position.
-        """
+        """Return the summed loss `total` with the parts of its sources; `losses` are those of each position."""
         if not self.part_names or "sources" not in inputs:
             return LossSums(total)
         labels, sources = (network.context.shard(inputs[name]).flatten() for name in ("labels", "sources"))

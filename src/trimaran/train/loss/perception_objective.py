@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimaran.core.input_rules import GROUND, OBJECTS, UNKNOWN_GROUND, SceneRules
-from trimaran.data.step_batch import Inputs
+from trimaran.core import GROUND, OBJECTS, UNKNOWN_GROUND, SceneRules
+from trimaran.data import Inputs
 from trimaran.models.perception_spec import BOX_OUTPUTS
 from trimaran.nets import Network
 from trimaran.train.loss.objective import LossSums
@@ -29,10 +29,9 @@ class PerceptionOutput(NamedTuple):
 
 
 class PerceptionObjective:
-    """The loss of a scene: the mean heat and box loss over its objects, plus the mean ground loss over its cells.
+    """The loss of a scene: mean heat and box loss of objects, plus mean ground loss of cells.
 
-    The losses of scenes are summed, so that each valid scene has the same weight, whatever batch it is in (principle 1,
-    docs/principles.md).
+    Scenes are summed, so that each weighs the same in any batch.
     """
 
     part_names = ("heat", "box", "segmentation")
@@ -78,10 +77,7 @@ class PerceptionObjective:
         return PerceptionOutput(*output.float().split(sizes, dim=1))
 
     def _heat_loss(self, heat: Tensor, boxes: Tensor, rows: Tensor) -> Tensor:
-        """Return the heat loss of each scene: CenterNet's focal loss.
-
-        The target is 1 in the cell of an object and falls off around it.
-        """
+        """Return CenterNet's focal loss of each scene. The target is 1 in an object's cell and falls off around it."""
         size = self._rules.cells
         centres = _cells_of(boxes, self._rules).float()
         indices = torch.arange(size, device=heat.device)
@@ -100,20 +96,16 @@ class PerceptionObjective:
         return loss.sum(dim=(1, 2, 3))
 
     def _box_losses(self, box_values: Tensor, boxes: Tensor, rows: Tensor) -> Tensor:
-        """Return the error of each box's values, in the cell of its centre: a pseudo-Huber loss.
+        """Return a pseudo-Huber loss of each box, in its centre's cell.
 
-        The gradients of a plain L1 loss are 1 and -1. They cancel except for rounding, and an optimizer that normalises
-        its updates would amplify that rounding differently under every plan.
+        Gradients of L1 cancel but for rounding, which a normalising optimizer amplifies differently under every plan.
         """
         x, y = _cells_of(boxes, self._rules).unbind(1)
         error = box_values[rows, :, x, y] - box_targets(boxes, self._rules)
         return ((error**2 + BOX_LOSS_SMOOTHING**2).sqrt() - BOX_LOSS_SMOOTHING).sum(dim=1)
 
     def _match_objects(self, predicted: PerceptionOutput, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the number of matched objects, of peaks, and of objects.
-
-        A peak matches an object if each is the other's nearest in its scene.
-        """
+        """Return the numbers of matches (mutually nearest in a scene), of peaks, and of objects."""
         probability = predicted.heat.sigmoid() * inputs["valid"][:, None, None, None]
         best, classes = probability.max(dim=1)
         peaks = (best == F.max_pool2d(best[:, None], 3, 1, 1)[:, 0]) & (best > MIN_PEAK_PROBABILITY)
@@ -140,10 +132,9 @@ def _ground_loss(ground: Tensor, truth: Tensor) -> Tensor:
 
 
 def box_targets(boxes: Tensor, rules: SceneRules) -> Tensor:
-    """Return the regression targets [K, 8] of `boxes` [K, 8].
+    """Return the targets [K, 8] of `boxes`: offset in the cell, height, log sizes, sine and cosine of twice the yaw.
 
-    They are the offset of the centre in its cell, the height, the logarithms of the sizes, and the sine and cosine of
-    twice the yaw, because a box is the same when it is turned by 180 degrees.
+    A box turned by 180 degrees is the same.
     """
     offset = (boxes[:, :2] + rules.reach) / rules.cell - _cells_of(boxes, rules)
     double_yaw = 2 * boxes[:, 6:7]

@@ -11,14 +11,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimaran.core import Plan
-from trimaran.nets import Network
-from trimaran.nets.local_shards import local_part
-from trimaran.parallel import RankMesh
-from trimaran.parallel.comm.json_exchange import all_gather_json
-from trimaran.parallel.mesh import StageMap, TrainedParameters, map_stages
-from trimaran.parallel.optimizer.split_weights import NO_SPLIT_WEIGHTS, SplitWeights
-from trimaran.parallel.tensor_shards import join_fp32, store_of
-from trimaran.parallel.tensor_sums import GradientSquares, group_masks, has_kernels, num_shards, sum_by_mask, to_device
+from trimaran.nets import Network, local_part
+from trimaran.parallel import (
+    NO_SPLIT_WEIGHTS,
+    GradientSquares,
+    RankMesh,
+    SplitWeights,
+    TrainedParameters,
+    all_gather_json,
+    join_fp32,
+    map_stages,
+    store_of,
+)
+from trimaran.parallel.tensor_sums import group_masks, has_kernels, num_shards, sum_by_mask, to_device
+from trimaran.train.metrics.router_stats import copy_to_host_async
 
 MIN_SAMPLED_VALUES = 2**10  # of a large tensor, enough to estimate the norm of its update
 MAX_SAMPLED_VALUES = 2 * MIN_SAMPLED_VALUES
@@ -56,22 +62,16 @@ class SampledWeights:
             from trimaran.parallel.kernels.tensor_sums import DTYPES, gather_samples  # noqa: PLC0415  needs Triton
 
             for table, dtype, has_low in self._launches:
-                gather_samples[(len(table),)](
-                    table, samples, DTYPE=DTYPES[dtype], HAS_LOW=has_low, WIDTH=MAX_SAMPLED_VALUES
-                )
+                run, width = gather_samples[(len(table),)], MAX_SAMPLED_VALUES
+                run(table, samples, DTYPE=DTYPES[dtype], HAS_LOW=has_low, WIDTH=width)
         if len(self._places):
-            samples.view(-1).index_copy_(0, self._places, self._concatenate())
+            plain = [each() for each in self._plain]
+            upper, lower = ([each[half]() for each in self._split] for half in (0, 1))
+            joined = [join_fp32(torch.cat(upper), torch.cat(lower))] if upper else []
+            samples.view(-1).index_copy_(0, self._places, torch.cat([*plain, *joined]).float())
         return samples
 
-    def _concatenate(self) -> Tensor:
-        """Return the values that no kernel reads, flat."""
-        plain = [each() for each in self._plain]
-        upper, lower = ([each[half]() for each in self._split] for half in (0, 1))
-        joined = [join_fp32(torch.cat(upper), torch.cat(lower))] if upper else []
-        return torch.cat([*plain, *joined]).float()
-
     def _prepare(self, parts: Sequence[Tensor]) -> None:
-        """Build the tables of what kernels read, and the views of the rest."""
         rows: dict[tuple[torch.dtype, bool], list[list[int]]] = {}
         plain, split = [], []
         for number, (part, low) in enumerate(zip(parts, self._halves, strict=True)):
@@ -94,7 +94,6 @@ class SampledWeights:
 
 
 def _is_on_disk(part: Tensor, low: Tensor | None) -> bool:
-    """Return whether a weight, or its lower half, is in a file."""
     return any(each is not None and store_of(each) is not None for each in (part, low))
 
 
@@ -110,7 +109,6 @@ def _first_values(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _sample_of(tensor: Tensor) -> Sample:
-    """Return a function that returns the present `sample_values`."""
     if tensor.is_contiguous():
         view = sample_values(tensor)
         return lambda: view
@@ -118,10 +116,7 @@ def _sample_of(tensor: Tensor) -> Sample:
 
 
 def sample_values(tensor: Tensor) -> Tensor:
-    """Return values spread evenly over a tensor, flat: all of them, or at most MAX_SAMPLED_VALUES.
-
-    A view, if the tensor is contiguous.
-    """
+    """Return at most MAX_SAMPLED_VALUES values spread evenly over a tensor, flat; a view, if it is contiguous."""
     if tensor.is_contiguous():
         return tensor.view(-1)[:: _stride(tensor)]
     stride = max(1, tensor.numel() // MIN_SAMPLED_VALUES)  # of complete rows, because a flat view does not exist
@@ -163,10 +158,7 @@ class GroupMeter:
 
     @torch.no_grad()
     def begin(self, gradients: GradientSquares | None = None) -> UpdateSnapshot | None:
-        """Return a snapshot before an update that is to be measured; None if it is not.
-
-        `gradients` are those of all parameters of the groups, measured already; without it they are measured here.
-        """
+        """Return a snapshot before an update that is to be measured, else None. `gradients`: measured already."""
         self._num_updates += 1
         if not self._every or (self._num_updates - 1) % self._every:
             return None
@@ -181,10 +173,7 @@ class GroupMeter:
 
     @torch.no_grad()
     def end(self, before: UpdateSnapshot | None, scale: float) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the norms of the update. Call it one step later.
-
-        Gradients were multiplied by the loss scale `scale`.
-        """
+        """Return a function for the norms of the update, one step later. `scale` is the loss scale."""
         if before is None:
             return dict
         now = self._sampled.read()
@@ -231,17 +220,14 @@ class GroupMeter:
 def all_reduce_to_host_async(table: Tensor) -> Callable[[], Tensor]:
     """Start an all-reduce of `table`; return a function that waits for it and returns the sum on the CPU."""
     work = dist.all_reduce(table, async_op=True) if dist.get_world_size() > 1 else None
-    copy, wait = table, work.wait if work is not None else lambda: True
-    if table.is_cuda:
-        if work is not None:
-            work.wait()  # makes the stream wait, not the host
-        copy, copied = table.to("cpu", non_blocking=True), torch.cuda.Event()
-        copied.record()
-        wait = copied.synchronize
+    if table.is_cuda and work is not None:
+        work.wait()  # makes the stream wait, not the host
+    if table.is_cuda or work is None:
+        return copy_to_host_async(table)
 
     def read() -> Tensor:
-        wait()
-        return copy
+        work.wait()
+        return table
 
     return read
 
@@ -258,17 +244,7 @@ def build_group_meter(
     """Return a meter that measures every `every`-th update; None if `every` is 0. Every rank must call it."""
     if not every:
         return None
-    groups = group_parameters(networks, map_stages(plan, ranks), trained)
-    return GroupMeter(groups, split, every=every, pp=plan.mesh.pp, device=ranks.device)
-
-
-def group_parameters(
-    networks: Sequence[Network], stages: StageMap, trained: TrainedParameters
-) -> dict[str, list[nn.Parameter]]:
-    """Return this rank's trained parameters by group. All ranks have the same groups, some of them perhaps empty.
-
-    Every rank of the pipeline must call it.
-    """
+    stages = map_stages(plan, ranks)
     counted = {id(each) for each in trained.parameters}
     named = [
         (number, module_of(name), each)
@@ -276,12 +252,15 @@ def group_parameters(
         for name, each in network.module.named_parameters()
         if id(each) in counted
     ]
-    everywhere = _gather_from_stages([(number, module) for number, module, _ in named], stages)
-    group_of = merge_layers([module for _, module in sorted(everywhere, key=lambda each: each[0])])
+    # All ranks have the same groups, some of them perhaps empty.
+    modules = list(dict.fromkeys((number, module) for number, module, _ in named))
+    if stages.group.size() > 1:
+        modules = [(number, module) for pairs in all_gather_json(modules, stages.group) for number, module in pairs]
+    group_of = merge_layers([module for _, module in sorted(modules, key=lambda each: each[0])])
     groups: dict[str, list[nn.Parameter]] = {group: [] for group in group_of.values()}
     for _, module, each in named:
         groups[group_of[module]].append(each)
-    return groups
+    return GroupMeter(groups, split, every=every, pp=plan.mesh.pp, device=ranks.device)
 
 
 def module_of(name: str) -> str:
@@ -301,7 +280,12 @@ def merge_layers(modules: Iterable[str], max_groups: int = MAX_GROUPS) -> dict[s
             layers.setdefault(stem, []).append(int(number))
     longest = max(map(len, layers.values()), default=1)
     for size in range(1, longest + 1):
-        groups = _merge_neighbours(unique, layers, size)
+        groups = {module: module for module in unique}
+        for stem, numbers in layers.items():
+            for start in range(0, len(numbers), size):
+                merged = numbers[start : start + size]
+                name = str(merged[0]) if len(merged) == 1 else f"{merged[0]}-{merged[-1]}"
+                groups |= {_dotted(stem, each): _dotted(stem, name) for each in merged}
         if len(set(groups.values())) <= max_groups:
             return groups
     roots = list(dict.fromkeys(module.split(".")[0] for module in unique))
@@ -309,25 +293,5 @@ def merge_layers(modules: Iterable[str], max_groups: int = MAX_GROUPS) -> dict[s
     return {module: root if (root := module.split(".")[0]) in shown else OTHER_GROUP for module in unique}
 
 
-def _merge_neighbours(modules: Sequence[str], layers: dict[str, list[int]], size: int) -> dict[str, str]:
-    """Return the group of each module, with `size` consecutive layers in one group."""
-    groups = {module: module for module in modules}
-    for stem, numbers in layers.items():
-        for start in range(0, len(numbers), size):
-            merged = numbers[start : start + size]
-            first, last = merged[0], merged[-1]
-            name = str(first) if len(merged) == 1 else f"{first}-{last}"
-            groups |= {_dotted(stem, each): _dotted(stem, name) for each in merged}
-    return groups
-
-
 def _dotted(stem: str, name: object) -> str:
     return f"{stem}.{name}" if stem else str(name)
-
-
-def _gather_from_stages(mine: Sequence[tuple[int, str]], stages: StageMap) -> list[tuple[int, str]]:
-    """Return the pairs of all ranks of the pipeline, in rank order."""
-    mine = list(dict.fromkeys(mine))
-    if stages.group.size() == 1:
-        return mine
-    return [(number, module) for pairs in all_gather_json(mine, stages.group) for number, module in pairs]

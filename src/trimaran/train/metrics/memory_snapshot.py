@@ -8,6 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.nets.local_shards import is_dtensor
-from trimaran.runs import RunDirectory
-from trimaran.runs.read.memory_holders import MemoryOwner, by_kind, by_module, read_snapshot
-from trimaran.runs.run_requests import snapshot_file
+from trimaran.core import DEVICE_TRAITS
+from trimaran.nets import is_dtensor
+from trimaran.runs import MemoryOwner, RunDirectory, read_snapshot, snapshot_file
+from trimaran.runs.read.memory_holders import by_kind, by_module
+from trimaran.train.metrics.group_norms import module_of
 from trimaran.train.metrics.nvtx_ranges import is_compiled
 
 log = logging.getLogger(__name__)
@@ -31,10 +32,7 @@ MAX_HISTORY_ENTRIES = 200_000  # in the allocator's history, about 200 bytes eac
 
 
 class MemorySnapshotter:
-    """Reports what holds memory on this rank. `history`: the CUDA allocator always records its allocations.
-
-    `modules` returns the modules whose memory is named.
-    """
+    """Reports what holds memory, by `modules`. `history`: the CUDA allocator always records allocations."""
 
     def __init__(
         self, modules: Callable[[], Sequence[nn.Module]], device: torch.device, *, history: bool = False
@@ -52,7 +50,6 @@ class MemorySnapshotter:
         self._tracker = StepMemoryTracker(self._modules())
 
     def end(self, path: Path, *, step: int) -> None:
-        """Write a snapshot with what was tracked since `begin`."""
         tracker, self._tracker = self._tracker, None
         assert tracker is not None
         tracker.close()
@@ -63,7 +60,6 @@ class MemorySnapshotter:
                 _record_allocation_history(False)
 
     def write(self, path: Path, *, step: int, within: "StepMemoryTracker | None" = None, **why: Any) -> None:
-        """Write a snapshot of what holds this rank's memory now."""
         tree = self.describe(within) | {"step": step, "time": time.time(), "host": platform.node(), "pid": os.getpid()}
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}")
@@ -90,10 +86,9 @@ class MemorySnapshotter:
 
 
 class StepMemoryTracker:
-    """Tracks memory that lives only within a step: gradients before an update, and the outputs of modules.
+    """Tracks gradients before an update, and outputs of modules that backward still needs after a forward.
 
-    Activations are the outputs that are still held when the forward ends, because backward needs them. Tensors that
-    operations save inside a module are not tracked, nor is anything inside a compiled module.
+    Not what operations save inside a module, nor a compiled module.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -104,7 +99,8 @@ class StepMemoryTracker:
         self._hook_removers: list[Callable[[], None]] = [register_optimizer_step_pre_hook(self._before_update).remove]
         for root in modules:
             for name, module in uncompiled_modules(root):
-                self._hook_removers.append(module.register_forward_hook(self._output_hook(name)).remove)
+                note = partial(self._note_output, module_of(f"{name}.output"))
+                self._hook_removers.append(module.register_forward_hook(note).remove)
             if not is_compiled(root):
                 self._hook_removers.append(root.register_forward_hook(self._after_forward).remove)
 
@@ -117,17 +113,12 @@ class StepMemoryTracker:
             remove()
         self._outputs.clear()
 
-    def _output_hook(self, name: str) -> Callable[..., None]:
-        group = module_group(f"{name}.output")
-
-        def note(module: nn.Module, inputs: Any, output: Any) -> None:
-            for each in output if isinstance(output, tuple | list) else (output,):
-                if isinstance(each, Tensor) and each.requires_grad:
-                    for owner in _owner(each, "activations", group, whole=True):
-                        if owner.address not in self._outputs or self._outputs[owner.address][0].expired():
-                            self._outputs[owner.address] = StorageWeakRef(_local(each).untyped_storage()), owner
-
-        return note
+    def _note_output(self, group: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        for each in output if isinstance(output, tuple | list) else (output,):
+            if isinstance(each, Tensor) and each.requires_grad:
+                for owner in _owner(each, "activations", group, whole=True):
+                    if owner.address not in self._outputs or self._outputs[owner.address][0].expired():
+                        self._outputs[owner.address] = StorageWeakRef(_local(each).untyped_storage()), owner
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._outputs = {key: each for key, each in self._outputs.items() if not each[0].expired()}
@@ -140,7 +131,7 @@ class StepMemoryTracker:
             owner
             for parameter, name in self._names.items()
             if parameter.grad is not None
-            for owner in _owner(parameter.grad, "gradients", module_group(name))
+            for owner in _owner(parameter.grad, "gradients", module_of(name))
         ]
         if sum(each.num_bytes for each in gradients) >= sum(each.num_bytes for each in self._gradients):
             self._gradients = gradients
@@ -164,33 +155,21 @@ def find_owners(modules: Sequence[nn.Module], device: torch.device) -> Iterator[
     for module in modules:
         for name, parameter in module.named_parameters():
             names[parameter] = name
-            yield from _owner_on_device(device, parameter, "parameters", module_group(name))
+            yield from _owner_on_device(device, parameter, "parameters", module_of(name))
             if parameter.grad is not None:
-                yield from _owner_on_device(device, parameter.grad, "gradients", module_group(name))
+                yield from _owner_on_device(device, parameter.grad, "gradients", module_of(name))
         for name, buffer in module.named_buffers():
-            yield from _owner_on_device(device, buffer, "buffers", module_group(name))
+            yield from _owner_on_device(device, buffer, "buffers", module_of(name))
     for optimizer in (each for each in gc.get_objects() if issubclass(type(each), Optimizer)):
         for parameter, state in optimizer.state.items():
             name = names.get(parameter, "")
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, Tensor):
-                    yield from _owner_on_device(device, value, "states", module_group(name))
-
-
-def module_group(name: str) -> str:
-    """Return the module to report a parameter under: its layer, or else the module that holds it."""
-    parts = name.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: index + 1])
-    return ".".join(parts[:-1]) or name
+                    yield from _owner_on_device(device, value, "states", module_of(name))
 
 
 def snapshot_on_oom(snapshotter: MemorySnapshotter, run: RunDirectory, *, rank: int, step: Callable[[], int]) -> None:
-    """Write a snapshot on every CUDA out-of-memory error, before anything is freed.
-
-    An error in the snapshot itself is suppressed, so that it does not hide the out-of-memory error.
-    """
+    """Write a snapshot on a CUDA out-of-memory error, before anything is freed; its own errors are suppressed."""
 
     def observe(device: int, wanted: int, total: int, free: int) -> None:
         with contextlib.suppress(Exception):
@@ -202,7 +181,6 @@ def snapshot_on_oom(snapshotter: MemorySnapshotter, run: RunDirectory, *, rank: 
 
 
 def _record_allocation_history(on: bool) -> None:
-    """Switch the allocator's history on or off."""
     record: Any = torch.cuda.memory._record_memory_history
     record(enabled="all" if on else None, context="all", stacks="python", max_entries=MAX_HISTORY_ENTRIES)
 
@@ -212,11 +190,7 @@ def _owner_on_device(device: torch.device, tensor: Tensor, kind: str, module: st
 
 
 def _owner(tensor: Tensor, kind: str, module: str, *, whole: bool = False) -> Iterator[MemoryOwner]:
-    """Yield the owner of a tensor's memory; nothing if the tensor has none, as a freed FSDP parameter.
-
-    With `whole`, the owner holds the complete storage, as for a saved output. Otherwise only the tensor's own bytes,
-    because several gradients may share a storage.
-    """
+    """Yield the owner of a tensor's memory, if it has any, `whole` or, as gradients may share it, its own bytes."""
     local = _local(tensor)
     storage = local.untyped_storage()
     try:
@@ -224,9 +198,8 @@ def _owner(tensor: Tensor, kind: str, module: str, *, whole: bool = False) -> It
     except RuntimeError:  # a tensor without storage
         return
     if address and size:
-        yield MemoryOwner(
-            address=address, num_bytes=size if whole else min(size, local.nbytes), kind=kind, module=module
-        )
+        num_bytes = size if whole else min(size, local.nbytes)
+        yield MemoryOwner(address=address, num_bytes=num_bytes, kind=kind, module=module)
 
 
 def _local(tensor: Tensor) -> Tensor:

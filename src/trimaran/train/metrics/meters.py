@@ -13,13 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trimaran.core import Plan, Recipe
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.machine.host_limits import CGROUP, total_bytes
+from trimaran.core import DEVICE_TRAITS, Plan, Recipe
+from trimaran.machine import total_bytes
+from trimaran.machine.host_limits import CGROUP
 from trimaran.nets import Network
-from trimaran.runs import Journal
-from trimaran.runs.gloo_listeners import count_refused_packets
-from trimaran.runs.read.rank_table import RankTableWriter
+from trimaran.runs import Journal, RankTableWriter, count_refused_packets
 
 MEASURES = ("busy_seconds", "data_seconds", "wait_seconds", "peak_bytes", "tokens")
 WAIT_COLUMN = MEASURES.index("wait_seconds")
@@ -37,32 +35,26 @@ PAGE_BYTES = resource.getpagesize()
 
 
 class RankStats:
-    """Compares the ranks on rank 0. Every rank calls every method at every step.
+    """Compares the ranks of a pipeline stage on rank 0; every rank calls every method.
 
-    A rank sends its measures of a step with the counts of a later step, which are all-reduced anyway, in the row of
-    that rank; all other rows are 0. Ranks are compared within their pipeline stage (consecutive ranks): the ranks of a
-    stage should do the same work.
+    Measures travel in a rank's row of the counts of a later step, which are all-reduced anyway.
     """
 
     def __init__(self, *, rank: int, num_ranks: int, pp: int = 1) -> None:
         self._rank, self._num_ranks, self._stage_ranks = rank, num_ranks, num_ranks // pp
-        self._counts = [0] * (1 + num_ranks * len(MEASURES))  # the step, which rank 0 sends, and the rows of all ranks
-
-    @property
-    def counts(self) -> Sequence[int]:
-        """This rank's last measures as whole numbers, whose sums over all ranks are for `summary`."""
-        return self._counts
+        # The step, which rank 0 sends, and the rows of all ranks, as whole numbers. Their sums are for `summary`.
+        self.counts = [0] * (1 + num_ranks * len(MEASURES))
 
     def measure(self, step: int, measures: Mapping[str, float]) -> None:
-        """Send these measures of `step` from now on."""
-        counts = [0] * len(self._counts)
+        """Send these measures of `step` from now on, in whole microseconds, bytes or tokens."""
+        units = (MICROSECONDS if name.endswith("_seconds") else 1 for name in MEASURES)
+        row = [round(measures[name] * unit) for name, unit in zip(MEASURES, units, strict=True)]
         first = 1 + self._rank * len(MEASURES)
-        counts[first : first + len(MEASURES)] = [_to_count(name, measures[name]) for name in MEASURES]
-        counts[0] = step if self._rank == 0 else 0
-        self._counts = counts
+        self.counts = [0] * len(self.counts)
+        self.counts[first : first + len(MEASURES)] = row
+        self.counts[0] = step if self._rank == 0 else 0
 
     def summary(self, sums: Sequence[float]) -> dict[str, Any]:
-        """Return `summarise_ranks` and its step on rank 0, given the sums of `counts`; else nothing."""
         if self._rank != 0 or not sums or not sums[0]:
             return {}
         return {"step": round(sums[0])} | summarise_ranks(self.table(sums), self._stage_ranks)
@@ -71,14 +63,14 @@ class RankStats:
     def table(sums: Sequence[float]) -> list[list[float]]:
         """Return the measures of every rank, given the sums of `counts`: a row for each rank, in MEASURES order."""
         rows = [sums[first : first + len(MEASURES)] for first in range(1, len(sums), len(MEASURES))]
-        return [[_from_count(name, each) for name, each in zip(MEASURES, row, strict=True)] for row in rows]
+        units = [MICROSECONDS if name.endswith("_seconds") else 1 for name in MEASURES]
+        return [[each / unit for each, unit in zip(row, units, strict=True)] for row in rows]
 
 
 def summarise_ranks(table: Sequence[Sequence[float]], stage_ranks: int) -> dict[str, Any]:
-    """Return the minimum, median and maximum of each measure, the rank with the maximum, and the outliers.
+    """Return minimum, median and maximum of each measure, its rank, and the outliers; `table` has a row per rank.
 
-    `table` has a row per rank, with MEASURES in their order. `late_seconds` is how much later than rank 0 the slowest
-    rank of its stage finished its own work: rank 0 waited for it that long.
+    Rank 0 waited `late_seconds` for the slowest rank of its stage.
     """
     summary: dict[str, Any] = {}
     for name, column in zip(MEASURES, zip(*table, strict=True), strict=True):
@@ -106,24 +98,11 @@ def _outliers(rows: Sequence[Sequence[float]], first: int) -> Iterator[dict[str,
 
 
 def _rounded(name: str, value: float) -> float:
-    """Return the value rounded to microseconds, or to whole bytes and tokens."""
     return round(value, 6) if name.endswith("_seconds") else round(value)
 
 
-def _to_count(name: str, value: float) -> int:
-    """Return the value in whole microseconds, bytes or tokens."""
-    return round(value * MICROSECONDS) if name.endswith("_seconds") else round(value)
-
-
-def _from_count(name: str, count: float) -> float:
-    return count / MICROSECONDS if name.endswith("_seconds") else count
-
-
 class MemoryMeter:
-    """Reads this rank's device memory, or its host memory on a CPU, without synchronising with the device.
-
-    After the first steps it reads at most ten times a second, because a read takes up to 0.1 ms.
-    """
+    """Reads device (on a CPU: host) memory without a sync, at most ten times a second: it takes up to 0.1 ms."""
 
     def __init__(self, device: torch.device, *, cgroup: Path = CGROUP, now: Callable[[], float] = monotonic) -> None:
         self._device, self._on_gpu = device, DEVICE_TRAITS[device.type].has_own_memory
@@ -162,7 +141,6 @@ def allocator_memory(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bytes(stats: Mapping[str, Any], name: str, when: str = "current") -> int:
-    """Return one number of the allocator's statistics; 0 before the first allocation."""
     return stats.get(name, {}).get("all", {}).get(when, 0)
 
 
@@ -203,7 +181,8 @@ class Meters:
         details: dict[str, Any] = {"memory": memory, "waits": wait_phases(phases, 0.0)}
         if self.lr_factors:
             details["lrs"] = {tower: lr * factor for tower, factor in self.lr_factors.items()}
-        details |= self._utilisation(sum(phases.values()))
+        if hfu := utilisation(self.plan, sum(phases.values()), repeated=True):
+            details["hfu"] = hfu
         if self.rank_stats is not None:
             self.rank_stats.measure(step, rank_measures(phases, peak=peak, tokens=tokens))
             if ranks := self.rank_stats.summary(rank_sums):
@@ -212,13 +191,14 @@ class Meters:
                     self.rank_table.write(ranks["step"], MEASURES, self.rank_stats.table(rank_sums))
         return peak, details
 
-    def _utilisation(self, seconds: float) -> dict[str, float]:
-        """Return the hardware FLOPs utilisation, which counts recomputed FLOPs; nothing if no peak is known."""
-        prediction = self.plan.prediction
-        if not prediction or not prediction.mfu_is_known or not prediction.device_peak_flops:
-            return {}
-        peak = prediction.device_peak_flops * self.plan.mesh.world_size
-        return {"hfu": (prediction.flops_per_step + prediction.repeated_flops) / (seconds * peak)}
+
+def utilisation(plan: Plan, seconds: float, *, repeated: bool = False) -> float:
+    """Return the FLOPs utilisation of a step, with the `repeated` ones that of the hardware; 0 if no peak is known."""
+    prediction = plan.prediction
+    if not prediction or not prediction.mfu_is_known or not prediction.device_peak_flops:
+        return 0.0
+    flops = prediction.flops_per_step + (prediction.repeated_flops if repeated else 0)
+    return flops / (seconds * prediction.device_peak_flops * plan.mesh.world_size)
 
 
 def build_meters(

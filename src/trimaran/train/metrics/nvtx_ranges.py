@@ -8,15 +8,14 @@ import contextlib
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves  # private in torch
 
-from trimaran.core import Phase, UserError
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS, Phase, UserError
 from trimaran.nets import Network
 from trimaran.train.metrics.step_clock import NextPhase, StepClock
 
@@ -106,7 +105,6 @@ class LayerRanges:
         return call
 
     def _enter(self, name: str) -> None:
-        """Begin the backward of a block on this thread."""
         task = torch._C._current_graph_task_id()
         if getattr(self._thread, "task", None) != task:
             self._thread.task = task
@@ -134,16 +132,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _trained(*values: Iterable[Any]) -> Tensor | None:
-    """Return the first tensor that needs a gradient; None without one."""
     leaves = (each for group in values for each in tree_leaves([*group]))
     return next((each for each in leaves if isinstance(each, Tensor) and each.requires_grad), None)
 
 
 class CollectiveRanges:
-    """Ranges such as `all_reduce dp_shard 4194304 B`, on the thread that starts the collective.
-
-    A range covers the call. On a GPU the collective itself runs later, on a stream of its own; the tool links both.
-    """
+    """Ranges such as `all_reduce dp_shard 4194304 B` over the call. Tools link the collective on a GPU to it."""
 
     def __init__(self, push: Callable[[str], Any], pop: Callable[[], Any]) -> None:
         self._push, self._pop = push, pop
@@ -164,7 +158,7 @@ class CollectiveRanges:
         collective = getattr(torch.ops.c10d, operator).default
 
         def call(keys: Any, *values: Any) -> Any:
-            self._push(f"{name} {_group_of(values)} {_num_bytes(values)} B")
+            self._push(f"{name} {_group_of(values)} {max((_tensor_bytes(each) for each in values), default=0)} B")
             try:
                 # It releases the GIL: gloo's threads need it to free tensors, while they hold a lock of new calls.
                 return collective.redispatch(keys & self._below, *values)
@@ -175,20 +169,12 @@ class CollectiveRanges:
 
 
 def _group_of(values: tuple[Any, ...]) -> str:
-    """Return the axis of the collective's group; `world` for all ranks."""
-    boxed = next(
-        each for each in values if isinstance(each, torch.ScriptObject)
-    )  # before the reduction, if there is one
-    group = dist.ProcessGroup.unbox(boxed)
+    # It comes before the reduction, if there is one.
+    group = dist.ProcessGroup.unbox(next(each for each in values if isinstance(each, torch.ScriptObject)))
     text = group.group_desc
     if text == WORLD_DESCRIPTION:
         return "world"
     return text.removeprefix(MESH_PREFIX) if text.startswith(MESH_PREFIX) else f"group-{group.group_name}"
-
-
-def _num_bytes(values: tuple[Any, ...]) -> int:
-    """Return the bytes of the larger of the collective's input and output."""
-    return max((_tensor_bytes(each) for each in values), default=0)
 
 
 def _tensor_bytes(value: Any) -> int:
@@ -197,37 +183,30 @@ def _tensor_bytes(value: Any) -> int:
     return sum(map(_tensor_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
-class NvtxCalls(NamedTuple):
-    """The calls that open and close a range on the calling thread. Ranges of a thread nest."""
-
-    push: Callable[[str], Any]
-    pop: Callable[[], Any]
-
-
-def find_nvtx() -> NvtxCalls:
-    """Return NVTX's calls: torch's, or on torch without CUDA those of the package `nvtx`. Raises UserError."""
+def find_nvtx() -> tuple[Callable[[str], Any], Callable[[], Any]]:
+    """Return NVTX's push and pop: torch's, or without CUDA those of the package `nvtx`. Raises UserError."""
     if hasattr(torch._C, "_nvtx"):
-        return NvtxCalls(torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
+        return torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
     try:
         nvtx: Any = importlib.import_module("nvtx")
     except ModuleNotFoundError:
         raise UserError("D017", "NVTX ranges need the package 'nvtx': this torch was built without CUDA",
                         where="telemetry.nvtx", fix="install it: pip install nvtx") from None  # fmt: skip
-    return NvtxCalls(nvtx.push_range, nvtx.pop_range)
+    return nvtx.push_range, nvtx.pop_range
 
 
 class StepRanges:
     """The ranges of this rank. On the thread that trains: a step, in it one phase at a time, in that the rest."""
 
     def __init__(self, clock: StepClock) -> None:
-        self._clock, self._calls = clock, find_nvtx()
-        self._layers, self._collectives = LayerRanges(*self._calls), CollectiveRanges(*self._calls)
+        self._clock, (self._push, self._pop) = clock, find_nvtx()
+        self._layers = LayerRanges(self._push, self._pop)
+        self._collectives = CollectiveRanges(self._push, self._pop)
         self._listening = contextlib.ExitStack()
         self._networks: tuple[Network, ...] = ()
         self._phase = ""  # the open one; empty while nothing is installed
 
     def follow(self, networks: Sequence[Network]) -> None:
-        """Show the blocks of these networks from now on."""
         self._networks = tuple(networks)
         if self._phase:
             self._layers.remove()
@@ -250,36 +229,33 @@ class StepRanges:
         self._layers.remove()
 
     def begin_step(self, step: int) -> None:
-        """End the open step and begin this one, if ranges are installed."""
         if self._phase:
             self._close()
             self._open(step)
 
     def enter(self, phase: NextPhase) -> None:
-        """End the open phase and begin this one."""
         if phase != self._phase:
-            self._calls.pop()
-            self._calls.push(phase)
+            self._pop()
+            self._push(phase)
             self._phase = phase
 
     def end_lap(self, phase: Phase | None) -> None:
         """Do nothing: the range of a phase may have several laps."""
 
     def begin_span(self, phase: Phase, axis: str, stage: int | None) -> None:
-        """Open a range inside the phase, on this thread."""
-        self._calls.push(f"{phase} {axis if stage is None else stage}")
+        self._push(f"{phase} {axis if stage is None else stage}")
 
     def end_span(self, phase: Phase | None) -> None:
-        self._calls.pop()
+        self._pop()
 
     def _open(self, step: int) -> None:
-        self._calls.push(f"step {step}")
-        self._calls.push(FIRST_PHASE)
+        self._push(f"step {step}")
+        self._push(FIRST_PHASE)
         self._phase = FIRST_PHASE
 
     def _close(self) -> None:
-        self._calls.pop()
-        self._calls.pop()
+        self._pop()
+        self._pop()
         self._phase = ""
 
     @staticmethod

@@ -17,26 +17,26 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trimaran.core import Phase, TelemetrySection
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS, Phase, TelemetrySection
 from trimaran.nets import Network
-from trimaran.runs import Journal, RunDirectory
-from trimaran.runs.fault_texts import says_out_of_memory
-from trimaran.runs.run_requests import (
-    RECIPE_ID,
+from trimaran.runs import (
+    Journal,
     ProfileRequest,
+    RunDirectory,
     read_request,
     recipe_request,
     request_file,
+    says_out_of_memory,
     snapshot_file,
     trace_file,
     withdraw_request,
 )
+from trimaran.runs.run_requests import RECIPE_ID
 from trimaran.train.metrics.step_clock import NextPhase, StepClock
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 
@@ -124,16 +124,15 @@ class Profiler:
         self._file = os.fspath(request_file(run))
         self._served_id = ""
         self._recording: Recording | None = None
-        self._listening, self._step = ExitStack(), 0
-        self._ranges = _build_ranges(clock) if telemetry.nvtx else None
+        self._listening, self.step = ExitStack(), 0
+        self._ranges = None
+        if telemetry.nvtx:
+            from trimaran.train.metrics.nvtx_ranges import StepRanges  # noqa: PLC0415  few runs have NVTX ranges
+
+            self._ranges = StepRanges(clock)
         self._ranges_in_all_steps = telemetry.nvtx and not telemetry.profile
         self._writers: list[threading.Thread] = []
         self.follow(networks)
-
-    @property
-    def step(self) -> int:
-        """The current step."""
-        return self._step
 
     @cached_property
     def snapshotter(self) -> "MemorySnapshotter":
@@ -154,11 +153,8 @@ class Profiler:
         return self._journal.rank == 0 and self._recording is None and os.path.exists(self._file)
 
     def between_steps(self, done: int, *, requested: bool = False) -> None:
-        """End and start recordings between step `done` and the next. `requested`: the ranks agreed to start one.
-
-        The time that this takes is not counted as part of a step.
-        """
-        self._step = done + 1
+        """End and start recordings after step `done`, outside of step times. `requested`: the ranks agreed to."""
+        self.step = done + 1
         recording = self._recording
         is_over = recording is not None and done >= recording.last
         if self._ranges is not None and not is_over:
@@ -170,17 +166,21 @@ class Profiler:
         # A request that arrives as a recording ends is the one that started it: rank 0 sent it for two steps.
         is_new = requested and not is_over
         if self._recording is None and (request := self._next_request(done, requested=is_new)) is not None:
-            self._begin(request, done)
+            nothing = Recording(request=request, first=done + 1, last=done + request.steps)
+            self._recording = nothing
+            if request.is_for(self._journal.rank):
+                try:
+                    with self._link.section("profile", done):  # profilers take seconds
+                        self._recording = self._started(nothing)
+                except Exception as error:  # a failed profile must not stop training
+                    self._write_failure_event(error)
         elif not is_over:
             return
         self._clock.restart()
 
     @contextmanager
     def active(self, start: int) -> Iterator[None]:
-        """Record requests in this context, from the first step after `start` on; at its end, wait for all writes.
-
-        On an out-of-memory error, write a memory snapshot. On any error, the current recording is lost.
-        """
+        """Record requests in this context; wait for writes at its end. Write a snapshot on an out-of-memory error."""
         self.between_steps(start)
         if self._ranges is not None and self._ranges_in_all_steps:
             self._ranges.install(start + 1)
@@ -191,10 +191,17 @@ class Profiler:
             if self._ranges is not None:
                 self._ranges.remove()
             if is_out_of_memory(error):
-                self._write_oom_snapshot(error)
+                path = snapshot_file(self._run, step=self.step, rank=self._journal.rank)
+                try:
+                    if not path.exists():
+                        self.snapshotter.write(path, step=self.step, oom={"message": str(error)[:500]})
+                    where = str(path.relative_to(self._run.path))
+                    self._journal.event("profile", step=self.step, what="memory", path=where, request="oom")
+                except Exception as write_error:
+                    log.warning("the memory snapshot could not be written: %s", write_error)
             raise
         if self._recording is not None:
-            self._end(self._step - 1)
+            self._end(self.step - 1)
         if self._ranges is not None:
             self._ranges.remove()
         if self._writers:
@@ -202,17 +209,6 @@ class Profiler:
                 for each in self._writers:
                     each.join()
             self._writers.clear()
-
-    def _write_oom_snapshot(self, error: Exception) -> None:
-        """Write a memory snapshot and its event. On a GPU the snapshot exists already, see `snapshot_on_oom`."""
-        path = snapshot_file(self._run, step=self._step, rank=self._journal.rank)
-        try:
-            if not path.exists():
-                self.snapshotter.write(path, step=self._step, oom={"message": str(error)[:500]})
-            where = str(path.relative_to(self._run.path))
-            self._journal.event("profile", step=self._step, what="memory", path=where, request="oom")
-        except Exception as write_error:
-            log.warning("the memory snapshot could not be written: %s", write_error)
 
     def _next_request(self, done: int, *, requested: bool) -> ProfileRequest | None:
         """Return the request of the recording that starts with the next step; None without one."""
@@ -224,23 +220,16 @@ class Profiler:
         request = read_request(self._run) if requested else None
         if request is None or request.id == self._served_id:
             if requested and request is None and self._journal.rank == 0:
-                self._remove_unreadable_request()
+                # Remove a request that cannot be read. Otherwise rank 0 would request it at every step.
+                try:
+                    Path(self._file).unlink(missing_ok=True)
+                except OSError as error:
+                    self._write_failure_event(error)
             return None
         self._served_id = request.id
         return request
 
-    def _begin(self, request: ProfileRequest, done: int) -> None:
-        nothing = Recording(request=request, first=done + 1, last=done + request.steps)
-        self._recording = nothing
-        if request.is_for(self._journal.rank):
-            try:
-                with self._link.section("profile", done):  # profilers take seconds
-                    self._recording = self._started(nothing)
-            except Exception as error:  # a failed profile must not stop training
-                self._write_failure_event(error)
-
     def _started(self, nothing: Recording) -> Recording:
-        """Start a recording on this rank and return it. `nothing` is the recording of a rank without one."""
         if self._ranges is not None and nothing.request.id == RECIPE_ID:
             self._ranges.start_capture(self._device)
             self._ranges.install(nothing.first)
@@ -248,7 +237,11 @@ class Profiler:
         if nothing.request.memory:
             self.snapshotter.begin()
             return replace(nothing, snapshotter=self.snapshotter)
-        trace, phases = _start_trace(self._device), TracedPhases(lambda: self._step)
+        activities = [ProfilerActivity.CPU]
+        if DEVICE_TRAITS[self._device.type].runs_async:
+            activities.append(ProfilerActivity.CUDA)
+        trace, phases = profile(activities=activities), TracedPhases(lambda: self.step)
+        trace.start()
         self._listening.callback(self._clock.listen(phases))
         return replace(nothing, trace=trace, phases=phases.intervals)
 
@@ -258,29 +251,25 @@ class Profiler:
         self._listening.close()
         try:
             with self._link.section("profile", done):
-                self._end_recording(recording, done)
+                if recording.ranges is not None:
+                    recording.ranges.remove()
+                    recording.ranges.stop_capture(self._device)
+                    facts = {"what": "nvtx", "first": recording.first, "last": done, "request": recording.request.id}
+                    self._journal.event("profile", step=done, **facts)
+                elif recording.trace is not None:
+                    self._end_trace(recording, recording.trace, done)
+                elif recording.snapshotter is not None:
+                    path = snapshot_file(self._run, step=recording.first, rank=self._journal.rank)
+                    self.snapshotter.end(path, step=done)
+                    self._write_event(recording, path, done)
         except Exception as error:
             self._write_failure_event(error)
         if self._journal.rank == 0:  # all ranks have read the request, before the first step of this recording
             withdraw_request(self._run, recording.request.id)
 
-    def _end_recording(self, recording: Recording, done: int) -> None:
-        if recording.ranges is not None:
-            recording.ranges.remove()
-            recording.ranges.stop_capture(self._device)
-            facts = {"what": "nvtx", "first": recording.first, "last": done, "request": recording.request.id}
-            self._journal.event("profile", step=done, **facts)
-        elif recording.trace is not None:
-            self._end_trace(recording, recording.trace, done)
-        elif recording.snapshotter is not None:
-            path = snapshot_file(self._run, step=recording.first, rank=self._journal.rank)
-            self.snapshotter.end(path, step=done)
-            self._write_event(recording, path, done)
-
     def _end_trace(self, recording: Recording, trace: profile, done: int) -> None:
-        rank = self._journal.rank
-        about: dict[str, Any] = {
-            "rank": rank,
+        about = {
+            "rank": self._journal.rank,
             "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
             "host": platform.node(),
             "device": str(self._device),
@@ -289,7 +278,7 @@ class Profiler:
         }
         trace.add_metadata_json("trimaran", json.dumps(about))
         trace.stop()
-        path = trace_file(self._run, step=recording.first, rank=rank)
+        path = trace_file(self._run, step=recording.first, rank=self._journal.rank)
         writer = threading.Thread(target=self._write, args=(recording, trace, path, done), name="trimaran-trace")
         writer.start()
         self._writers.append(writer)
@@ -303,19 +292,16 @@ class Profiler:
             temporary.replace(path)
             self._write_event(recording, path, done)
             if self._every and recording.request.id == RECIPE_ID:
-                self._remove_older(path)
+                # Keep only the newest of the traces that are repeated: a run of weeks would fill the disk.
+                with self._repeated_lock:
+                    self._repeated = sorted([*self._repeated, path])  # by step
+                    for each in self._repeated[:-MAX_REPEATED_TRACES]:
+                        each.unlink(missing_ok=True)
+                    del self._repeated[:-MAX_REPEATED_TRACES]
         except Exception as error:
             self._write_failure_event(error)
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)  # free the space if the disk is full
-
-    def _remove_older(self, path: Path) -> None:
-        """Keep only the newest of the traces that are repeated: a run of weeks would fill the disk."""
-        with self._repeated_lock:
-            self._repeated = sorted([*self._repeated, path])  # by step
-            for each in self._repeated[:-MAX_REPEATED_TRACES]:
-                each.unlink(missing_ok=True)
-            del self._repeated[:-MAX_REPEATED_TRACES]
 
     def _write_event(self, recording: Recording, path: Path, done: int) -> None:
         what = "memory" if recording.request.memory else "trace"
@@ -325,14 +311,7 @@ class Profiler:
 
     def _write_failure_event(self, error: Exception) -> None:
         log.warning("the profile could not be recorded: %s", error)
-        self._journal.event("profile", step=self._step, what="failed", message=str(error), request=self._served_id)
-
-    def _remove_unreadable_request(self) -> None:
-        """Remove a request that cannot be read. Otherwise rank 0 would request it at every step."""
-        try:
-            Path(self._file).unlink(missing_ok=True)
-        except OSError as error:
-            self._write_failure_event(error)
+        self._journal.event("profile", step=self.step, what="failed", message=str(error), request=self._served_id)
 
 
 def build_profiler(
@@ -352,21 +331,6 @@ def build_profiler(
     return profiler
 
 
-def _build_ranges(clock: StepClock) -> "StepRanges":
-    from trimaran.train.metrics.nvtx_ranges import StepRanges  # noqa: PLC0415  few runs have NVTX ranges
-
-    return StepRanges(clock)
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out, on the device or on the host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or says_out_of_memory(str(error))
-
-
-def _start_trace(device: torch.device) -> profile:
-    activities = [ProfilerActivity.CPU]
-    if DEVICE_TRAITS[device.type].runs_async:
-        activities.append(ProfilerActivity.CUDA)
-    trace = profile(activities=activities)
-    trace.start()
-    return trace

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from trimaran.models import ExpertSpec, ModelSpec
-from trimaran.nets import Decoder, Network
-from trimaran.nets.decoder.moe import NUM_EXTRA_STATS, MoeLayer
+from trimaran.nets import Decoder, MoeLayer, Network
+from trimaran.nets.decoder.moe import NUM_EXTRA_STATS
 
 
 def copy_to_host_async(tensor: Tensor) -> Callable[[], Tensor]:
@@ -28,11 +28,9 @@ def copy_to_host_async(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def routing_counts(networks: Sequence[Network], device: torch.device) -> Tensor | None:
-    """Return this rank's counts since the last call, layer by layer, flat; None without our own MoE layers.
+    """Return this rank's training counts since the last call, layer by layer, flat; None without our MoE layers.
 
-    Sum them over all ranks for `router_details`: layers of other stages are zero rows on this rank. Only training is
-    counted. Counts that tp or recompute repeat are repeated for the complete layer, and the statistics are means over
-    layers of ratios, so they do not change.
+    The sum over ranks is for `router_details`, whose ratios do not change if tp or recompute repeat counts.
     """
     spec = _moe_spec(networks)
     if spec is None:
@@ -55,10 +53,7 @@ def router_details(counts: Tensor | None, networks: Sequence[Network]) -> Callab
 
 
 def balance_routers(networks: Sequence[Network], counts: Tensor | None, refused: Tensor) -> None:
-    """Update the correction biases of trained routers from `routing_counts` of the global batch, once for each step.
-
-    A refused step changes nothing. Every rank has the same counts, so the ranks that hold a layer stay equal.
-    """
+    """Update the biases of trained routers from global `routing_counts`, unless the step was refused."""
     spec = _moe_spec(networks)
     if spec is None or counts is None or not _experts(spec).router.correction_rate:
         return
@@ -89,10 +84,7 @@ def _moe_layers(networks: Sequence[Network]) -> Iterator[tuple[int, MoeLayer]]:
 
 
 def _router_metrics(table: Tensor, experts: ExpertSpec) -> dict[str, float]:
-    """Return the router metrics of a `table` of counts, one row per layer.
-
-    Loads count the router's choices, before the capacity drops any of them.
-    """
+    """Return the metrics of a `table` of counts, one row per layer, before the capacity drops any."""
     loads = table[:, :-NUM_EXTRA_STATS]
     choices = loads.sum(1).clamp(min=1)
     dropped, squares = table[:, -NUM_EXTRA_STATS:].unbind(1)

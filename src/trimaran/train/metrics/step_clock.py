@@ -10,10 +10,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from trimaran.core import Phase
-from trimaran.core.plan import WORLD
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.parallel.comm.axis_waits import AXIS_WAITS, NO_SPAN
+from trimaran.core import DEVICE_TRAITS, WORLD, Phase
+from trimaran.parallel import AXIS_WAITS
+from trimaran.parallel.comm.axis_waits import NO_SPAN
 
 
 class PhaseEvent(NamedTuple):
@@ -34,10 +33,7 @@ class PhaseEvent(NamedTuple):
 
 
 class StepSeconds(NamedTuple):
-    """The seconds of a step by phase, and those of the phase `comm` by axis.
-
-    `stages` has the seconds of forward and backward by pipeline stage, with the waits inside them.
-    """
+    """Seconds of a step by phase, of `comm` by axis, and of `stages` in a pipeline with the waits inside them."""
 
     phases: dict[str, float]
     comm: dict[str, float]
@@ -45,11 +41,7 @@ class StepSeconds(NamedTuple):
 
 
 def attribute(events: Iterable[PhaseEvent]) -> StepSeconds:
-    """Return the seconds of these events, which are in the order of their ends.
-
-    An event counts without the spans inside it, so that laps add up to the step. A discarded lap does not count. The
-    time of a span that raised counts for the event around it.
-    """
+    """Return the seconds of events, in the order of their ends, each without the spans inside it."""
     phases: dict[str, float] = defaultdict(float)
     comm: dict[str, float] = defaultdict(float)
     stages: dict[int, float] = defaultdict(float)
@@ -109,16 +101,12 @@ class StartupTimer:
 
     def lap(self, phase: str) -> None:
         """End the running lap and add its time to `phase`."""
-        now = time.monotonic()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
-        self._last = now
+        before, self._last = self._last, time.monotonic()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + self._last - before
 
 
 class HostTime(NamedTuple):
-    """How long the host took to issue a step: forward, backward, communication and update.
-
-    is_limit: a GPU had computed the gradients of the step before the host was ready to issue the next one.
-    """
+    """How long the host took to issue a step; `is_limit`: a GPU had to wait for it."""
 
     seconds: float
     is_limit: bool = False
@@ -190,17 +178,11 @@ class StepClock:
         return self._reader(self._records[laps[-2] + 1 if len(laps) > 1 else 0 :])
 
     def span(self, phase: Phase, axis: str = WORLD, *, stage: int | None = None) -> AbstractContextManager[None]:
-        """Return a context manager for a part of the running lap that counts for another phase.
-
-        For phases that alternate too often to be laps. A span may contain others, whose time is then theirs alone.
-        """
+        """Return a context for a part of the lap that counts for another phase, without the spans inside it."""
         return _Span(self, phase, axis, stage)
 
     def time_waits(self) -> None:
-        """Measure waits for other ranks until the end of the running lap, as spans: all collectives report theirs.
-
-        A gather that recompute repeats in backward reports its wait again.
-        """
+        """Measure waits in collectives until the lap ends, as spans; also of gathers that recompute repeats."""
         AXIS_WAITS.start(self._wait)
 
     def _wait(self, axis: str) -> AbstractContextManager[None]:
@@ -255,7 +237,9 @@ class StepClock:
         marks = [*self._cuda_events.recorded]
 
         def read() -> Iterator[PhaseEvent]:
-            times = dict(zip(marks, cuda_times(marks), strict=True))
+            cuda_seconds(marks[0], marks[-1])  # waits once, for the last mark
+            since_first = accumulate((cuda_seconds(*each) for each in pairwise(marks)), initial=0.0)
+            times = dict(zip(marks, since_first, strict=True))
             for phase, start, end, axis, depth, stage in records:
                 yield PhaseEvent(phase, times[start], times[end], axis, depth, stage)
 
@@ -280,10 +264,7 @@ class _Span:
 
 
 class CudaEvents:
-    """The events of a clock, which are used again: a step has dozens with a pipeline or FSDP.
-
-    `recorded` has those of the running step, in order.
-    """
+    """The events of a clock, used again: a step may have dozens. `recorded` has those of the running step."""
 
     def __init__(self) -> None:
         self.recorded: list[Any] = []
@@ -314,9 +295,3 @@ def cuda_seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     if not end.query():
         end.synchronize()  # lets other threads run, and then has to wait for them
     return start.elapsed_time(end) / 1000
-
-
-def cuda_times(marks: list[torch.cuda.Event]) -> list[float]:
-    """Return the seconds from the first mark to each."""
-    cuda_seconds(marks[0], marks[-1])  # waits once, for the last mark
-    return [*accumulate((cuda_seconds(*each) for each in pairwise(marks)), initial=0.0)]

@@ -9,19 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from trimaran.core import PHASES, SECONDS_DECIMALS, SLOW_DETAILS, Plan, StepMetrics
-from trimaran.core.plan import WORLD, comm_axes
-from trimaran.data.loader import Loader
+from trimaran.core import PHASES, SECONDS_DECIMALS, SLOW_DETAILS, WORLD, Plan, StepMetrics, comm_axes
+from trimaran.data import Loader, StepBatch
 from trimaran.data.loader_tuner import MIN_WAIT_FRACTION, MIN_WAIT_SECONDS_PER_BATCH
-from trimaran.data.step_batch import StepBatch
-from trimaran.nets import Network
-from trimaran.nets.local_shards import is_dtensor
-from trimaran.runs import Journal
-from trimaran.runs.read.step_index import StepIndexer
-from trimaran.train.agreement import StepRecord
+from trimaran.nets import Network, is_dtensor
+from trimaran.runs import Journal, StepIndexer
+from trimaran.train.agreement import StepDecision, StepRecord
 from trimaran.train.health.compilations import Compilations
 from trimaran.train.health.guard import MEMORY_CHANGED, StepNumbers
-from trimaran.train.metrics.meters import ConnectionWatch, Meters
+from trimaran.train.metrics.meters import ConnectionWatch, Meters, utilisation
 from trimaran.train.metrics.profiler import Profiler
 from trimaran.train.metrics.step_clock import NO_HOST_TIME, HostTime, ReadSeconds
 
@@ -52,7 +48,11 @@ class SlowDetails:
         is_complete = self._num_steps <= NUM_COMPLETE_STEPS
         if is_complete or step % self._interval == 0:
             slow_bytes = _num_bytes({name: details[name] for name in SLOW_DETAILS if name in details})
-            self._interval = _power_of_two(slow_bytes / MAX_SLOW_BYTES_PER_STEP)
+            least = slow_bytes / MAX_SLOW_BYTES_PER_STEP
+            power = 1
+            while power < least:
+                power *= 2
+            self._interval = power
         if not is_complete and step % self._interval:
             selected = {name: value for name, value in details.items() if name not in SLOW_DETAILS}
         if "groups" in details and not self._is_groups_due(step, details["groups"]) and not is_complete:
@@ -68,14 +68,6 @@ class SlowDetails:
 
 def _num_bytes(details: Mapping[str, Any]) -> int:
     return len(json.dumps(details, separators=(",", ":"))) if details else 0
-
-
-def _power_of_two(least: float) -> int:
-    """Return the smallest power of two that is at least `least`."""
-    power = 1
-    while power < least:
-        power *= 2
-    return power
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +86,7 @@ class PendingStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecorder:
-    """Records one step after another: its metrics line, its events and, on request, a profile.
-
-    Every rank records every step, because reading its details and meters takes collectives.
-    """
+    """Records each step: metrics line, events, profile on request. Every rank must: it takes collectives."""
 
     plan: Plan
     meters: Meters
@@ -146,22 +135,32 @@ class StepRecorder:
         unused = details.pop("unused", [])  # parameters of this rank without a gradient
         details |= loader_wait(pending.loader_stats, phases) | self._record_compilations(pending.step, phases, unused)
         if self.axes:
-            details["comm_seconds"] = comm_seconds(waits, self.axes)
+            waited = {axis: waits.get(axis, 0.0) if is_measured else None for axis, is_measured in self.axes.items()}
+            details["comm_seconds"] = waited
         details["host_seconds"] = pending.host_time.seconds
         if pending.host_time.is_limit:
             details["host_bound"] = True
-        rows = details.get("rows", {})
-        # With samples, only answers are targets; the number of tokens read is larger.
-        self._write_metrics(pending, numbers, round(rows.get("tokens", tokens)), phases, details)
-        return StepRecord(
-            numbers=numbers,
-            stop=stop > 0,
-            save=save > 0,
-            profile=profile > 0,
-            change=change > 0,
-            loss_scaled="loss_scale" in details,
-            rows=rows,
+        rows, seconds = details.get("rows", {}), sum(phases.values())
+        peak_bytes, measured = self.meters.read(
+            pending.step, lr=pending.lr, tokens=pending.tokens, phases=phases, rank_sums=numbers.rank_sums
         )
+        metrics = StepMetrics(
+            step=pending.step,
+            loss=loss,
+            grad_norm=norm,
+            lr=pending.lr,
+            tokens=round(rows.get("tokens", tokens)),  # of samples only answers are targets, and more tokens are read
+            samples=self.plan.global_batch,
+            step_seconds=seconds,
+            mfu=utilisation(self.plan, seconds),
+            peak_bytes=peak_bytes,
+            phases=phases,
+            time=time.time(),
+            details=self.slow_details.select(pending.step, details | measured),
+        )
+        self.write(metrics)
+        requests = StepDecision(stop=stop > 0, save=save > 0, profile=profile > 0, change=change > 0)
+        return StepRecord(numbers=numbers, requests=requests, loss_scaled="loss_scale" in details, rows=rows)
 
     def _record_compilations(self, step: int, phases: Mapping[str, float], unused: list[str]) -> dict[str, int]:
         """Write `recompile` events and, for the first step, the `started` event; return the metrics of compilation."""
@@ -174,45 +173,15 @@ class StepRecorder:
             self.journal.event("started", step=step, **facts)
         return self.compilations.metrics
 
-    def _write_metrics(
-        self, pending: PendingStep, numbers: StepNumbers, tokens: int, phases: dict[str, float], details: dict[str, Any]
-    ) -> None:
-        seconds = sum(phases.values())
-        peak_bytes, measured = self.meters.read(
-            pending.step, lr=pending.lr, tokens=pending.tokens, phases=phases, rank_sums=numbers.rank_sums
-        )
-        prediction, world_size = self.plan.prediction, self.plan.mesh.world_size
-        peak_flops = prediction.device_peak_flops * world_size if prediction and prediction.mfu_is_known else 0.0
-        metrics = StepMetrics(
-            step=pending.step,
-            loss=numbers.loss,
-            grad_norm=numbers.grad_norm,
-            lr=pending.lr,
-            tokens=tokens,
-            samples=self.plan.global_batch,
-            step_seconds=seconds,
-            mfu=prediction.flops_per_step / (seconds * peak_flops) if prediction and peak_flops else 0.0,
-            peak_bytes=peak_bytes,
-            phases=phases,
-            time=time.time(),
-            details=self.slow_details.select(pending.step, details | measured),
-        )
+    def write(self, metrics: StepMetrics) -> None:
         self.journal.step(metrics)
         if self.indexer is not None:
             self.indexer.note_line()
-        log.info("step %d  loss %.4f  %.0f tokens/s", metrics.step, numbers.loss, metrics.tokens_per_second)
-
-
-def comm_seconds(waits: Mapping[str, float], axes: Mapping[str, bool]) -> dict[str, float | None]:
-    """Return the `comm_seconds` field of the metrics: exposed seconds by axis, None if not all are measured."""
-    return {axis: waits.get(axis, 0.0) if is_measured else None for axis, is_measured in axes.items()}
+        log.info("step %d  loss %.4f  %.0f tokens/s", metrics.step, metrics.loss, metrics.tokens_per_second)
 
 
 def loader_wait(stats: Mapping[str, Any], phases: Mapping[str, float]) -> dict[str, Any]:
-    """Return the `loader` field of the metrics; nothing if the wait is too short for the loader to change its setting.
-
-    A wait of the host costs nothing while the device is busy, so it counts only up to the time of the data phase.
-    """
+    """Return the `loader` field, if the device waited (data phase) long enough for the loader to adapt."""
     seconds = min(stats.get("last_seconds", 0.0), phases["data"])
     if seconds <= max(MIN_WAIT_FRACTION * sum(phases.values()), MIN_WAIT_SECONDS_PER_BATCH):
         return {}

@@ -24,14 +24,15 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     gc.disable()  # imports leave little garbage, and looking for it takes a seventh of their time
 
+from trimaran.runs import die_with_parent, set_process_name
 from trimaran.runs.compile_cache import use_bytecode_cache
-from trimaran.runs.process_control import adopt_orphans, die_with_parent, raise_soft_limits, set_process_name
+from trimaran.runs.process_control import adopt_orphans, raise_soft_limits
 
 if __name__ == "__main__":
     die_with_parent(signal.SIGKILL, parent=int(sys.argv[2]))  # before torch is imported, which takes seconds
     use_bytecode_cache(os.environ)
 
-from trimaran.runs.compile_cache import compile_cache
+from trimaran.runs import compile_cache
 
 if __name__ == "__main__":
     os.environ.update(compile_cache(os.environ))  # torch reads it when it is imported
@@ -47,14 +48,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from trimaran.core.regular_files import append_regular_file, open_regular_fd
+from trimaran.core import append_regular_file, open_regular_fd
 from trimaran.data import cache_folder
-from trimaran.machine.host_limits import openmp_threads
+from trimaran.machine import openmp_threads
 from trimaran.runs import RunDirectory, open_run
 from trimaran.runs.run_directory import DESCRIPTORS
 from trimaran.train.process.rank_setup import read_rank_info
@@ -103,7 +103,7 @@ class ForkServer:
     def serve(self) -> None:
         """Serve requests until the supervisor closes the socket."""
         woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.signal(signal.SIGCHLD, _ignore)  # without a handler nothing is written to the wakeup descriptor
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the descriptor
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # the supervisor decides when to stop
@@ -121,7 +121,11 @@ class ForkServer:
                     if "measure" in request:
                         self._measure(**request["measure"])
                     if "start" in request:
-                        self._import_for_plan()
+                        # Import what ranks need only for the plan of the run, so that not every rank has to.
+                        gc.disable()
+                        with suppress(Exception):  # the ranks meet the error, too, and report it
+                            import_for(open_run(self._run))
+                        freeze_imports()
                     for each in request.get("start", ()):
                         numbers = {
                             name: ",".join(str(self._descriptors[place]) for place in places)
@@ -150,18 +154,17 @@ class ForkServer:
     def _send(self, **fields: Any) -> None:
         self._control.sendall(json.dumps(fields).encode() + b"\n")
 
-    def _import_for_plan(self) -> None:
-        """Import what ranks need only for the plan of the run, so that not every rank has to."""
-        gc.disable()
-        with suppress(Exception):  # the ranks meet the error, too, and report it
-            import_for(open_run(self._run))
-        freeze_imports()
-
     def _fork(self, rank: int, environment: Mapping[str, str]) -> None:
-        parent = os.getpid()
-        if (pid := os.fork()) == 0:
+        parent, code = os.getpid(), 1
+        if (pid := os.fork()) == 0:  # the rank must never return to the code of the fork server
             self._control.close()
-            _run_rank_and_exit(self._run, parent, environment)
+            try:
+                code = _run_rank(self._run, parent, environment)
+            except BaseException:
+                traceback.print_exc()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(code)
         os.setpgid(pid, pid)  # the rank does it too, as either process may run first
         self._ranks[pid] = rank
         self._send(event="started", rank=rank, pid=pid)
@@ -171,7 +174,23 @@ class ForkServer:
         parent, (receives, sends) = os.getpid(), os.pipe2(os.O_CLOEXEC)
         if (pid := os.fork()) == 0:
             self._control.close()
-            _measure_and_exit(parent, environment, sends, how)
+            code = 1
+            try:
+                die_with_parent(signal.SIGKILL, parent=parent)
+                os.environ.update(environment)
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                if threads := openmp_threads(os.environ.get("OMP_NUM_THREADS")):
+                    torch.set_num_threads(threads)
+                if plugin := os.environ.get(PLUGIN):
+                    import_module(plugin)
+                from trimaran.train.process.measure_speed import measure_speed  # noqa: PLC0415  ranks do not need it
+
+                os.write(sends, str(measure_speed(**how)).encode())
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            os._exit(code)
         os.close(sends)
         self._measuring[pid] = receives
 
@@ -191,39 +210,6 @@ class ForkServer:
             if (rank := self._ranks.pop(pid, None)) is not None:
                 code = os.waitstatus_to_exitcode(status)
                 self._send(event="ended", rank=rank, pid=pid, code=code, time=time.monotonic())
-
-
-def _run_rank_and_exit(run: Path, parent: int, environment: Mapping[str, str]) -> NoReturn:
-    """Run a rank in the forked process, and exit: it must never return to the fork server's code."""
-    try:
-        code = _run_rank(run, parent, environment)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
-
-
-def _measure_and_exit(parent: int, environment: Mapping[str, str], sends: int, how: Mapping[str, Any]) -> NoReturn:
-    """Measure how fast the devices compute, in the forked process, write it to a pipe, and exit."""
-    code = 1
-    try:
-        die_with_parent(signal.SIGKILL, parent=parent)
-        os.environ.update(environment)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if threads := openmp_threads(os.environ.get("OMP_NUM_THREADS")):
-            torch.set_num_threads(threads)
-        if plugin := os.environ.get(PLUGIN):
-            import_module(plugin)
-        from trimaran.train.process.measure_speed import measure_speed  # noqa: PLC0415  ranks do not need it
-
-        os.write(sends, str(measure_speed(**how)).encode())
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    os._exit(code)
 
 
 def _run_rank(run: Path, parent: int, environment: Mapping[str, str]) -> int:
@@ -250,10 +236,6 @@ def _run_rank(run: Path, parent: int, environment: Mapping[str, str]) -> int:
         import_module(plugin)
     rank_info, link = read_rank_info(os.environ), read_supervisor_link(os.environ)
     return run_worker(open_run(run), rank_info, cache=cache_folder(os.environ), link=link, environment=os.environ)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the signal was written to the wakeup descriptor."""
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from trimaran.core.regular_files import append_regular_file, read_regular_text, write_atomically
+from trimaran.core import append_regular_file, read_regular_text, write_atomically
 from trimaran.runs import RunDirectory
 from trimaran.train.process.supervisor_link import SupervisorLink
 
@@ -58,8 +58,7 @@ class MessageCounts:
     def start(self) -> Callable[[], None]:
         """Start to count; return a function that stops it.
 
-        Every message that Python code sends, batched or not, passes through `ProcessGroup.send` and `recv`, and C++
-        code sends none. No backend has a hook for them, so both methods are wrapped: about a microsecond per call.
+        Every message of Python code passes `ProcessGroup.send` or `recv`, which are wrapped, as no backend has a hook.
         """
         kind: Any = dist.ProcessGroup
         send, receive = kind.send, kind.recv
@@ -93,10 +92,7 @@ def group_members() -> dict[str, list[int]]:
 
 
 def operations() -> list[dict[str, Any]]:
-    """Return the last collectives that this rank has started, oldest first. `number` counts those of one group.
-
-    `state` stays `scheduled` with gloo; with NCCL it becomes `completed`, or `started` if torch times collectives.
-    """
+    """Return this rank's last collectives by group, oldest first. With gloo `state` stays `scheduled`."""
     found = read_operations(_recorder._dump_fr_trace_json())
     if _has_nccl():
         found += read_operations(_recorder._dump_nccl_trace_json(), suffix=NCCL_SUFFIX)
@@ -123,7 +119,6 @@ def read_operations(dump: str | bytes, *, suffix: str = "") -> list[dict[str, An
 
 
 def _has_nccl() -> bool:
-    """Return whether this process may have started NCCL operations."""
     return hasattr(_recorder, "_dump_nccl_trace_json") and torch.cuda.is_initialized()
 
 
@@ -176,13 +171,14 @@ class HeartbeatThread:
         folder = self._run.path / question["folder"]
         folder.mkdir(parents=True, exist_ok=True)
         frames = sys._current_frames()
-        write_atomically(folder / f"rank-{self._rank}.stacks.txt", format_stacks(frames))
-        write_atomically(folder / f"rank-{self._rank}.json", json.dumps(self._report(frames), separators=(",", ":")))
-
-    def _report(self, frames: dict[int, FrameType]) -> dict[str, Any]:
-        assert self._link.board is not None
-        heartbeat = self._link.board.read(self._link.local_rank)
-        return {
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        main = threading.main_thread().ident
+        order = sorted(frames, key=lambda ident: (ident != main, ident))
+        parts = [f"thread {names.get(each, each)}\n{''.join(traceback.format_stack(frames[each]))}" for each in order]
+        write_atomically(folder / f"rank-{self._rank}.stacks.txt", "\n".join(parts))
+        heartbeat = self._link.heartbeat
+        assert heartbeat is not None
+        facts = {
             "rank": self._rank,
             "pid": os.getpid(),
             "host": platform.node(),
@@ -199,10 +195,10 @@ class HeartbeatThread:
             "received": self._messages.received,
             "messages": list(self._messages.recent),
         }
+        write_atomically(folder / f"rank-{self._rank}.json", json.dumps(facts, separators=(",", ":")))
 
 
 def memory_in_use() -> dict[str, int]:
-    """Return this process's bytes: resident on the host, and allocated and reserved by its CUDA allocator."""
     num_bytes = {"resident": psutil.Process().memory_info().rss}
     if torch.cuda.is_initialized():  # safe from any thread: it does not wait for the device
         stats = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
@@ -221,17 +217,6 @@ def cpu_starved_seconds() -> float:
 
 
 def frames_of(frame: FrameType | None) -> list[dict[str, Any]]:
-    """Return the innermost calls of a thread, innermost first: file, line, function, and the line's text."""
     calls = traceback.extract_stack(frame)[::-1][:MAX_FRAMES] if frame is not None else []
-    return [
-        {"file": each.filename, "line": each.lineno, "function": each.name, "text": each.line or ""} for each in calls
-    ]
-
-
-def format_stacks(frames: dict[int, FrameType]) -> str:
-    """Return the stacks of all threads of this process, the main one first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    order = sorted(frames, key=lambda ident: (ident != main, ident))
-    parts = [f"thread {names.get(each, each)}\n{''.join(traceback.format_stack(frames[each]))}" for each in order]
-    return "\n".join(parts)
+    names = {"file": "filename", "line": "lineno", "function": "name"}
+    return [{key: getattr(each, name) for key, name in names.items()} | {"text": each.line or ""} for each in calls]

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import Tensor
 
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS
 
 SIZE = {"cpu": 256, "cuda": 4096}
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -13,16 +13,12 @@ MAX_MATMULS = 64  # between two readings of the clock
 
 
 def measure_speed(kind: str, *, devices: int, seconds: float) -> float:
-    """Return the matmuls per second of the slowest device, measured for `seconds` on each. A CPU is one device.
-
-    The number is only comparable with others of the same machine.
-    """
+    """Return the matmuls per second of the slowest device, comparable only on the same machine."""
     names = ["cpu"] if DEVICE_TRAITS[kind].shares_cores else [f"cuda:{index}" for index in range(devices)]
     return min(_rate(torch.device(name), seconds) for name in names)
 
 
 def multiply(matrix: Tensor, times: int) -> Tensor:
-    """Return the result of the last of so many matmuls, when they are done."""
     result = matrix
     for _ in range(times):
         result = matrix @ matrix

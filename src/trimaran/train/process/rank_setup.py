@@ -6,19 +6,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from trimaran.core import Recipe, UserError
-from trimaran.core.recipe import USED_BY_RANKS, load_used_plugins, plugin_records, used_plugins
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.machine.host_limits import SYS, cores_near, numa_node_of, pci_device
-from trimaran.parallel.comm.json_exchange import all_gather_json
-from trimaran.runs.gloo_listeners import closed_listeners
+from trimaran.core import DEVICE_TRAITS, Recipe, UserError, plugin_records, used_plugins
+from trimaran.core.recipe import USED_BY_RANKS, load_used_plugins
+from trimaran.machine import cores_near, pci_device
+from trimaran.machine.host_limits import SYS, numa_node_of
+from trimaran.parallel import all_gather_json
+from trimaran.runs import closed_listeners
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink, supervisor_store
 
 TIMEOUT = timedelta(minutes=10)
@@ -58,33 +58,24 @@ def read_rank_info(environment: Mapping[str, str], *, on_cpu: bool = False) -> R
 
 
 def join_process_group(rank_info: RankInfo, link: SupervisorLink = NO_SUPERVISOR) -> None:
-    """Initialise torch's default process group.
-
-    Ranks meet in the supervisor's store or, without a supervisor, at MASTER_ADDR and MASTER_PORT. A single rank uses a
-    store of its own.
-    """
+    """Initialise torch's process group, in the supervisor's store or at MASTER_ADDR and MASTER_PORT."""
     dist.set_debug_level_from_env()  # torch reads it when it is imported, which may have been in another process
     traits = DEVICE_TRAITS[rank_info.device.type]
     if not traits.shares_cores:
         torch.cuda.set_device(rank_info.device)
-    backend = traits.group_backends
     rank, world_size = rank_info.rank, rank_info.world_size
+    join = partial(dist.init_process_group, traits.group_backends, rank=rank, world_size=world_size, timeout=TIMEOUT)
     if world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        join(store=dist.HashStore())
     elif link.store:
-        store = supervisor_store(link)
         with closed_listeners():
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+            join(store=supervisor_store(link))
     else:
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=TIMEOUT)
+        join()
 
 
 def agree_on_plugins(recipe: Recipe) -> None:
-    """Load the recipe's plug-ins that ranks use.
-
-    If a rank lacks one, cannot load it or has another version, all ranks raise the same UserError. Every rank must call
-    it, after joining the process group.
-    """
+    """Load the recipe's plug-ins. All ranks raise the same UserError if one lacks it or has another version."""
     if not used_plugins(recipe):
         return
     error: dict[str, Any] | None = None
@@ -100,24 +91,18 @@ def agree_on_plugins(recipe: Recipe) -> None:
     for rank, (_, others) in enumerate(answers):
         for first, other in zip(answers[0][1], others, strict=True):
             if first != other:
-                raise UserError("K078", f"rank 0 has {_describe(first)}, and rank {rank} has {_describe(other)}",
+                has = [f"{each.get('distribution')} {each.get('version')}" for each in (first, other)]
+                raise UserError("K078", f"rank 0 has {has[0]}, and rank {rank} has {has[1]}",
                                 where=f"the {first['kind']} '{first['name']}'",
                                 fix="install the same version on every machine of the run")  # fmt: skip
 
 
-def _describe(record: dict[str, str]) -> str:
-    return f"{record.get('distribution')} {record.get('version')}"
-
-
 def bind_cores(device: torch.device) -> dict[str, int]:
-    """Bind all threads of this process to the NUMA node of its GPU. Returns what was bound, for the `start` event.
-
-    Call it before threads and loader processes are started: they inherit it. A process that is already bound to one
-    NUMA node stays as it is, and so does a machine with only one.
-    """
+    """Bind this process, before its threads start, to the NUMA node of its GPU, unless bound; return what was."""
     if DEVICE_TRAITS[device.type].shares_cores or not hasattr(os, "sched_setaffinity"):
         return {}
-    return bind_near(pci_device(_pci_bus(device)))
+    found: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack these fields
+    return bind_near(pci_device(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"))
 
 
 def bind_near(folder: Path, *, sys: Path = SYS) -> dict[str, int]:
@@ -131,19 +116,13 @@ def bind_near(folder: Path, *, sys: Path = SYS) -> dict[str, int]:
     return {"numa_node": numa_node_of(folder), "cores": len(cores)}
 
 
-def _pci_bus(device: torch.device) -> str:
-    found: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack these fields
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-
-
 log = logging.getLogger(__name__)
 
 
 def set_expandable_segments(wanted: Literal["auto"] | bool, device: torch.device) -> None:
-    """Let the allocator of a GPU grow its segments in place from now on, or not; `auto` is as at the start.
+    """Let a GPU's allocator grow segments in place from now on, or not, `auto` as at the start.
 
-    torch reads this setting whenever it reserves memory. Segments that hold live tensors stay as they are; those that
-    are free are given back, so that they are reserved anew. Does nothing on a CPU.
+    Segments with live tensors stay; free ones are given back.
     """
     if not DEVICE_TRAITS[device.type].has_own_memory:
         return
@@ -151,10 +130,9 @@ def set_expandable_segments(wanted: Literal["auto"] | bool, device: torch.device
     value = at_start if wanted == "auto" else wanted
     if value == _uses_expandable_segments():
         return
-    change: Any = (
-        getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-    )
-    change(f"expandable_segments:{value}")  # the first is the newer one; both are private in torch
+    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    change: Any = newer or torch.cuda.memory._set_allocator_settings  # both are private in torch
+    change(f"expandable_segments:{value}")
     torch.cuda.empty_cache()
     log.info("expandable segments: %s", value)
 
@@ -172,10 +150,7 @@ def _uses_expandable_segments() -> bool:
 
 
 def set_torch_modes(recipe: Recipe, device: torch.device) -> None:
-    """Set torch's modes, and those of the allocator of the device, as the recipe says.
-
-    With anomaly mode an error in backward names the line of the forward. NaN is left to the guard.
-    """
+    """Set torch's modes and the allocator's, as the recipe says. Anomaly mode leaves NaN to the guard."""
     if recipe.train.deterministic:
         torch.use_deterministic_algorithms(True)
     torch.autograd.set_detect_anomaly(recipe.faults.debug, check_nan=False)

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from trimaran.core import UserError
-from trimaran.runs import Heartbeat, HeartbeatBoard, Section
-from trimaran.runs.wire import WRITTEN_ONCE, ChannelClient, Record, RefusedError, pack, unpack
+from trimaran.runs import ChannelClient, Heartbeat, HeartbeatBoard, Record, RefusedError, Section, pack
+from trimaran.runs.wire import WRITTEN_ONCE, unpack
 
 TIMEOUT = timedelta(minutes=10)
 CONNECT_SECONDS = 30.0
@@ -51,13 +51,10 @@ class SupervisorLink:
 
     @contextmanager
     def section(self, section: Section, step: int | None = None) -> Iterator[Callable[[], None]]:
-        """Report `section` inside the `with` block, and the section before it again afterwards.
-
-        Yields a function that reports one more unit of progress. `step` is that of the section before by default.
-        """
+        """Report `section` inside the block, and the one before afterwards. Yields a function to report progress."""
         before = self.heartbeat
         if self.board is None or before is None:
-            yield _no_report
+            yield lambda: None
             return
         report = partial(self.board.enter, self.local_rank, section, before.step if step is None else step)
         report()
@@ -75,10 +72,6 @@ class SupervisorLink:
     def heartbeat(self) -> Heartbeat | None:
         """What the supervisor sees of this rank now; None without a supervisor."""
         return None if self.board is None else self.board.read(self.local_rank)
-
-
-def _no_report() -> None:
-    """Report no progress: there is no supervisor."""
 
 
 NO_SUPERVISOR = SupervisorLink()
@@ -102,10 +95,9 @@ def read_supervisor_link(environment: Mapping[str, str]) -> SupervisorLink:
 
 
 class TokenStore(dist.Store):
-    """Does what torch's `TCPStore` does, for the ranks of one attempt. Thread-safe.
+    """Does what torch's `TCPStore` does for the ranks of one attempt, thread-safe, over reused connections.
 
-    Connections to the supervisor are reused; a thread that waits for a key has its own. Torch's C++ code does not keep
-    the Python object of a store alive, so this class does, until the process ends.
+    Torch's C++ code does not keep the Python object alive, so this class does.
     """
 
     timeout: timedelta  # stored and set by torch's C++ class
@@ -163,11 +155,8 @@ class TokenStore(dist.Store):
     def delete_key(self, key: str) -> bool:
         return self._request("delete", [key])["deleted"]
 
-    def list_keys(self) -> list[str]:
-        return self._request("list", [])["keys"]
-
     def num_keys(self) -> int:
-        return len(self.list_keys())
+        return len(self._request("list", [])["keys"])
 
     def has_extended_api(self) -> bool:
         return True
@@ -206,7 +195,6 @@ class TokenStore(dist.Store):
 
 
 def supervisor_store(link: SupervisorLink) -> TokenStore:
-    """Return the store of the supervisor that started this rank."""
     return TokenStore(link.store, link.token, attempt=link.attempt)
 
 

@@ -14,11 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from trimaran.core import UserError
-from trimaran.parallel.comm.json_exchange import broadcast_json
-from trimaran.runs import RunDirectory
-from trimaran.runs.held_directory import HeldDirectory
-from trimaran.runs.lease import take_lease
-from trimaran.runs.reserve import fill_reserve, remove_reserve
+from trimaran.parallel import broadcast_json
+from trimaran.runs import HeldDirectory, RunDirectory, fill_reserve, remove_reserve, take_lease
 from trimaran.train.process.rank_setup import TIMEOUT, RankInfo, join_process_group
 from trimaran.train.process.supervisor_link import SupervisorLink
 
@@ -28,10 +25,9 @@ READ_SECONDS = 10.0  # rank 0 waits this long for all ranks to read an error, si
 
 
 def check_machines(rank_info: RankInfo, check: Callable[[], None]) -> dist.Store | None:
-    """Run `check` on the first rank of each machine; if it raises on one machine, raise its error on every rank.
+    """Run `check` on each machine; raise its error on every rank, through torchrun's store: joining may be impossible.
 
-    The ranks exchange errors through torchrun's store, since what is wrong with a machine may prevent it from joining
-    the process group. Returns that store. Keep it until the ranks have joined: others may still read from rank 0's.
+    Keep the store that it returns until all have joined: others may read rank 0's.
     """
     error: dict[str, Any] = {}
     if rank_info.local_rank == 0:
@@ -48,11 +44,15 @@ def check_machines(rank_info: RankInfo, check: Callable[[], None]) -> dist.Store
 
 
 def _exchange(store: dist.Store, rank_info: RankInfo, error: dict[str, Any]) -> dict[str, Any]:
-    """Return, on every rank, the error that rank 0 merged from those of all ranks."""
     store.set(str(rank_info.rank), json.dumps(error))
     if rank_info.rank == 0:
-        errors = [json.loads(each) for each in store.multi_get([str(rank) for rank in range(rank_info.world_size)])]
-        store.set("all", json.dumps(_merge([each for each in errors if each])))
+        found = [json.loads(each) for each in store.multi_get([str(rank) for rank in range(rank_info.world_size)])]
+        errors = [each for each in found if each]
+        first = errors[0] if errors else {}
+        if errors:  # with the names of all machines that have the same one
+            same = [each["where"] for each in errors if each["what"] == first["what"]]
+            first |= {"where": ", ".join(dict.fromkeys(same))}
+        store.set("all", json.dumps(first))
     merged = json.loads(store.get("all"))
     num_read = store.add("heard", 1)
     until = time.monotonic() + READ_SECONDS
@@ -60,14 +60,6 @@ def _exchange(store: dist.Store, rank_info: RankInfo, error: dict[str, Any]) -> 
         time.sleep(0.02)
         num_read = store.add("heard", 0)
     return merged
-
-
-def _merge(errors: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first error, with the names of all machines that have the same one; empty without errors."""
-    if not errors:
-        return {}
-    machines = [each["where"] for each in errors if each["what"] == errors[0]["what"]]
-    return errors[0] | {"where": ", ".join(dict.fromkeys(machines))}
 
 
 def _raise(error: dict[str, Any]) -> None:
@@ -79,10 +71,9 @@ def _raise(error: dict[str, Any]) -> None:
 def open_torchrun_run(
     rank_info: RankInfo, make: Callable[[], RunDirectory], *, check: Callable[[], None] | None = None
 ) -> Iterator[tuple[RunDirectory, SupervisorLink]]:
-    """Join the ranks that an outside torchrun started, and open on all of them the run that rank 0 makes or finds.
+    """Join ranks of an outside torchrun, and open on all the run that rank 0 makes or finds, after `check`.
 
-    Rank 0 holds the lease of the run, so that no other process can start it, and stops all ranks if the run directory
-    is moved; there is no supervisor. `check` raises if the run cannot work on this machine, see `check_machines`.
+    Rank 0 holds the lease, and stops all ranks if the run directory is moved.
     """
     store = check_machines(rank_info, check) if check else None
     join_process_group(rank_info)

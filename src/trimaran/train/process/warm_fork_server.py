@@ -14,7 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from trimaran.runs.warm_protocol import SOCKET, difference, fingerprint, take_lock
+from trimaran.runs import difference, take_lock
+from trimaran.runs.warm_protocol import SOCKET, fingerprint
 
 _STARTED = time.time()
 _ENVIRONMENT = dict(os.environ)  # noqa: TID251 - an entry point
@@ -92,25 +93,28 @@ class WarmForkServer:
         if user != os.geteuid():
             return
         try:
-            request = json.loads(read_line(connection))
+            received = b""
+            while not received.endswith(b"\n"):
+                data = connection.recv(1 << 16)
+                received += data
+                if not data or len(received) > MAX_REQUEST_BYTES:
+                    raise ValueError("no request")
+            request = json.loads(received)
         except ValueError:
             return
         if "fork" in request:
             answer = self._fork(connection, request["fork"])
         else:
             self._stopping = bool(request.get("stop"))
-            answer = self._status()
+            answer = {
+                "pid": os.getpid(),
+                "started": _STARTED,
+                "forks": self._num_forks,
+                "idle_seconds": time.monotonic() - self._last,
+                "ends_after_seconds": self._idle_seconds,
+                "python": sys.executable,
+            }
         connection.sendall(json.dumps(answer).encode() + b"\n")
-
-    def _status(self) -> dict[str, Any]:
-        return {
-            "pid": os.getpid(),
-            "started": _STARTED,
-            "forks": self._num_forks,
-            "idle_seconds": time.monotonic() - self._last,
-            "ends_after_seconds": self._idle_seconds,
-            "python": sys.executable,
-        }
 
     def _fork(self, connection: socket.socket, theirs: dict[str, Any]) -> dict[str, Any]:
         """Fork a fork server that goes on with this connection, and return the answer to send."""
@@ -122,33 +126,17 @@ class WarmForkServer:
         self._num_forks, self._last = self._num_forks + 1, time.monotonic()
         server = os.getpid()
         if (pid := os.fork()) == 0:  # it writes nothing before it is asked, which is after this answer
-            serve_fork(connection, self._listener)
+            try:
+                self._listener.close()
+                if __name__ == "__main__" and _LOCK is not None:
+                    os.close(_LOCK)  # the lock is held as long as any process has it open
+                os.setsid()
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)
+                connection.settimeout(None)
+                ForkServer(connection).serve()
+            finally:
+                os._exit(1)
         return {"pid": pid, "server": server}
-
-
-def serve_fork(connection: socket.socket, listener: socket.socket) -> None:
-    """Serve one run in a forked process, until its supervisor closes the connection."""
-    try:
-        listener.close()
-        if __name__ == "__main__" and _LOCK is not None:
-            os.close(_LOCK)  # the lock is held as long as any process has it open
-        os.setsid()
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        connection.settimeout(None)
-        ForkServer(connection).serve()
-    finally:
-        os._exit(1)
-
-
-def read_line(connection: socket.socket) -> bytes:
-    """Return the next line; ValueError if there is none, or it is too long."""
-    received = b""
-    while not received.endswith(b"\n"):
-        data = connection.recv(1 << 16)
-        received += data
-        if not data or len(received) > MAX_REQUEST_BYTES:
-            raise ValueError("no request")
-    return received
 
 
 def imported_files() -> dict[str, tuple[int, int] | None]:
@@ -159,7 +147,6 @@ def imported_files() -> dict[str, tuple[int, int] | None]:
 
 
 def changed_files(files: dict[str, tuple[int, int] | None]) -> str | None:
-    """Return a file that is not what it was when it was imported; None if there is none."""
     return next((path for path, before in files.items() if before is None or _version(path) != before), None)
 
 

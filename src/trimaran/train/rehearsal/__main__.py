@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from trimaran.core import EXIT_DONE, UserError
-from trimaran.planner.measure.rank_task import RankAnswer, RankTask
-from trimaran.runs.fault_texts import says_out_of_memory
+from trimaran.planner import RankAnswer, RankTask
+from trimaran.runs import says_out_of_memory
 from trimaran.train.rehearsal.rehearsed_rank import rehearse_rank
 
 

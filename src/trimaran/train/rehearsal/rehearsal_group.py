@@ -33,10 +33,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose methods have other types in ever
 
 
 class CompletedWork(dist.Work):
-    """The handle of a collective that is complete.
-
-    It keeps the tensors as long as a real one does: NCCL's until someone waits, gloo's as long as it exists itself.
-    """
+    """A complete collective. It holds tensors until waited for as NCCL's does, or all its life as gloo's."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -157,10 +154,7 @@ class RehearsalGroup(_ProcessGroup):
 
 
 def _fill_with_message(tensor: Tensor) -> None:
-    """Fill a tensor with random numbers, in one or two kernels.
-
-    Whole numbers are ones: by them stages tell each other that the shapes of activations are known.
-    """
+    """Fill with random numbers; with ones if whole: by them stages tell that shapes are known."""
     if not tensor.is_floating_point():
         tensor.fill_(1)
         return

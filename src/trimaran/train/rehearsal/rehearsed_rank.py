@@ -11,28 +11,22 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
 from torch._C._profiler import _EventType, _ProfilerEvent
 from torch.profiler import ProfilerActivity, profile
 
-from trimaran.core import Plan, Recipe
+from trimaran.core import DEVICE_TRAITS, Plan, Recipe
 from trimaran.core.plan import DATA_AXES
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.data.feed import share_of
-from trimaran.data.loader import Loader
-from trimaran.models import spec_of
-from trimaran.models.stages import stage_ranges
-from trimaran.nets import Network
-from trimaran.nets.adapters.attach import attach_adapter
-from trimaran.nets.network import network_of
-from trimaran.parallel import RankMesh
+from trimaran.data import Loader, share_of
+from trimaran.models import spec_of, stage_ranges
+from trimaran.nets import Network, attach_adapter, network_of
+from trimaran.parallel import RankMesh, build_loss_scale, freeze_towers, learning_rate
+from trimaran.parallel.axes import pp
 from trimaran.parallel.axes.pp import StageFacts, TimedStage, facts_of_all_stages
-from trimaran.parallel.mesh import freeze_towers
-from trimaran.parallel.optimizer.build_optimizer import build_loss_scale, learning_rate
-from trimaran.planner.measure.rank_task import MeasuredRank
+from trimaran.planner import MeasuredRank
 from trimaran.train.fake_ranks import fake_rank
 from trimaran.train.features.table import features_of
 from trimaran.train.foreign_networks import hf_stage_ranges, open_hf_network
@@ -42,7 +36,7 @@ from trimaran.train.metrics.step_clock import ReadSeconds, StepClock, cuda_secon
 from trimaran.train.process.rank_setup import RankInfo
 from trimaran.train.rank_networks import build_networks
 from trimaran.train.rehearsal.rehearsal_group import BACKEND, register_backend
-from trimaran.train.steppers import pipeline_stepper, step_totals
+from trimaran.train.steppers import step_totals
 from trimaran.train.steppers.engine import build_stepper
 
 
@@ -54,12 +48,11 @@ def without_other_ranks(recipe: Recipe, plan: Plan, ranks: RankMesh) -> Iterator
         stack.enter_context(_replaced(step_totals, "num_sharing", lambda _: 1))  # nobody to compare the batch with
         if plan.mesh.pp > 1:
             facts = stage_facts_of(recipe, plan)
-            stack.enter_context(_replaced(pipeline_stepper, "gather_stage_facts", lambda *_: facts))
+            stack.enter_context(_replaced(pp, "gather_stage_facts", lambda *_: facts))
         yield
 
 
 def stage_facts_of(recipe: Recipe, plan: Plan) -> StageFacts:
-    """Return the facts about all stages of the plan, from networks on the meta device."""
     whole, networks = _all_stages(recipe, plan)
     for network in networks:
         freeze_towers(network, recipe.model.freeze)
@@ -84,7 +77,6 @@ def _all_stages(recipe: Recipe, plan: Plan) -> tuple[Network | None, list[Networ
 
 @contextmanager
 def _replaced(module: object, name: str, value: object) -> Iterator[None]:
-    """Give a module's function another meaning inside the block."""
     original = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -93,7 +85,11 @@ def _replaced(module: object, name: str, value: object) -> Iterator[None]:
         setattr(module, name, original)
 
 
-METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+METHODS = {
+    "forward_one_chunk": "forward",
+    "backward_one_chunk": "backward",
+    "backward_weight_one_chunk": "weight_grad",
+}
 
 
 class TimedPass(NamedTuple):
@@ -112,10 +108,6 @@ class PassRecorder:
         self.passes: list[TimedPass] = []
         self._on_gpu = DEVICE_TRAITS[device.type].runs_async
 
-    def restart(self) -> None:
-        """Forget the passes so far: a step begins."""
-        self.passes = []
-
     def mark(self) -> Any:
         if not self._on_gpu:
             return time.perf_counter()
@@ -128,24 +120,15 @@ class PassRecorder:
         read = (lambda: cuda_seconds(start, end)) if self._on_gpu else (lambda: end - start)
         self.passes.append(TimedPass(kind, stage, micro_batch, read))
 
-    @property
-    def order(self) -> list[tuple[str, int, int]]:
-        return [each[:3] for each in self.passes]
-
     def mean_seconds(self) -> dict[int, dict[str, float]]:
-        """Return the mean seconds of a micro-batch's passes, by stage and kind."""
         found: dict[int, dict[str, list[float]]] = {}
         for each in self.passes:
             found.setdefault(each.stage, {}).setdefault(each.kind, []).append(each.read_seconds())
-        return {
-            stage: {kind: sum(seconds) / len(seconds) for kind, seconds in kinds.items()}
-            for stage, kinds in found.items()
-        }
+        return {stage: {kind: fmean(each) for kind, each in kinds.items()} for stage, kinds in found.items()}
 
 
 @contextmanager
 def recorded_passes(device: torch.device) -> Iterator[PassRecorder]:
-    """Record the passes of all pipeline stages inside the block."""
     recorder = PassRecorder(device)
     originals = {name: getattr(TimedStage, name) for name in METHODS}
     for name, original in originals.items():
@@ -162,16 +145,11 @@ def _recording(original: Callable[..., Any], recorder: PassRecorder) -> Callable
     def recording(stage: TimedStage, number: int, *args: Any, **kwargs: Any) -> Any:
         start = recorder.mark()
         result = original(stage, number, *args, **kwargs)
-        recorder.add(_kind(original.__name__, kwargs), stage.stage_index, number, start)
+        kind = METHODS[original.__name__] if kwargs.get("full_backward", True) else "input_grad"
+        recorder.add(kind, stage.stage_index, number, start)
         return result
 
     return recording
-
-
-def _kind(method: str, kwargs: dict[str, Any]) -> str:
-    if method == "backward_one_chunk":
-        return "backward" if kwargs.get("full_backward", True) else "input_grad"
-    return "forward" if method == "forward_one_chunk" else "weight_grad"
 
 
 # The record of single allocations is private in torch.
@@ -179,27 +157,17 @@ def _kind(method: str, kwargs: dict[str, Any]) -> str:
 
 @dataclass(slots=True)
 class TensorPeak:
-    """Bytes of a rank's tensors at their peak, at the peak of the steps after the warm-up, and those reserved for them.
-
-    On a CPU, tensors that other threads allocate (loaders) are not counted, and nothing is reserved.
-    """
+    """Peak bytes of a rank's tensors, in all and after the warm-up, and reserved. Not of loader threads."""
 
     whole: int = 0
     steps: int = 0
     reserved: int = 0
-    first_step_ns: int = 0  # where the steps begin, on the clock of the profiler
-
-    def mark_steps(self, now_ns: int) -> None:
-        """Say that what follows are the steps whose peak is `steps`."""
-        self.first_step_ns = now_ns
+    first_step_ns: int = 0  # where the steps of the peak `steps` begin, on the clock of the profiler
 
 
 @contextmanager
 def measured_tensors() -> Iterator[TensorPeak]:
-    """Measure the tensors that this thread, and the backward that it starts, allocate on the CPU inside the block.
-
-    A process can do so once: later records of torch's profiler may be empty.
-    """
+    """Measure tensors that this thread and its backward allocate on the CPU, once in a process."""
     peak = TensorPeak()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         yield peak
@@ -263,8 +231,12 @@ def measure_rank(
         build_seconds = time.monotonic() - began
         with loader:
             run.train(loader, warmup)
-            _begin_steady_steps(peak, info.device)
-            if not on_gpu:
+            if on_gpu:
+                peak.whole = torch.cuda.max_memory_allocated(info.device)
+                peak.reserved = torch.cuda.max_memory_reserved(info.device)
+                torch.cuda.reset_peak_memory_stats(info.device)
+            else:
+                peak.first_step_ns = time.time_ns()
                 run.train(loader, MEMORY_STEPS)
                 recording.close()
             measured = run.train(loader, steps)
@@ -278,19 +250,11 @@ def measure_rank(
             all_seconds=[sum(each.values()) for each in measured],
             phases={name: median(each[name] for each in measured) for name in PHASES.values()},
             stages=recorder.mean_seconds(),
-            passes=recorder.order,
+            passes=[each[:3] for each in recorder.passes],
             losses=run.losses,
             num_refused=run.num_refused,
             build_seconds=build_seconds,
         )
-
-
-def _begin_steady_steps(peak: TensorPeak, device: torch.device) -> None:
-    if DEVICE_TRAITS[device.type].has_own_memory:
-        peak.whole, peak.reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        peak.mark_steps(time.time_ns())
 
 
 class PendingNumbers(NamedTuple):
@@ -327,14 +291,13 @@ class _RankRun:
         return build_loader(longer, self._info, lambda: data.training(frozenset()), 0)
 
     def train(self, loader: Loader, steps: int) -> list[dict[str, float]]:
-        """Train so many steps and return the seconds of each by phase."""
         seconds: list[dict[str, float]] = []
         pending: PendingNumbers | None = None
         self._clock.restart()
         for _ in range(steps):
             batch = next(loader).to(self._info.device)
             self._clock.lap("data")
-            self._recorder.restart()
+            self._recorder.passes.clear()
             self._ranks.reseed(self._recipe.train.seed, batch.step)
             numbers = self._stepper.step(batch)
             norm, refused = self._stepper.update(learning_rate(batch.step, self._recipe.train))

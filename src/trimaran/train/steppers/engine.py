@@ -6,8 +6,7 @@ from importlib import import_module
 
 from trimaran.core import Plan, TrainSection
 from trimaran.nets import Network
-from trimaran.parallel import RankMesh
-from trimaran.parallel.optimizer.build_optimizer import build_loss_scale
+from trimaran.parallel import RankMesh, build_loss_scale
 from trimaran.train.health.guard import Guard
 from trimaran.train.loss.objective import LanguageObjective, Objective
 from trimaran.train.metrics.step_clock import StepClock
@@ -24,10 +23,7 @@ ENGINES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepperContext:
-    """The arguments of an engine's `build_stepper`.
-
-    Every `groups_every`-th step measures gradients and updates by groups of modules; 0 measures none.
-    """
+    """The arguments of an engine's `build_stepper`. `groups_every`: steps between group norms; 0 is none."""
 
     networks: tuple[Network, ...]
     train: TrainSection
@@ -52,7 +48,6 @@ def build_stepper(
     groups_every: int = 0,
     features: Sequence[Feature] = (),
 ) -> Stepper:
-    """Return the stepper that the plan asks for, with its optimizer; see `StepperContext`."""
     context = StepperContext(
         networks=networks,
         train=train,

@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trimaran.core import Plan, Recipe, TrainSection
-from trimaran.data.feed import DataShare
-from trimaran.data.step_batch import StepBatch
+from trimaran.core import Plan, Recipe
+from trimaran.data import DataShare, StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh
 from trimaran.runs import Journal
 from trimaran.train.checkpointing.training_state import ShardKeys, StatePart, TrainingCounter
 from trimaran.train.inputs.training_data import TrainingData
-from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.process.rank_setup import RankInfo
 from trimaran.train.steppers.step_totals import StepTotals
 
 if TYPE_CHECKING:
+    from trimaran.train.steppers.engine import StepperContext
     from trimaran.train.trainer import Trainer
 
 Load = Callable[[DataShare], TrainingData]
@@ -42,22 +41,8 @@ class LoadContext:
     report_progress: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateContext:
-    """The arguments of `Feature.update_parts`. The networks hold their weights."""
-
-    networks: Sequence[Network]
-    train: TrainSection
-    plan: Plan
-    ranks: RankMesh
-    clock: StepClock
-
-
 class UpdatePart:
-    """The part of a feature in the steps of a rank. The methods of this class do nothing.
-
-    `keys` and `state` say how checkpoints hold the state; `counters` are saved by their names.
-    """
+    """The part of a feature in each step; here none. Checkpoints hold `state` by `keys`, and `counters`."""
 
     keys: ShardKeys | None = None
     state: Sequence[StatePart] = ()
@@ -71,19 +56,12 @@ class UpdatePart:
         """Prepare for the gradients of a batch."""
 
     def after_update(self, step: int, refused: Tensor) -> ReadDetails:
-        """Finish step `step`, whose update was `refused` unless that is 0.
-
-        Returns a function that returns fields of the metrics; it is called one step later.
-        """
+        """Finish a step that was `refused` unless 0; return a function for its metrics, one step later."""
         return dict
 
 
 class Feature:
-    """An optional part of training. The methods of this class change nothing.
-
-    `writes_lines`: rank 0 writes the metrics of each step when it is recorded. `seed_offset` is added to the seed of
-    what a rank draws while it trains.
-    """
+    """An optional part of training; here it changes nothing. `writes_lines`: rank 0 writes metrics at once."""
 
     writes_lines = True
     seed_offset = 0
@@ -92,7 +70,7 @@ class Feature:
         """Return the loader of the data of a rank; `load` is the one so far. Every rank calls both."""
         return load
 
-    def update_parts(self, context: UpdateContext) -> Sequence[UpdatePart]:
+    def update_parts(self, context: "StepperContext") -> Sequence[UpdatePart]:
         """Return the parts of this feature in each step. Every rank must call it: it may create process groups."""
         return ()
 

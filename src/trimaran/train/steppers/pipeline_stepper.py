@@ -9,34 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core import Phase, Plan, TrainSection
-from trimaran.core.event import SECONDS_DECIMALS
-from trimaran.core.plan import WORLD, data_axis
-from trimaran.data.step_batch import Inputs, StepBatch
+from trimaran.core import SECONDS_DECIMALS, WORLD, Phase, Plan
+from trimaran.data import Inputs, StepBatch
 from trimaran.nets import Network
-from trimaran.parallel import RankMesh, autocast
+from trimaran.parallel import RankMesh, autocast, kept_weight_casts, map_stages
+from trimaran.parallel.axes import pp
 from trimaran.parallel.axes.fsdp import time_gathers
-from trimaran.parallel.axes.pp import (
-    Compute,
-    Schedule,
-    TimedStage,
-    build_schedule,
-    empty_streams,
-    forward_through_stages,
-    gather_stage_facts,
-    sum_tied_gradients,
-)
-from trimaran.parallel.mesh import map_stages
-from trimaran.parallel.precision import kept_weight_casts
-from trimaran.train.checkpointing.training_state import TrainingState
 from trimaran.train.loss.cross_entropy import compute_later_loss
-from trimaran.train.loss.objective import LanguageObjective, Objective, predicted_tokens
-from trimaran.train.metrics.router_stats import balance_routers
+from trimaran.train.loss.objective import Objective, predicted_tokens
 from trimaran.train.metrics.step_clock import ReadEvents, StepClock, attribute
-from trimaran.train.steppers.step_totals import LossPartSums, ReducedStep
+from trimaran.train.steppers.step_totals import LossPartSums
 from trimaran.train.steppers.stepper import (
     NO_REQUESTS,
     DetailsReader,
+    TorchStepper,
     gather_logits_row,
     loss_and_scores,
     mask_duplicates,
@@ -45,7 +31,7 @@ from trimaran.train.steppers.stepper import (
 from trimaran.train.steppers.update import Updater
 
 
-class PipelineStepper:
+class PipelineStepper(TorchStepper):
     """Runs micro-batches through a pipeline. `networks` are this rank's stages. All its ranks load the same batch."""
 
     def __init__(
@@ -57,25 +43,21 @@ class PipelineStepper:
         clock: StepClock,
         objective: Objective | None = None,
     ) -> None:
-        self._objective = objective or LanguageObjective()
-        self._networks, self._plan, self._ranks, self.updater, self._clock = networks, plan, ranks, updater, clock
+        super().__init__(networks, plan, ranks, updater, clock, objective)
         self._stages = map_stages(plan, ranks)
-        self._facts = gather_stage_facts(networks, self._stages, ranks.device)
-        self._device, kind = ranks.device, ranks.device.type
+        self._facts = pp.gather_stage_facts(networks, self._stages, ranks.device)
+        kind = ranks.device.type
         with autocast(plan, self._device):  # activations are sent in the dtype of the plan's matmuls
             self._dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-        self._schedules: dict[tuple[tuple[int, ...], ...], Schedule] = {}  # by the shapes of the sent activations
-        # State of the current or last step: its batch, its time by phase, the factor of its loss, its summed loss on
-        # this rank, and its sums over all ranks.
+        self._schedules: dict[tuple[tuple[int, ...], ...], pp.Schedule] = {}  # by the shapes of the sent activations
+        # State of the current or last step: its batch, its time by phase, the factor of its loss, its summed loss.
         self._batch = StepBatch(0, {}, 0)
-        self._data_axis = data_axis(plan)
         for network in networks:
             time_gathers(network.module, self._data_axis)
             compute_later_loss(network, None)
         self._read_schedule: ReadEvents = list  # the time of the schedule
         self._scale = self._loss_sum = torch.zeros((), device=self._device)
         self._parts = LossPartSums(self._objective, ranks)
-        self._reduced: ReducedStep | None = None
 
     def step(self, batch: StepBatch, *, requests: Sequence[int] = NO_REQUESTS) -> Tensor:
         """See `Stepper.step`. Time between the computations of a schedule counts as waiting for other stages."""
@@ -85,14 +67,30 @@ class PipelineStepper:
         self._loss_sum = torch.zeros((), device=self._device)
         self._batch, self._parts = batch, LossPartSums(self._objective, self._ranks, self._networks)
         indices = torch.arange(self._plan.grad_accum)  # split by the schedule; micro-batches may differ in size
-        schedule = self._schedule(batch.micro(0))
+        inputs = batch.micro(0)
+        streams = [pp.empty_streams(network, self._ranks, inputs, self._dtype) for network in self._networks]
+        shapes = tuple(tuple(each.shape) for pair in streams for each in pair)
+        if shapes not in self._schedules:
+            stages = [
+                pp.TimedStage(
+                    network.module,
+                    number,
+                    self._stages,
+                    streams=pair,
+                    compute=self._compute(number, network),
+                    timer=partial(self._span, number),
+                )
+                for number, network, pair in zip(self._stages.here, self._networks, streams, strict=True)
+            ]
+            self._schedules[shapes] = pp.build_schedule(self._plan, stages)
+        schedule = self._schedules[shapes]
         self._clock.lap("comm", WORLD)
         self._clock.time_waits()
         with kept_weight_casts():
             schedule.step(number=indices, target=indices, return_outputs=False)
         self._clock.lap("comm", "pp")
         self._read_schedule = self._clock.last_lap()
-        sum_tied_gradients(self._networks, self._stages, self._facts)
+        pp.sum_tied_gradients(self._networks, self._stages, self._facts)
         self._clock.lap("comm", "pp")
         self._clock.time_waits()
         squares = self.updater.measure_gradients()
@@ -100,28 +98,9 @@ class PipelineStepper:
         self._clock.lap("comm", WORLD)
         return self._reduced.numbers
 
-    def release_graphs(self) -> None:
-        """Do nothing: a pipeline has no CUDA graphs."""
-
-    def update(self, lr: float) -> tuple[Tensor, Tensor]:
-        assert self._reduced is not None, "an update follows a step"
-        assert self._reduced.squares is not None
-        norm, refused = self.updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
-        balance_routers(self._networks, self._reduced.routing, refused)
-        return norm, refused
-
-    def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
-        assert self._reduced is not None
-        return self._reduced.numbers_later(norm, refused)
-
     def details(self) -> DetailsReader:
-        """See `Stepper.details`. The measured bubble is the mean over the ranks of the pipeline.
-
-        `stage_seconds` is what forward and backward of one micro-batch take in each stage, `stage_layers` its blocks.
-        """
-        read_schedule = self._read_schedule
-        assert self._reduced is not None
-        update_details, step_details = self.updater.details(), self._reduced.details
+        """See `Stepper.details`. The bubble and `stage_seconds` (of a micro-batch) are means over the pipeline."""
+        read_schedule, others = self._read_schedule, super().details()
 
         def read() -> dict[str, Any]:
             _, comm, busy = attribute(read_schedule())
@@ -140,16 +119,12 @@ class PipelineStepper:
                 "stage_seconds": [round(seconds, SECONDS_DECIMALS) for seconds, _ in stages],
                 "stage_layers": [int(layers) for _, layers in stages],
             }
-            return {"bubble": bubble} | update_details() | step_details()
+            return {"bubble": bubble} | others()
 
         return read
 
-    def evaluate(self, batch: StepBatch) -> Tensor:
-        return torch.stack([self.evaluate_one(batch.micro(each)) for each in range(self._plan.grad_accum)]).sum(0)
-
     @torch.no_grad()
     def evaluate_one(self, inputs: Inputs) -> Tensor:
-        """Do the same as `evaluate` for one micro-batch of any size."""
         total = torch.zeros(1 + 2 * len(self._objective.score_names), dtype=torch.float64, device=self._device)
         output = self._forward_only(inputs)
         if output is not None:
@@ -178,37 +153,7 @@ class PipelineStepper:
         dist.broadcast(tokens, group=self._stages.group, group_src=self._stages.owners[-1])
         return tokens.cpu()
 
-    def set_training(self, training: bool) -> None:
-        for network in self._networks:
-            network.module.train(training)
-
-    def full_tensor(self, parameter: Tensor) -> Tensor:
-        return self.updater.split_weights.full_tensor(parameter)
-
-    def state(self, train: TrainSection, *, without_base: bool = False) -> TrainingState:
-        modules = [network.module for network in self._networks]
-        return self.updater.state(modules, train, self._plan, without_base=without_base)
-
-    def _schedule(self, inputs: Inputs) -> Schedule:
-        """Return the schedule for micro-batches with the shapes of `inputs`."""
-        streams = [empty_streams(network, self._ranks, inputs, self._dtype) for network in self._networks]
-        shapes = tuple(tuple(each.shape) for pair in streams for each in pair)
-        if shapes not in self._schedules:
-            stages = [
-                TimedStage(
-                    network.module,
-                    number,
-                    self._stages,
-                    streams=pair,
-                    compute=self._compute(number, network),
-                    timer=partial(self._span, number),
-                )
-                for number, network, pair in zip(self._stages.here, self._networks, streams, strict=True)
-            ]
-            self._schedules[shapes] = build_schedule(self._plan, stages)
-        return self._schedules[shapes]
-
-    def _compute(self, number: int, network: Network) -> Compute:
+    def _compute(self, number: int, network: Network) -> pp.Compute:
         """Return the forward of a stage. If all stages before it are frozen, it sends no gradient to them."""
         compute = partial(self._forward_last_stage if number == self._stages.last else self._forward_stage, network)
         if self._facts.needs_gradient(number):
@@ -230,13 +175,11 @@ class PipelineStepper:
             return network.forward(inputs, *stream)
 
     def _forward_stage(self, network: Network, *stream: Tensor, number: Tensor) -> Tensor:
-        """Return the activations that a stage other than the last sends to the next one."""
         out, balance = self._forward(network, *stream, inputs=self._batch.micro(int(number)))
         out = out.to(self._dtype).contiguous()
         return _AttachBalanceLoss.apply(out, balance, self._scale) if balance.requires_grad else out
 
     def _forward_last_stage(self, network: Network, *stream: Tensor, number: Tensor) -> Tensor:
-        """Return the scaled loss of a micro-batch, from which the last stage starts backward."""
         inputs = self._batch.micro(int(number))
         output, balance = self._forward(network, *stream, inputs=inputs)
         losses = self._objective.losses(network, output, inputs)
@@ -251,25 +194,22 @@ class PipelineStepper:
             out, _ = self._forward(network, *stream, inputs=inputs)
             return out if network is self._networks[-1] and self._stages.has_last else out.to(self._dtype).contiguous()
 
-        entering = [empty_streams(network, self._ranks, inputs, self._dtype)[0] for network in self._networks]
-        return forward_through_stages(self._stages, [partial(compute, network) for network in self._networks], entering)
+        entering = [pp.empty_streams(network, self._ranks, inputs, self._dtype)[0] for network in self._networks]
+        return pp.forward_through_stages(
+            self._stages, [partial(compute, network) for network in self._networks], entering
+        )
 
 
 def _with_zero_input_gradient(out: Tensor, stream: Tensor) -> Tensor:
-    """Return the output of a stage, in whose graph the stage's input has a gradient of zeros.
+    """Return the output with the stage's input in its graph, whose gradient of zeros the schedule sends.
 
-    A schedule sends a gradient for every activation that it sent, so the input must be in the graph of the output. The
-    sum of no elements is 0 whatever the input holds. An autograd function would do the same, but torch 2.11 cannot
-    split a backward that begins with one.
+    The sum of no elements is 0. torch 2.11 cannot split a backward that begins with an autograd function.
     """
     return out + stream.flatten()[:0].sum().to(out.dtype)
 
 
 class _AttachBalanceLoss(torch.autograd.Function):
-    """Returns the activations unchanged; its backward also starts the backward of a stage's balance loss.
-
-    So the balance loss of a stage's experts need not be sent, and only one tensor passes between stages.
-    """
+    """Identity whose backward starts that of a stage's balance loss, which so is not sent to other stages."""
 
     @staticmethod
     def forward(ctx: Any, stream: Tensor, loss: Tensor, scale: Tensor) -> Tensor:

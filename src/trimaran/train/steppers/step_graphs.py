@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.core import show_bytes
-from trimaran.data.step_batch import Inputs, StepBatch
+from trimaran.data import Inputs, StepBatch
 from trimaran.parallel.comm.gradient_buckets import GradientBuckets
 from trimaran.train.loss.objective import LossSums
 
@@ -33,10 +33,7 @@ Signature = tuple[tuple[object, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchGraphs:
-    """The graphs of one micro-batch. They read `inputs` and `factor`, by which the loss is multiplied.
-
-    `losses` holds the result after `forward`; the gradients hold theirs after `backward`.
-    """
+    """Graphs that read `inputs` and `factor` (of the loss). `losses` and the gradients hold their results."""
 
     inputs: Mapping[str, Tensor]
     factor: Tensor
@@ -45,7 +42,6 @@ class MicroBatchGraphs:
     losses: LossSums
 
     def fill(self, inputs: Inputs, factor: Tensor) -> None:
-        """Copy a micro-batch to where the graphs read it."""
         torch._foreach_copy_([*self.inputs.values(), self.factor], [*(inputs[name] for name in self.inputs), factor])
 
 
@@ -75,10 +71,7 @@ class StepGraphs:
         return bool(self._micro_batches)
 
     def micro_batches(self, batch: StepBatch) -> Sequence[MicroBatchGraphs]:
-        """Return the graphs of each micro-batch of a step; empty if this step is computed without them.
-
-        Call it before every step, while no parameter has a gradient.
-        """
+        """Return each micro-batch's graphs, if any; call it before every step, while there are no gradients."""
         signature = signature_of(batch)
         if signature != self._signature or (self.is_captured and self._addresses != self._current_addresses()):
             self._changes_left -= self.is_captured
@@ -96,7 +89,6 @@ class StepGraphs:
         return [first, *others * (self._grad_accum - 1)]
 
     def assign_gradients(self) -> None:
-        """Give the parameters the gradients that the graphs have computed."""
         for parameter, gradient in zip(self._trained, self._gradients, strict=True):
             parameter.grad = gradient
 
@@ -106,7 +98,6 @@ class StepGraphs:
             self.release()
 
     def release(self) -> None:
-        """Drop the graphs and free their memory."""
         if not self.is_captured:
             return
         torch.cuda.synchronize()
@@ -168,7 +159,6 @@ class StepGraphs:
             each.grad = None
 
     def _current_addresses(self) -> list[int]:
-        """Return the addresses that the graphs read: those of all parameters and buffers."""
         return [each.data_ptr() for each in self._held]
 
 
@@ -182,10 +172,7 @@ def build_step_graphs(
 
 
 def has_known_code(module: nn.Module) -> bool:
-    """Return whether all modules are of packages whose forward does the same at every step.
-
-    A capture cannot see that other code depends on something that changes from step to step, such as a counter.
-    """
+    """Return whether all modules are of packages whose forward does not depend on, say, a step counter."""
     return all(type(each).__module__.partition(".")[0] in KNOWN_PACKAGES for each in module.modules())
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.data.step_batch import StepBatch
+from trimaran.data import StepBatch
 from trimaran.nets import Network
 from trimaran.parallel import RankMesh
 from trimaran.train.health.guard import MEMORY_CHANGED, Guard
@@ -20,27 +20,19 @@ from trimaran.train.metrics.router_stats import copy_to_host_async, router_detai
 
 
 class LossPartSums:
-    """Adds up the loss parts of one step's micro-batches on this rank. Losses of later tokens are parts of their own.
-
-    The latter are those of `networks` since the last step.
-    """
+    """Adds up a step's loss parts on this rank. Losses of later tokens, of `networks`, are parts of their own."""
 
     def __init__(self, objective: Objective, ranks: RankMesh, networks: Sequence[Network] = ()) -> None:
         self._names, self._ranks = (*objective.part_names, *later_loss_names(networks)), ranks
-        self._networks = networks
-        self._parts: Tensor | None = None
-        if objective.part_names:
-            self._parts = torch.zeros(len(objective.part_names), 2, dtype=torch.float64, device=ranks.device)
+        self._networks, num_parts = networks, len(objective.part_names)
+        self._parts = torch.zeros(num_parts, 2, dtype=torch.float64, device=ranks.device) if num_parts else None
 
     def add(self, losses: LossSums) -> None:
         if self._parts is not None and losses.parts is not None:
             self._parts += losses.parts
 
     def sums(self, batch: StepBatch) -> Tensor | None:
-        """Return what this rank adds to the loss parts and to the loader's counts, flat; None if there are none.
-
-        All ranks must have the same names in `batch.metrics`.
-        """
+        """Return this rank's loss parts and loader's counts, flat, or None. All ranks have the same names."""
         held = []
         if self._parts is not None:
             # The ranks of a tp group have the same loss. In a pipeline only the last stage has one.
@@ -84,7 +76,6 @@ class ReducedStep:
     read_all: Callable[[], list[float]] | None = None
 
     def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
-        """See `Stepper.numbers_later`."""
         if self.read_all is not None:
             return self.read_all
         read = copy_to_host_async(torch.cat([self.numbers, norm.reshape(1), refused.reshape(1)]))
@@ -92,11 +83,7 @@ class ReducedStep:
 
 
 class StepTotals:
-    """Sums the numbers of one step over all ranks. A single rank needs no collective.
-
-    The counts are needed for backward; their all-reduce overlaps the first forward. All other sums are computed by one
-    all-reduce, once the gradients are complete.
-    """
+    """Sums a step's numbers over all ranks: counts during the first forward, the rest once gradients are complete."""
 
     def __init__(self, batch: StepBatch, ranks: RankMesh, guard: Guard, *, requests: Sequence[int]) -> None:
         self._batch, self._ranks, self._guard = batch, ranks, guard
@@ -109,7 +96,6 @@ class StepTotals:
         self._divisor: Tensor | None = None
 
     def _sum_counts(self) -> dist.Work | None:
-        """Start the sum of the counts, in place; it overlaps the first forward."""
         return None if self._is_alone else dist.all_reduce(self._counts, async_op=True)
 
     def num_valid(self) -> Tensor:
@@ -123,10 +109,7 @@ class StepTotals:
     def reduce(
         self, loss: Tensor, parts: LossPartSums, networks: Sequence[Network], *, squares: Tensor | None = None
     ) -> ReducedStep:
-        """Return the sums of this step, given the summed `loss` of this rank's positions and its parts.
-
-        `squares` is this rank's contribution to the squared gradient norms, in fp64.
-        """
+        """Return the sums, given this rank's summed `loss`, its parts and its squared gradient norms (fp64)."""
         loss = loss.double().reshape(1)
         if self._ranks.rank("tp") > 0:  # the first tp rank has the same loss
             loss = torch.zeros_like(loss)
@@ -146,14 +129,12 @@ class StepTotals:
         """Return the sums of flat tensors over all ranks; None stays None. There is one all-reduce for all of them."""
         if self._is_alone:
             return [*here]
-        held = [each for each in here if each is not None]
-        sums = torch.cat(held)
+        sums = torch.cat([each for each in here if each is not None])
         dist.all_reduce(sums)
-        parts = iter(sums.split([len(each) for each in held]))
+        parts = iter(sums.split([len(each) for each in here if each is not None]))
         return [None if each is None else next(parts) for each in here]
 
     def _flags(self, loss: Tensor) -> Tensor:
-        """Return for each rank 1 if its own loss is bad, plus MEMORY_CHANGED if its memory has changed."""
         changed = self._guard.shard_check.verify() if self._guard.shard_check else None
         flag = self._guard.suspects(loss, self._batch.num_valid)
         if changed is not None:
@@ -175,10 +156,9 @@ class StepTotals:
 
 
 def batch_checksum_term(batch: StepBatch, ranks: RankMesh) -> int:
-    """Return a number whose sum over the ranks that share a batch is 0 if all of them loaded the same samples.
+    """Return a number that sums to 0 over the ranks of a batch if all loaded the same samples.
 
-    A disk may fail on one rank only. That rank replaces the sample by one of the same shape, so nothing else would
-    fail, and replicated weights would diverge.
+    Otherwise a disk that fails on one rank would let replicas diverge.
     """
     if num_sharing(ranks) == 1:
         return 0
@@ -187,5 +167,4 @@ def batch_checksum_term(batch: StepBatch, ranks: RankMesh) -> int:
 
 
 def num_sharing(ranks: RankMesh) -> int:
-    """Return how many ranks load the same batch."""
     return ranks.degrees.world_size // ranks.degrees.dp

@@ -2,22 +2,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core import Plan, TrainSection
-from trimaran.core.plan import WORLD, data_axis
-from trimaran.data.step_batch import Inputs, StepBatch
-from trimaran.nets import Network
-from trimaran.nets.local_shards import is_dtensor, is_fsdp_module
-from trimaran.parallel import RankMesh, autocast, gradient_sync
-from trimaran.parallel.tensor_shards import CheckpointState
+from trimaran.core import WORLD, Plan, TrainSection, data_axis
+from trimaran.data import Inputs, StepBatch
+from trimaran.nets import Network, is_dtensor, is_fsdp_module
+from trimaran.parallel import CheckpointState, RankMesh, autocast, gradient_sync
 from trimaran.train.agreement import RANK_REQUESTS
-from trimaran.train.checkpointing.training_state import TrainingState
-from trimaran.train.loss.cross_entropy import LossHead, build_loss_head, compute_later_loss
+from trimaran.train.loss.cross_entropy import build_loss_head, compute_later_loss
 from trimaran.train.loss.objective import LanguageObjective, LossSums, Objective, predicted_tokens
 from trimaran.train.metrics.router_stats import balance_routers
 from trimaran.train.metrics.step_clock import StepClock
@@ -26,7 +22,7 @@ from trimaran.train.steppers.update import Updater
 
 if TYPE_CHECKING:
     from trimaran.parallel.comm.gradient_buckets import GradientBuckets
-    from trimaran.train.steppers.step_graphs import MicroBatchGraphs, StepGraphs
+    from trimaran.train.steppers.step_graphs import StepGraphs
 
 DetailsReader = Callable[[], dict[str, Any]]
 LossFunction = Callable[[Inputs], tuple[LossSums, Tensor]]  # from a micro-batch to this rank's losses and balance loss
@@ -49,17 +45,11 @@ class Stepper(Protocol):
         ...
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
-        """Clip by the global norm, update the weights unless the guard refuses the step, and clear the gradients.
-
-        Returns the norm before clipping, and 1.0 if the step was refused, else 0.0.
-        """
+        """Clip by the global norm and update unless refused. Returns the norm before, and 1.0 if refused."""
         ...
 
     def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
-        """Return a function that returns the numbers of `step`, followed by what `update` returned, for all ranks.
-
-        It waits until they are copied from the device. Called one step later, it has nothing to wait for.
-        """
+        """Return a function that waits for the numbers of `step` and `update`; call it one step later."""
         ...
 
     def details(self) -> DetailsReader:
@@ -67,10 +57,7 @@ class Stepper(Protocol):
         ...
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        """Return the summed loss of the batch, followed by the objective's scores, flat, in fp64, on the device.
-
-        The sum over all ranks counts each token and each sequence once.
-        """
+        """Return the summed loss, then scores, flat, in fp64. Summed over ranks, each token counts once."""
         ...
 
     def next_token_logits(self, ids: Tensor) -> Tensor:
@@ -92,29 +79,66 @@ class Stepper(Protocol):
         ...
 
     def state(self, train: TrainSection, *, without_base: bool = False) -> CheckpointState:
-        """Return the state that a checkpoint must hold for an exact resume. Called once, before the first step.
-
-        `without_base` leaves out frozen parameters, see `TrainingState`.
-        """
+        """Return what checkpoints hold, once, before the first step; `without_base` as in `TrainingState`."""
         ...
 
 
-@runtime_checkable
-class TorchStepper(Stepper, Protocol):
+class TorchStepper(Stepper):
     """A stepper of the torch engine: of one network, or of the stages of a pipeline."""
 
-    updater: Updater
+    def __init__(
+        self,
+        networks: Sequence[Network],
+        plan: Plan,
+        ranks: RankMesh,
+        updater: Updater,
+        clock: StepClock,
+        objective: Objective | None = None,
+    ) -> None:
+        self._networks, self._plan, self._ranks, self.updater, self._clock = networks, plan, ranks, updater, clock
+        self._objective, self._device = objective or LanguageObjective(), ranks.device
+        self._data_axis = data_axis(plan)
+        self._reduced: ReducedStep | None = None  # the sums of the last step over all ranks
+
+    def update(self, lr: float) -> tuple[Tensor, Tensor]:
+        assert self._reduced is not None, "an update follows a step"
+        assert self._reduced.squares is not None
+        norm, refused = self.updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
+        balance_routers(self._networks, self._reduced.routing, refused)
+        return norm, refused
+
+    def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
+        assert self._reduced is not None
+        return self._reduced.numbers_later(norm, refused)
+
+    def details(self) -> DetailsReader:
+        assert self._reduced is not None
+        update_details, step_details = self.updater.details(), self._reduced.details
+        return lambda: update_details() | step_details()
+
+    def evaluate(self, batch: StepBatch) -> Tensor:
+        return torch.stack([self.evaluate_one(batch.micro(each)) for each in range(self._plan.grad_accum)]).sum(0)
 
     def evaluate_one(self, inputs: Inputs) -> Tensor:
-        """Return what `evaluate` returns, for one micro-batch of this rank."""
-        ...
+        """Return what `evaluate` returns, for one micro-batch of this rank, of any size."""
+        raise NotImplementedError
 
     def release_graphs(self) -> None:
         """Free the CUDA graphs, and with them the memory that only they can use."""
-        ...
+
+    def set_training(self, training: bool) -> None:
+        for network in self._networks:
+            network.module.train(training)
+
+    def full_tensor(self, parameter: Tensor) -> Tensor:
+        return self.updater.split_weights.full_tensor(parameter)
+
+    def state(self, train: TrainSection, *, without_base: bool = False) -> CheckpointState:
+        modules = [network.module for network in self._networks]
+        return self.updater.state(modules, train, self._plan, without_base=without_base)
 
 
-class PlainStepper:
+class PlainStepper(TorchStepper):
     """Runs forward and backward of one micro-batch after another."""
 
     def __init__(
@@ -126,17 +150,11 @@ class PlainStepper:
         clock: StepClock,
         objective: Objective | None = None,
     ) -> None:
-        self._network, self._plan, self._ranks, self.updater, self._clock = network, plan, ranks, updater, clock
-        self._objective = objective or LanguageObjective()
-        self._device = ranks.device
+        super().__init__([network], plan, ranks, updater, clock, objective)
+        self._network = network
         self._loss_function = build_loss_function(self._objective, network, plan)
         self._set_sync = gradient_sync(network.module, plan)
-        self._data_axis = data_axis(plan)
-        if any(is_fsdp_module(each) for each in network.module.modules()):
-            from trimaran.parallel.axes.fsdp import time_gathers  # noqa: PLC0415  it imports FSDP
-
-            time_gathers(network.module, self._data_axis)
-        self._reduced: ReducedStep | None = None
+        time_fsdp_gathers(network, plan)
         self._buckets: GradientBuckets | None = None
         if plan.reduces_after_backward:
             from trimaran.parallel.comm.gradient_buckets import buckets_of  # noqa: PLC0415  other plans overlap it
@@ -167,7 +185,13 @@ class PlainStepper:
             self._clock.enter("forward")
             inputs = batch.micro(index)
             if graphs:
-                losses = self._replay(graphs[index], inputs, totals)
+                captured = graphs[index]
+                captured.fill(inputs, self._loss_factor(totals))
+                captured.forward.replay()
+                self._clock.lap("forward", then="backward")
+                captured.backward.replay()
+                self._clock.lap("backward", then="comm")
+                losses = captured.losses
             else:
                 self._set_sync(index == self._plan.grad_accum - 1)
                 losses = self._run(inputs, totals)
@@ -184,7 +208,6 @@ class PlainStepper:
         return self._reduced.numbers
 
     def _run(self, inputs: Inputs, totals: StepTotals) -> LossSums:
-        """Compute the losses of a micro-batch, without their graph, and add up its gradients."""
         self._clock.time_waits()
         losses, balance = self._forward(inputs)
         self._clock.lap("forward", then="comm")
@@ -195,37 +218,12 @@ class PlainStepper:
         self._clock.lap("comm", self._data_axis, then="comm")
         return LossSums(losses.total.detach(), losses.parts)
 
-    def _replay(self, graphs: "MicroBatchGraphs", inputs: Inputs, totals: StepTotals) -> LossSums:
-        """Do the same as `_run` with CUDA graphs."""
-        graphs.fill(inputs, self._loss_factor(totals))
-        graphs.forward.replay()
-        self._clock.lap("forward", then="backward")
-        graphs.backward.replay()
-        self._clock.lap("backward", then="comm")
-        return graphs.losses
-
     def _loss_factor(self, totals: StepTotals) -> Tensor:
-        """Return what the summed loss of a micro-batch is multiplied by, for the mean over the global batch."""
         return self.updater.scale * self._plan.mesh.data / totals.num_valid()
 
-    def update(self, lr: float) -> tuple[Tensor, Tensor]:
-        assert self._reduced is not None, "an update follows a step"
-        assert self._reduced.squares is not None
-        norm, refused = self.updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
-        balance_routers([self._network], self._reduced.routing, refused)
-        return norm, refused
-
-    def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
-        assert self._reduced is not None
-        return self._reduced.numbers_later(norm, refused)
-
     def recompute_gradients(self, batch: StepBatch) -> Iterator[None]:
-        """Compute the gradients of a batch again, yield after each micro-batch, and clear the gradients at the end.
-
-        Replicated gradients are not reduced, so that the caller sees which rank's are bad. Sharded ones must be.
-        """
-        if self._graphs is not None:
-            self._graphs.release()
+        """Compute gradients again, unreduced if replicated, yield after each micro-batch, clear them at the end."""
+        self.release_graphs()
         is_replicated = self._plan.sharding == "none" and not is_fsdp_module(self._network.module)
         for index in range(self._plan.grad_accum):
             self._set_sync(not is_replicated)
@@ -235,24 +233,21 @@ class PlainStepper:
         self.updater.clear_gradients()
 
     def release_graphs(self) -> None:
-        """Free the CUDA graphs: another stepper uses the same network from now on."""
         if self._graphs is not None:
             self._graphs.release()
-
-    def details(self) -> DetailsReader:
-        assert self._reduced is not None
-        update_details, step_details = self.updater.details(), self._reduced.details
-        return lambda: update_details() | step_details()
 
     def evaluate(self, batch: StepBatch) -> Tensor:
         if self._graphs is not None:
             self._graphs.make_room()
-        return torch.stack([self.evaluate_one(batch.micro(each)) for each in range(self._plan.grad_accum)]).sum(0)
+        return super().evaluate(batch)
 
     def evaluate_one(self, inputs: Inputs) -> Tensor:
-        """Do the same as `evaluate` for one micro-batch of any size."""
         with autocast(self._plan, self._device):
-            return mask_duplicates(self._evaluate_micro_batch(inputs), self._ranks)
+            if self._objective.score_names:  # scores need the logits, which a fused head does not return
+                row = evaluate_micro_batch(self._objective, self._network, inputs)
+            else:
+                row = self._loss_function(inputs)[0].total.double().reshape(1)
+            return mask_duplicates(row, self._ranks)
 
     def next_token_logits(self, ids: Tensor) -> Tensor:
         with autocast(self._plan, self._device):
@@ -262,7 +257,7 @@ class PlainStepper:
         """See `Stepper.next_token_function`. tp and cp split a sequence, so that a single token is not enough."""
         if self._ranks.degrees.tp * self._ranks.degrees.cp > 1 or not self._network.has_cache(self._device):
             return self.next_token_logits
-        from trimaran.train.generation.next_token import CachedLogits  # noqa: PLC0415  only samples need it
+        from trimaran.train.generation.generate import CachedLogits  # noqa: PLC0415  only samples need it
 
         cached = CachedLogits(self._network, self._device)
 
@@ -277,30 +272,22 @@ class PlainStepper:
         with autocast(self._plan, self._device):
             return predicted_tokens(self._network, self._network.forward(inputs)[0]).cpu()
 
-    def set_training(self, training: bool) -> None:
-        self._network.module.train(training)
-
-    def full_tensor(self, parameter: Tensor) -> Tensor:
-        return self.updater.split_weights.full_tensor(parameter)
-
-    def state(self, train: TrainSection, *, without_base: bool = False) -> TrainingState:
-        return self.updater.state([self._network.module], train, self._plan, without_base=without_base)
-
     def _forward(self, inputs: Inputs) -> tuple[LossSums, Tensor]:
         with autocast(self._plan, self._device):
             return self._loss_function(inputs)
 
-    def _evaluate_micro_batch(self, inputs: Inputs) -> Tensor:
-        if self._objective.score_names:  # scores need the logits, which a fused head does not return
-            return evaluate_micro_batch(self._objective, self._network, inputs)
-        return self._loss_function(inputs)[0].total.double().reshape(1)
+
+def time_fsdp_gathers(network: Network, plan: Plan) -> None:
+    if any(is_fsdp_module(each) for each in network.module.modules()):
+        from trimaran.parallel.axes.fsdp import time_gathers  # noqa: PLC0415  it imports FSDP
+
+        time_gathers(network.module, data_axis(plan))
 
 
 def end_lap_after_backward(loss: Tensor, clock: StepClock) -> None:
-    """End the lap `backward` when the backward of `loss` has computed its gradients; their reduction comes after it.
+    """End the lap `backward` when the gradients of `loss` are computed, before their reduction.
 
-    Autograd runs the callbacks queued for the end of a backward in the order in which they were queued. The hook of the
-    loss runs first, so its callback runs before those of DDP and FSDP, which wait for the reduction.
+    Autograd runs queued callbacks in order, and that of the loss is queued before those of DDP and FSDP.
     """
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
     loss.register_hook(lambda _: queue_callback(partial(clock.lap, "backward")))
@@ -311,19 +298,16 @@ def build_loss_function(objective: Objective, network: Network, plan: Plan) -> L
     """Return the function that computes the losses of a micro-batch: from logits, or in the head if the plan says."""
     head = build_loss_head(network, plan) if isinstance(objective, LanguageObjective) else None
     compute_later_loss(network, head)
-    if isinstance(objective, LanguageObjective) and head is not None:
-        return partial(compute_losses_in_head, head, objective, network)
-    return partial(compute_losses, objective, network)
+    if not isinstance(objective, LanguageObjective) or head is None:
+        return partial(compute_losses, objective, network)
 
+    def compute_in_head(inputs: Inputs) -> tuple[LossSums, Tensor]:
+        labels = network.context.shard(inputs["labels"])
+        with head.computing_losses(labels, smoothing=objective.smoothing(network)):
+            losses, balance = network.forward(inputs)
+        return objective.split_by_source(network, losses[0], losses[1:].detach(), inputs), balance
 
-def compute_losses_in_head(
-    head: LossHead, objective: LanguageObjective, network: Network, inputs: Inputs
-) -> tuple[LossSums, Tensor]:
-    """Return the same as `compute_losses`, without full logits: the head computes the losses."""
-    labels = network.context.shard(inputs["labels"])
-    with head.computing_losses(labels, smoothing=objective.smoothing(network)):
-        losses, balance = network.forward(inputs)
-    return objective.split_by_source(network, losses[0], losses[1:].detach(), inputs), balance
+    return compute_in_head
 
 
 def compute_losses(objective: Objective, network: Network, inputs: Inputs) -> tuple[LossSums, Tensor]:
@@ -333,22 +317,17 @@ def compute_losses(objective: Objective, network: Network, inputs: Inputs) -> tu
 
 
 def evaluate_micro_batch(objective: Objective, network: Network, inputs: Inputs) -> Tensor:
-    """Return the summed loss of this rank's positions of one micro-batch, followed by its scores, flat."""
     output, _ = network.forward(inputs)
     return loss_and_scores(objective, network, output, inputs)
 
 
 def loss_and_scores(objective: Objective, network: Network, output: Tensor, inputs: Inputs) -> Tensor:
-    """Return the summed loss of `output`, followed by its scores, flat."""
     loss = objective.losses(network, output, inputs).total.double()
     return torch.cat([loss.reshape(1), objective.score(network, output, inputs).flatten()])
 
 
 def mask_duplicates(row: Tensor, ranks: RankMesh) -> Tensor:
-    """Return `loss_and_scores` with zeros for what another rank counts.
-
-    tp ranks have the same loss and scores; cp ranks have the same scores, but the losses of different positions.
-    """
+    """Return `loss_and_scores` with zeros for what another tp rank, or for scores cp rank, counts."""
     mask = torch.ones_like(row)
     mask[1:] = ranks.rank("cp") == 0
     return row * mask * (ranks.rank("tp") == 0)
@@ -361,10 +340,7 @@ def compute_next_token_logits(network: Network, ranks: RankMesh, ids: Tensor) ->
 
 
 def pad_to_even_shards(ids: Tensor, ranks: RankMesh) -> Tensor:
-    """Return `ids` [length] as one sequence [1, T] on the device, which cp and tp split evenly.
-
-    Padding at the end does not change the result, because attention is causal.
-    """
+    """Return `ids` as [1, T], padded so that cp and tp split it evenly. Causal attention ignores that."""
     multiple = 2 * ranks.degrees.cp * ranks.degrees.tp
     return torch.nn.functional.pad(ids.to(ranks.device), (0, -len(ids) % multiple if multiple > 2 else 0))[None]
 

@@ -7,14 +7,12 @@ from torch.optim import Optimizer
 
 from trimaran.core import Plan
 from trimaran.nets import Network
-from trimaran.parallel import RankMesh, apply_joint_projections, build_optimizer
+from trimaran.parallel import RankMesh, apply_joint_projections, build_optimizer, split_weights
 from trimaran.parallel.mesh import trained_parameters
-from trimaran.parallel.optimizer.split_weights import split_weights
 from trimaran.train.loss.objective import Objective
 from trimaran.train.metrics.group_norms import build_group_meter
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.engine import StepperContext
-from trimaran.train.steppers.feature import UpdateContext
 from trimaran.train.steppers.stepper import PlainStepper, TorchStepper
 from trimaran.train.steppers.update import Updater
 
@@ -22,11 +20,7 @@ MAX_REPORTED_NAMES = 64
 
 
 def watch_unused_parameters(optimizer: Optimizer, networks: Sequence[Network]) -> Callable[[], dict[str, Any]]:
-    """Return a function that reports this rank's parameters without a gradient at the optimizer's first step.
-
-    It returns them once, under `unused`, and an empty dict before and afterwards. A gradient of zeros counts as one:
-    experts that received no token have it.
-    """
+    """Return a function that reports once, as `unused`, parameters without a gradient (not zeros) at the first step."""
     names: list[str] = []
 
     def find_unused(*_: object) -> None:
@@ -47,7 +41,6 @@ def build_stepper(context: StepperContext) -> TorchStepper:
     apply_joint_projections(networks, plan)
     optimizer = build_optimizer([each.module for each in networks], train, plan, networks[0].towers, split)
     trained = trained_parameters(networks, plan)
-    update = UpdateContext(networks=networks, train=train, plan=plan, ranks=ranks, clock=context.clock)
     updater = Updater(
         optimizer,
         ranks,
@@ -55,7 +48,7 @@ def build_stepper(context: StepperContext) -> TorchStepper:
         clip_norm=train.clip_norm,
         guard=context.guard,
         meter=build_group_meter(networks, plan, ranks, trained, split, every=context.groups_every),
-        parts=[part for feature in context.features for part in feature.update_parts(update)],
+        parts=[part for feature in context.features for part in feature.update_parts(context)],
         unused=watch_unused_parameters(optimizer, networks),
     )
     return connect_stepper(networks, plan, ranks, updater, context.clock, context.objective)
@@ -69,7 +62,6 @@ def connect_stepper(
     clock: StepClock,
     objective: Objective,
 ) -> TorchStepper:
-    """Return the stepper of a plan, for an optimizer that exists."""
     if plan.mesh.pp > 1:
         from trimaran.train.steppers.pipeline_stepper import PipelineStepper  # noqa: PLC0415  it imports schedules
 

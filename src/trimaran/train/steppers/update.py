@@ -7,14 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trimaran.core import Plan, TrainSection
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.data.step_batch import StepBatch
-from trimaran.nets.local_shards import is_dtensor, local_part
-from trimaran.parallel import LR_FACTOR, RankMesh
-from trimaran.parallel.mesh import TrainedParameters
-from trimaran.parallel.optimizer.build_optimizer import SplitWeightsOptimizer, split_weights_of
-from trimaran.parallel.tensor_sums import GradientSquares, sum_partial_gradients
+from trimaran.core import DEVICE_TRAITS, Plan, TrainSection
+from trimaran.data import StepBatch
+from trimaran.nets import is_dtensor, local_part
+from trimaran.parallel import LR_FACTOR, GradientSquares, RankMesh, TrainedParameters, split_weights_of
+from trimaran.parallel.optimizer.build_optimizer import SplitWeightsOptimizer
+from trimaran.parallel.tensor_sums import sum_partial_gradients
 from trimaran.train.checkpointing.training_state import TrainingCounter, TrainingState, saved_settings
 from trimaran.train.health.guard import Guard
 from trimaran.train.metrics.group_norms import GroupMeter
@@ -88,18 +86,33 @@ class Updater:
         `squares` is the sum of `measure_gradients` over all ranks. Returns the gradient norm before clipping, without
         the loss scale, and 1.0 if the step was refused, else 0.0.
         """
-        norm = squares.sum().sqrt().float()
-        scale = self.scale
+        norm, scale = squares.sum().sqrt().float(), self.scale
         if self.guard.loss_scale is not None:
             norm = norm / scale
         norm_details = self._norm_details(squares, scale)
         refused = self.guard.refuses(loss, norm)
-        self._set_found_inf(refused)
+        # torch's fused kernel reads `found_inf` before it changes anything. A copy to the CPU must be complete by then.
+        # Without it torch does not correct the number of steps of each parameter, a small operator each.
+        is_applied = refused.is_cpu and self._updates_on_host and not bool(refused)
+        found_inf = None if is_applied else refused.to(self._weights_device)
+        self._optimizer.found_inf = found_inf  # pyrefly: ignore[missing-attribute]
         before = self._meter.begin(self._gradients)
-        self._apply_update(lr, norm, 1 / scale)
+        groups = self._optimizer.param_groups
+        factors = None if 1 / scale == 1 else torch.full_like(norm, 1 / scale)
+        if self._clip_norm:
+            clip = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            factors = clip if factors is None else factors * clip
+        if isinstance(self._optimizer, SplitWeightsOptimizer):  # it multiplies the gradients itself
+            self._optimizer.factor = None if factors is None else factors.to(self._weights_device)
+        elif factors is not None:
+            multiply_gradients((each for group in groups for each in group["params"]), factors)
+        for group in groups:
+            group["lr"] = lr * group.get(LR_FACTOR, 1.0)
+        self._optimizer.step()
         group_details = self._meter.end(before, scale)
         part_details = [part.after_update(self._step, refused) for part in self.parts]
-        self._details = lambda: merged(norm_details, group_details, *part_details)
+        readers = (norm_details, group_details, *part_details)
+        self._details = lambda: {name: value for read in readers for name, value in read().items()}
         self._optimizer.zero_grad()
         self.record_shards()
         return norm, refused
@@ -110,11 +123,9 @@ class Updater:
             self.guard.shard_check.record(self._gradients.parameters)
 
     def clear_gradients(self) -> None:
-        """Clear the gradients without an update."""
         self._optimizer.zero_grad()
 
     def details(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the metrics of the last update. Call it one step later."""
         step_details, unused = self._details, self._unused()
         return lambda: step_details() | unused
 
@@ -132,7 +143,6 @@ class Updater:
 
     @property
     def counters(self) -> dict[str, TrainingCounter]:
-        """The counters that a checkpoint must hold, by their names in it."""
         counters: dict[str, TrainingCounter] = {"guard": self.guard}
         if self.guard.loss_scale is not None:
             counters["loss_scale"] = self.guard.loss_scale
@@ -143,7 +153,6 @@ class Updater:
     def state(
         self, modules: Sequence[nn.Module], train: TrainSection, plan: Plan, *, without_base: bool
     ) -> TrainingState:
-        """Return the state of the modules, the optimizer and the counters, for checkpoints."""
         return TrainingState(
             modules,
             self._optimizer,
@@ -153,35 +162,6 @@ class Updater:
             keys=next((part.keys for part in self.parts if part.keys is not None), None),
             parts=[state for part in self.parts for state in part.state],
         )
-
-    def _set_found_inf(self, refused: Tensor) -> None:
-        """Tell the optimizer whether the step is refused.
-
-        torch's fused kernel reads it before it changes anything. A copy to the CPU must be complete by then. Without
-        it torch does not correct the number of steps of each parameter, a small operator each.
-        """
-        is_applied = refused.is_cpu and self._updates_on_host and not bool(refused)
-        found_inf = None if is_applied else refused.to(self._weights_device)
-        self._optimizer.found_inf = found_inf  # pyrefly: ignore[missing-attribute]
-
-    def _apply_update(self, lr: float, norm: Tensor, factor: float) -> None:
-        groups = self._optimizer.param_groups
-        factors = None if factor == 1 else torch.full_like(norm, factor)
-        if self._clip_norm:
-            clip = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            factors = clip if factors is None else factors * clip
-        if isinstance(self._optimizer, SplitWeightsOptimizer):  # it multiplies the gradients itself
-            self._optimizer.factor = None if factors is None else factors.to(self._weights_device)
-        elif factors is not None:
-            multiply_gradients((each for group in groups for each in group["params"]), factors)
-        for group in groups:
-            group["lr"] = lr * group.get(LR_FACTOR, 1.0)
-        self._optimizer.step()
-
-
-def merged(*readers: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields of all readers."""
-    return {name: value for read in readers for name, value in read().items()}
 
 
 def multiply_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:

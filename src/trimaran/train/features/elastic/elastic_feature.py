@@ -10,37 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core import Plan
-from trimaran.core.replica_sync import LocalSteps, synchronisation_bytes
-from trimaran.data.feed import BatchFeed, DataShare
-from trimaran.data.loader import Loader
-from trimaran.data.row_ledger import Deal, RowLedger
-from trimaran.data.text.token_feed import TokenFeed
-from trimaran.nets import Network
-from trimaran.parallel.comm.outer_step import (
-    BucketExchange,
-    OuterBucket,
-    OuterTensor,
-    exchange_of,
-    split_fragments,
-    start_over,
-)
+from trimaran.core import LocalSteps, Plan, synchronisation_bytes
+from trimaran.data import BatchFeed, DataShare, Deal, Loader, RowLedger, TokenFeed
+from trimaran.parallel import OuterTensor
+from trimaran.parallel.comm.outer_step import BucketExchange, OuterBucket, exchange_of, split_fragments, start_over
 from trimaran.train.features.elastic.replica import Replica
 from trimaran.train.features.outer_update import OuterShards, ReplicaKeys
 from trimaran.train.inputs.training_data import TrainingData
-from trimaran.train.steppers.feature import Feature, Load, LoadContext, MakeTrainer, UpdateContext, UpdatePart
+from trimaran.train.steppers.engine import StepperContext
+from trimaran.train.steppers.feature import Feature, Load, LoadContext, MakeTrainer, UpdatePart
 from trimaran.train.trainer import Trainer
-
-
-def dealt_data(data: TrainingData, ledger: RowLedger, replica: int, share: DataShare) -> TrainingData:
-    """Return the training data of a replica: the rows that the ledger deals to it. Held-out data stay the same."""
-
-    def training(quarantined: frozenset[int]) -> BatchFeed:
-        feed = data.training(quarantined)
-        assert isinstance(feed, TokenFeed), "elastic replicas train on text"
-        return feed.with_share(ledger.dealt_share(replica, share))
-
-    return replace(data, training=training)
 
 
 class DealtLoader:
@@ -74,10 +53,7 @@ Received = list[tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True, slots=True)
 class ElasticOuter:
-    """The buckets of this rank's parameters and their outer state, in host memory. See `OuterState`.
-
-    The replica that saves a checkpoint saves it under the usual keys, those of replica 0.
-    """
+    """The outer state of this rank's parameters, in host memory, saved under the keys of replica 0."""
 
     plan: Plan
     buckets: Sequence[OuterBucket]
@@ -109,7 +85,6 @@ class ElasticOuter:
 
     @torch.no_grad()
     def take(self, received: Received) -> None:
-        """Update the outer state and the weights from the means."""
         for bucket, (mean, error) in zip(self.buckets, received, strict=True):
             bucket.take(mean, error)
 
@@ -123,13 +98,6 @@ class ElasticOuter:
     def exchanged_bytes(self, num_replicas: int) -> int:
         num_values = sum(bucket.num_values for bucket in self.buckets)
         return round(synchronisation_bytes(self.local, num_values, num_replicas))
-
-
-def build_elastic_outer(plan: Plan, networks: Sequence[Network]) -> ElasticOuter:
-    """Return the outer state of this rank's trained parameters. `plan` is that of the replica."""
-    fragments = split_fragments(networks, 1, separate=plan.mesh.pp > 1)
-    host = torch.device("cpu")
-    return ElasticOuter(plan, [OuterBucket(named, plan.comm.local, host) for each in fragments for named in each])
 
 
 SEED_STRIDE = 1_000_003  # between the random seeds of replicas, which drop different elements
@@ -157,16 +125,24 @@ class ElasticFeature(Feature):
 
     def wrap_load(self, load: Load, context: LoadContext) -> Load:
         def load_dealt(share: DataShare) -> TrainingData:
-            return dealt_data(load(share), self._ledger, self._number, share)
+            data = load(share)
+
+            def training(quarantined: frozenset[int]) -> BatchFeed:
+                feed = data.training(quarantined)
+                assert isinstance(feed, TokenFeed), "elastic replicas train on text"
+                return feed.with_share(self._ledger.dealt_share(self._number, share))
+
+            return replace(data, training=training)
 
         return load_dealt
 
-    def update_parts(self, context: UpdateContext) -> Sequence[UpdatePart]:
-        return (ElasticPart(build_elastic_outer(context.plan, context.networks), self._ledger),)
+    def update_parts(self, context: StepperContext) -> Sequence[UpdatePart]:
+        fragments = split_fragments(context.networks, 1, separate=context.plan.mesh.pp > 1)
+        host, local = torch.device("cpu"), context.plan.comm.local
+        buckets = [OuterBucket(named, local, host) for each in fragments for named in each]
+        return (ElasticPart(ElasticOuter(context.plan, buckets), self._ledger),)
 
     def wrap_trainer(self, make: MakeTrainer) -> MakeTrainer:
-        """Return the constructor of a trainer that continues with the same loader."""
-
         def make_for_replica(**parts: Any) -> Trainer:
             loader_from = partial(self.loader.open, parts["loader_from"])
             return make(**parts | {"loader_from": loader_from})

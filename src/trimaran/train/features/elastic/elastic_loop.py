@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core import Recipe, StepMetrics
-from trimaran.data.feed import share_of
-from trimaran.data.row_ledger import RowLedger
-from trimaran.parallel.tensor_regions import IndexEntry, TensorMeta
-from trimaran.parallel.tensor_shards import TORCH_DTYPES, CheckpointState, TensorShard, copy_values, meta_of
-from trimaran.runs import Journal, RunDirectory
-from trimaran.runs.replica_records import Round, RoundResult, group_prefix
+from trimaran.core import StepMetrics
+from trimaran.data import RowLedger, share_of
+from trimaran.parallel import TORCH_DTYPES, CheckpointState, IndexEntry, TensorMeta, TensorShard, copy_values, meta_of
+from trimaran.runs import Journal, Round, RunDirectory
+from trimaran.runs.replica_records import group_prefix
 from trimaran.train.agreement import LoopExit, StepDecision, StopRequest
 from trimaran.train.build import WorkerParts
 from trimaran.train.change_file import ChangeFile
-from trimaran.train.checkpointing.checkpointer import Checkpointer
+from trimaran.train.checkpointing.checkpointer import Checkpointer, DelegatingSaver
 from trimaran.train.checkpointing.tiers import CheckpointInputs
 from trimaran.train.features.elastic.elastic_feature import (
-    DealtLoader,
     ElasticFeature,
-    ElasticOuter,
     ElasticPart,
     Received,
 )
@@ -46,17 +42,15 @@ from trimaran.train.health.guard import too_many_bad_samples
 from trimaran.train.plain_rank import PlainRank, Training
 from trimaran.train.process.rank_setup import RankInfo
 from trimaran.train.process.supervisor_link import SupervisorLink, supervisor_store
-from trimaran.train.rank_context import RankContext
+from trimaran.train.rank_context import RankContext, read_context
 from trimaran.train.steppers.stepper import TorchStepper
-from trimaran.train.steppers.update import Updater
-from trimaran.train.trainer import Trainer
 
 
 @torch.no_grad()
 def send_state(state: CheckpointState, step: int, group: dist.ProcessGroup) -> None:
     """Send the state of this rank to the other ranks of `group`, which is its first rank."""
     state.gather()
-    shards = [*_by_place(state.shards()).values()]
+    shards = [*{(each.key, tuple(each.start)): each for each in state.shards()}.values()]
     rows = [[each.key, meta_of(each).dtype, each.shape, each.start, tuple(each.tensor.shape)] for each in shards]
     _broadcast_json({"step": step, "progress": state.progress(), "shards": rows}, group)
     for shard in shards:
@@ -67,10 +61,7 @@ def send_state(state: CheckpointState, step: int, group: dist.ProcessGroup) -> N
 
 @torch.no_grad()
 def receive_state(state: CheckpointState, group: dist.ProcessGroup) -> tuple[int, dict[str, Any]]:
-    """Fill the shards of this rank with what `send_state` sends; return its step and its progress.
-
-    `state.restore` completes it.
-    """
+    """Fill this rank's shards with what `send_state` sends; return step and progress, for `state.restore`."""
     header = _broadcast_json(None, group)
     rows = [
         (key, dtype, tuple(shape), tuple(start), tuple(size)) for key, dtype, shape, start, size in header["shards"]
@@ -87,11 +78,6 @@ def receive_state(state: CheckpointState, group: dist.ProcessGroup) -> tuple[int
     if targets:
         raise RuntimeError(f"the other replica has no {next(iter(targets))[0]}")
     return header["step"], header["progress"]
-
-
-def _by_place(shards: Sequence[TensorShard]) -> dict[tuple[str, tuple[int, ...]], TensorShard]:
-    """Return the shards by key and start, each once: tied parameters are the same tensor."""
-    return {(each.key, tuple(each.start)): each for each in shards}
 
 
 def _broadcast(values: Tensor, group: dist.ProcessGroup) -> None:
@@ -114,10 +100,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RoundState:
-    """What the last round left: the process group of its contributors, and who they were, with their starts.
-
-    `savers`: its replicas in the order in which they write what there is one of; the next one if the first is lost.
-    """
+    """The last round: its group, contributors with their starts, and `savers` in the order in which they write."""
 
     group: dist.ProcessGroup | None = None
     group_of: tuple[tuple[int, int], ...] = ()
@@ -125,73 +108,70 @@ class RoundState:
     last: Round | None = None
 
 
-class RoundSaver:
-    """Saves nothing between rounds: the state is saved after a synchronisation. See `StepSaver`."""
-
-    def __init__(self, checkpointer: Checkpointer) -> None:
-        self.checkpointer = checkpointer
-
-    @property
-    def wants_save(self) -> bool:
-        return self.checkpointer.wants_save
-
-    def before_update(self) -> None:
-        self.checkpointer.before_update()
-
-    def wait_until_copied(self) -> None:
-        self.checkpointer.wait_until_copied()
+class RoundSaver(DelegatingSaver):
+    """Saves nothing between rounds: the state is saved after a synchronisation."""
 
     def after_step(self, step: int, decision: StepDecision) -> None:
         """Do nothing."""
 
 
-@dataclass(slots=True, kw_only=True)
-class ElasticLoop:
-    """The training loop of one rank of an elastic replica. `recipe` is that of the run, `stop` what asks it to stop.
+class ElasticLoop(Training):
+    """The training of one rank of an elastic replica, from one synchronisation to the next.
 
-    `store` is the supervisor's. All ranks of a replica make the same calls; what they do follows from the rounds.
+    `rank` counts in the run. All ranks of a replica make the same calls; what they do follows from the rounds.
     """
 
-    run_directory: RunDirectory
-    recipe: Recipe
-    trainer: Trainer
-    checkpoint: CheckpointInputs
-    updater: Updater
-    outer: ElasticOuter
-    ledger: RowLedger
-    loader: DealtLoader
-    membership: Membership
-    store: dist.Store
-    stop: StopRequest
-    change_file: ChangeFile
-    _now: RoundState = field(default_factory=RoundState)
+    def __init__(
+        self,
+        parts: WorkerParts,
+        feature: ElasticFeature,
+        ledger: RowLedger,
+        replica: Replica,
+        rank: int,
+        stop: StopRequest,
+        change_file: ChangeFile,
+    ) -> None:
+        context, link, stepper = parts.context, parts.context.link, parts.trainer.stepper
+        assert isinstance(stepper, TorchStepper), "elastic replicas have no other engine"
 
-    @property
-    def journal(self) -> Journal:
-        return self.trainer.check.journal
+        def report_alive() -> None:
+            link.report_section("synchronise", link.heartbeat.step if link.heartbeat else 0)
 
-    @property
-    def _number(self) -> int:
-        return self.membership.replica.number
+        self.store, self.ledger, self.stop, self.loader = supervisor_store(link), ledger, stop, feature.loader
+        self.membership = Membership(self.store, replica, rank, start=link.replica_start, report_alive=report_alive)
+        self.recipe, self.run_directory = context.run.read_recipe(), context.run
+        self.trainer, self.state, self.updater = parts.trainer, parts.checkpoint.state, stepper.updater
+        self.outer = next(part.outer for part in self.updater.parts if isinstance(part, ElasticPart))
+        self.journal, self._number, self._now = parts.trainer.check.journal, replica.number, RoundState()
+        super().__init__(parts, self._begin(parts.checkpoint), change_file)
 
     @property
     def leads(self) -> bool:
         """Whether this replica writes metrics, evaluations and checkpoints until the next synchronisation."""
         return self._now.savers[:1] == (self._number,)
 
-    def start(self) -> Checkpointer:
+    def _begin(self, checkpoint: CheckpointInputs) -> Checkpointer:
         """Restore the newest state, or get that of a replica that trains already; return its checkpointer."""
-        resumed = None if self.membership.has_begun() else Checkpointer.resume(self.checkpoint)
+        resumed = None if self.membership.has_begun() else Checkpointer.resume(checkpoint)
         step = resumed.start if resumed else 0
         opened, result = self.membership.join(step)
         receivers = [each for each in opened.joiners if each in result.members]
         if self._number in receivers:
-            step, progress = self._receive(opened, receivers)
-            self.checkpoint.state.restore(progress)
+            prefix = self._prefix(opened, "state")
+
+            def receive() -> tuple[int, dict[str, Any]]:
+                group = make_group(self.store, (opened.source, *receivers), self._number, prefix=prefix)
+                return receive_state(self.state, group)
+
+            received = run_until(receive, lambda: self.membership.is_lost(opened.source, opened))
+            if received is None:
+                raise RuntimeError(f"replica {opened.source} was lost while it sent its state")
+            step, progress = received
+            self.state.restore(progress)
             self.outer.forget_error()
         elif self._number == opened.source:
             self._send(opened, receivers, step)
-        checkpointer = resumed or Checkpointer.receive(self.checkpoint, step)
+        checkpointer = resumed or Checkpointer.receive(checkpoint, step)
         self.ledger.begin(step, result.members)
         self._follow(opened, (*opened.contributors, *receivers) if opened.contributors else result.members)
         if self.leads:
@@ -200,20 +180,24 @@ class ElasticLoop:
         self.journal.hold_lines()
         return checkpointer
 
-    def run(self, checkpointer: Checkpointer, start: int) -> LoopExit:
-        """Train from step `start` to the end of the run, or until it is asked to stop."""
-        saver, step = RoundSaver(checkpointer), start
+    def run(self) -> LoopExit:
+        """Train to the end of the run, or until it is asked to stop."""
+        saver, step = RoundSaver(self.checkpointer), self.start
         every, steps = self.outer.local.steps, self.recipe.train.steps
         try:
             while step < steps:
                 loop_exit = self.trainer.train(saver, step, pause_after=(step // every + 1) * every)
                 if loop_exit.reason not in ("pause", "done"):
-                    self._leave(loop_exit)
+                    if loop_exit.reason == "data":
+                        raise too_many_bad_samples(self.trainer.check.guard.bad_samples, self.run_directory,
+                                                   loop_exit.step)  # fmt: skip
+                    why = loop_exit.refusal.reason if loop_exit.refusal else loop_exit.reason
+                    raise RuntimeError(f"this replica cannot go on by itself after step {loop_exit.step}: {why}")
                 before, step = step, loop_exit.step
-                opened = self._synchronise(step, checkpointer)
+                opened = self._synchronise(step)
                 if self._number in opened.leaving:
                     return LoopExit(step=step, reason="leave")
-                self._after(opened, before, checkpointer)
+                self._after(opened, before)
                 if opened.stop and step < steps:
                     return LoopExit(step=step, reason="stop")
         finally:
@@ -221,10 +205,7 @@ class ElasticLoop:
         return LoopExit(step=step, reason="done")
 
     def saves_end(self) -> bool:
-        """Return whether this replica is to save the end of the run; wait until it is, or until another one has.
-
-        A replica says that it has saved the end before it exits, so if it is seen to be lost, what it said is seen too.
-        """
+        """Return whether this replica saves the end of the run; wait until it is to, or until another one has."""
         assert self._now.last is not None
         waiting = [each for each in self._now.savers if each in self._now.last.starts]
         for each in waiting[: waiting.index(self._number)]:
@@ -235,43 +216,41 @@ class ElasticLoop:
                 return False
         return True
 
-    def _leave(self, loop_exit: LoopExit) -> None:
-        """End this replica, whose own steps went wrong: it is started again with the weights of the others."""
-        if loop_exit.reason == "data":
-            raise too_many_bad_samples(self.trainer.check.guard.bad_samples, self.run_directory,
-                                       loop_exit.step)  # fmt: skip
-        why = loop_exit.refusal.reason if loop_exit.refusal else loop_exit.reason
-        raise RuntimeError(f"this replica cannot go on by itself after step {loop_exit.step}: {why}")
+    def report_saved(self) -> None:
+        self.membership.report_finished()
 
-    def _synchronise(self, step: int, checkpointer: Checkpointer) -> Round:
-        """Exchange weights with the replicas that are alive, until all of them have the result."""
+    def _synchronise(self, step: int) -> Round:
         began, members = time.perf_counter(), self.membership
         lines = [[each.step, each.loss, each.tokens, each.samples] for each in self.journal.held]
         while True:
             # If the whole run is to stop, the supervisor creates the file before it sends signals.
             is_asked, is_for_all = bool(self.stop), self.run_directory.stop_request.exists()
-            asked = {"stop": is_asked and is_for_all, "leave": is_asked and not is_for_all}
-            asked |= {"save": checkpointer.wants_save}
-            opened = members.next_round(step, **asked, lines=lines)
+            stop, leave = is_asked and is_for_all, is_asked and not is_for_all
+            save = self.checkpointer.wants_save
+            opened = members.next_round(step, stop=stop, leave=leave, save=save, lines=lines)
             received = self._exchange(opened)
             result = members.vote(opened, ok=received is not None)
             if result.ok and received is not None:
                 break
-            self._drop_group()
+            if self._now.group is not None:
+                abandon(self._now.group)
+            self._now.group, self._now.group_of = None, ()
         self.outer.take(received)
         self.updater.record_shards()
         num_returned = self.ledger.synchronise(step, opened.contributors, result.members)
-        receivers = [each for each in opened.joiners if each in result.members]
+        joined = [each for each in opened.joiners if each in result.members]
         self._write_lines(opened, time.perf_counter() - began)
-        self._note_change(opened, result, num_returned)
+        if (joined or num_returned or opened.leaving) and self.journal.rank == 0:
+            left = {"left": list(opened.leaving)} if opened.leaving else {}
+            self.journal.event("replicas", step=opened.step, replicas=list(opened.contributors), joined=joined, **left,
+                               rows_again=num_returned, next_row=self.ledger.next_row)  # fmt: skip
         staying = [each for each in opened.contributors if each not in opened.leaving]
-        self._follow(opened, (*staying, *receivers))
+        self._follow(opened, (*staying, *joined))
         if self._number == opened.source:
-            self._send(opened, receivers, step)
+            self._send(opened, joined, step)
         return opened
 
     def _exchange(self, opened: Round) -> Received | None:
-        """Return what the contributors exchange; None if it failed, or if the round is over before."""
         whose = tuple((each, opened.starts[each]) for each in opened.contributors)
 
         def exchange() -> tuple[dist.ProcessGroup, Received]:
@@ -287,13 +266,7 @@ class ElasticLoop:
         return found[1]
 
     def _prefix(self, opened: Round, what: str) -> str:
-        """Return the prefix of a group of the ranks with the same part of each replica."""
         return f"{group_prefix(opened.number)}{what}/{dist.get_rank()}/"
-
-    def _drop_group(self) -> None:
-        if self._now.group is not None:
-            abandon(self._now.group)
-        self._now.group, self._now.group_of = None, ()
 
     def _follow(self, opened: Round, savers: Sequence[int]) -> None:
         self._now.last, self._now.savers = opened, tuple(savers)
@@ -302,43 +275,23 @@ class ElasticLoop:
         """Send the state of this rank to those who join. If they are lost meanwhile, they join later."""
         if not receivers:
             return
-        state, prefix = self.checkpoint.state, self._prefix(opened, "state")
+        prefix = self._prefix(opened, "state")
 
         def send() -> None:
-            send_state(state, step, make_group(self.store, (opened.source, *receivers), self._number, prefix=prefix))
+            group = make_group(self.store, (opened.source, *receivers), self._number, prefix=prefix)
+            send_state(self.state, step, group)
 
         run_until(send, lambda: any(self.membership.is_lost(each, opened) for each in receivers))
 
-    def _receive(self, opened: Round, receivers: Sequence[int]) -> tuple[int, dict[str, Any]]:
-        """Get the state of the source. Raises if it is lost meanwhile: this replica is then started again."""
-        state, prefix = self.checkpoint.state, self._prefix(opened, "state")
-
-        def receive() -> tuple[int, dict[str, Any]]:
-            group = make_group(self.store, (opened.source, *receivers), self._number, prefix=prefix)
-            return receive_state(state, group)
-
-        received = run_until(receive, lambda: self.membership.is_lost(opened.source, opened))
-        if received is None:
-            raise RuntimeError(f"replica {opened.source} was lost while it sent its state")
-        return received
-
-    def _after(self, opened: Round, before: int, checkpointer: Checkpointer) -> None:
+    def _after(self, opened: Round, before: int) -> None:
         """Save and evaluate after a synchronisation, if it is due and this replica leads."""
         step, every, steps = opened.step, self.recipe.train.evaluate.every, self.recipe.train.steps
         if not self.leads:
             return
-        self.change_file.drop("elastic replicas keep their plan while they run", status="refused", step=step)
-        checkpointer.after_step(step, StepDecision(save=opened.save))
+        self._change_file.drop("elastic replicas keep their plan while they run", status="refused", step=step)
+        self.checkpointer.after_step(step, StepDecision(save=opened.save))
         if every and step // every > before // every and step < steps:
             self.trainer.evaluator.run(step=step)
-
-    def _note_change(self, opened: Round, result: RoundResult, num_returned: int) -> None:
-        """Write an event if replicas were lost, leave or have joined since the last synchronisation."""
-        joined = [each for each in opened.joiners if each in result.members]
-        if (joined or num_returned or opened.leaving) and self.journal.rank == 0:
-            left = {"left": list(opened.leaving)} if opened.leaving else {}
-            self.journal.event("replicas", step=opened.step, replicas=list(opened.contributors), joined=joined, **left,
-                               rows_again=num_returned, next_row=self.ledger.next_row)  # fmt: skip
 
     def _write_lines(self, opened: Round, seconds: float) -> None:
         """Write the metrics since the last synchronisation, of all replicas, if this one is the first of them."""
@@ -355,47 +308,12 @@ class ElasticLoop:
             self.journal.write_line(line)
 
 
-def build_elastic_loop(
-    parts: WorkerParts,
-    feature: ElasticFeature,
-    ledger: RowLedger,
-    replica: Replica,
-    rank: int,
-    stop: StopRequest,
-    change_file: ChangeFile,
-) -> ElasticLoop:
-    """Return the loop of a rank of an elastic replica, with the parts of a worker. `rank` counts in the run."""
-    context, link, stepper = parts.context, parts.context.link, parts.trainer.stepper
-    assert isinstance(stepper, TorchStepper), "elastic replicas have no other engine"
-    updater, store = stepper.updater, supervisor_store(link)
-
-    def report_alive() -> None:
-        link.report_section("synchronise", link.heartbeat.step if link.heartbeat else 0)
-
-    membership = Membership(store, replica, rank, start=link.replica_start, report_alive=report_alive)
-    return ElasticLoop(
-        run_directory=context.run,
-        recipe=context.run.read_recipe(),
-        trainer=parts.trainer,
-        checkpoint=parts.checkpoint,
-        updater=updater,
-        outer=next(part.outer for part in updater.parts if isinstance(part, ElasticPart)),
-        ledger=ledger,
-        loader=feature.loader,
-        membership=membership,
-        store=store,
-        stop=stop,
-        change_file=change_file,
-    )
-
-
 def merge_lines(
     held: Sequence[StepMetrics], lines: Mapping[int, Sequence[Sequence[float]]], *, num_replicas: int
 ) -> list[StepMetrics]:
-    """Return this replica's metrics with the loss, the tokens and the samples of all replicas of a round.
+    """Return this replica's metrics with loss, tokens and samples of all.
 
-    `lines` has step, loss, tokens and samples for each replica. `num_replicas` are those of the plan: the predicted
-    operations of a step, and so the utilisation in `held`, are of all of them.
+    `lines` has them for each replica, by step. `num_replicas` are those of the plan, and of `mfu`.
     """
     by_step: dict[int, list[Sequence[float]]] = {}
     for row in (row for rows in lines.values() for row in rows):
@@ -410,36 +328,15 @@ def merge_lines(
     return merged
 
 
-class ElasticTraining(Training):
-    """The training of a rank of a replica, from one synchronisation to the next."""
-
-    def __init__(self, parts: WorkerParts, loop: ElasticLoop, change_file: ChangeFile) -> None:
-        super().__init__(parts, loop.start(), change_file)
-        self._loop = loop
-
-    def run(self) -> LoopExit:
-        return self._loop.run(self.owner.checkpointer, self.start)
-
-    def saves_end(self) -> bool:
-        return self._loop.saves_end()
-
-    def report_saved(self) -> None:
-        self._loop.membership.report_finished()
-
-
 class ElasticRank(PlainRank):
     """A rank of an elastic replica. `info` counts in the run, and the context in the replica."""
 
     def __init__(self, run: RunDirectory, info: RankInfo, link: SupervisorLink, replica: Replica) -> None:
         super().__init__(run, info, replace(link, rank_memories=()))  # other replicas are the copies
-        self._replica, self._plan = replica, run.read_plan()
+        self._replica, self._plan, self.first_rank = replica, run.read_plan(), replica.first_rank
         in_replica = share_of(replica.plan(self._plan), 0)
         self._ledger = RowLedger(in_replica, global_batch=self._plan.global_batch)
         self._feature = ElasticFeature(replica, self._ledger)
-
-    @property
-    def first_rank(self) -> int:
-        return self._replica.first_rank
 
     def join(self) -> None:
         check_replica(self.run.read_recipe(), self.link)
@@ -448,18 +345,11 @@ class ElasticRank(PlainRank):
     def context(self, journal: Journal, cache: Path, stop: StopRequest, change_file: ChangeFile) -> RankContext:
         """Return what the parts of this rank are built from. The loop asks for stops and changes between rounds."""
         recipe, plan = self._replica.recipe(self.run.read_recipe()), self._replica.plan(self._plan)
-        return RankContext(
-            run=self.run,
-            rank_info=self._replica.rank_info(self.info),
-            journal=journal,
-            cache=cache,
-            recipe=recipe,
-            plan=plan,
-            features=(*features_of(plan, recipe, without=[LOCAL_STEPS]), self._feature),
-            link=self.link,
-        )
+        features = (*features_of(plan, recipe, without=[LOCAL_STEPS]), self._feature)
+        info = self._replica.rank_info(self.info)
+        of_run = read_context(self.run, info, journal, cache=cache, link=self.link)
+        return replace(of_run, recipe=recipe, plan=plan, features=features)
 
-    def begin(self, parts: WorkerParts, stop: StopRequest, change_file: ChangeFile) -> ElasticTraining:
+    def begin(self, parts: WorkerParts, stop: StopRequest, change_file: ChangeFile) -> ElasticLoop:
         """Restore the newest state, or get it from a replica that trains already; return the training from there."""
-        loop = build_elastic_loop(parts, self._feature, self._ledger, self._replica, self.info.rank, stop, change_file)
-        return ElasticTraining(parts, loop, change_file)
+        return ElasticLoop(parts, self._feature, self._ledger, self._replica, self.info.rank, stop, change_file)

@@ -10,21 +10,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from trimaran.core import Plan, Recipe, UserError
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.data.data_kind import data_kind_of
-from trimaran.runs.gloo_listeners import closed_listeners
-from trimaran.runs.replica_records import (
-    FINISHED,
-    LAST_ROUND,
-    Round,
-    RoundResult,
-    Statement,
-    lost_key,
-    result_key,
-    round_key,
-    statement_key,
-)
+from trimaran.core import DEVICE_TRAITS, Plan, Recipe, UserError
+from trimaran.data import data_kind_of
+from trimaran.runs import Round, RoundResult, Statement, closed_listeners, lost_key, result_key, round_key
+from trimaran.runs.replica_records import FINISHED, LAST_ROUND, statement_key
 from trimaran.train.process.rank_setup import TIMEOUT, RankInfo
 from trimaran.train.process.supervisor_link import TIMED_OUT, SupervisorLink, supervisor_store
 
@@ -44,7 +33,6 @@ class Replica:
         return self.number * self.size
 
     def rank_info(self, of_run: RankInfo) -> RankInfo:
-        """Return the same rank, counted in this replica."""
         rank = of_run.rank - self.first_rank
         return replace(of_run, rank=rank, world_size=self.size, local_rank=min(rank, of_run.local_rank))
 
@@ -54,10 +42,7 @@ class Replica:
         return of_run.model_copy(update={"mesh": mesh})
 
     def recipe(self, of_run: Recipe) -> Recipe:
-        """Return the recipe as the training loop of a replica follows it.
-
-        Held-out samples are evaluated after synchronisations. There are no copies in memory: other replicas are copies.
-        """
+        """Return a replica's recipe: no evaluation in its steps, no copies in memory (other replicas are copies)."""
         evaluate = of_run.train.evaluate.model_copy(update={"every": 0})
         train = of_run.train.model_copy(update={"evaluate": evaluate})
         checkpoint = of_run.checkpoint.model_copy(update={"memory": 0})
@@ -65,28 +50,26 @@ class Replica:
 
 
 def replica_of(plan: Plan, rank: int) -> Replica:
-    """Return the replica of a rank of an elastic plan."""
     size = plan.mesh.world_size // plan.mesh.dp_replicate
     return Replica(number=rank // size, num=plan.mesh.dp_replicate, size=size)
 
 
 def check_replica(recipe: Recipe, link: SupervisorLink) -> None:
     """Raise where elastic replicas cannot work."""
+    what = fix = ""
     if not link.store:
-        raise _refusal("elastic replicas need Trimaran's supervisor, which decides who takes part",
-                       "start the run with `trimaran train` or `trimaran launch`, or leave out elastic")  # fmt: skip
-    if link.own_disk:
-        raise _refusal("elastic replicas need a disk that all nodes share: another replica may save the checkpoint",
-                       "use a shared disk, or leave out elastic")  # fmt: skip
-    if (kind := data_kind_of(recipe)) != "text":
-        raise _refusal(f"elastic replicas train on text, not on {kind}", "leave out elastic")
-    if recipe.data.epochs:
-        raise _refusal("data.epochs cannot be kept if replicas are lost: the steps that are left have fewer samples",
-                       "set train.steps in place of data.epochs, or leave out elastic")  # fmt: skip
-
-
-def _refusal(what: str, fix: str) -> UserError:
-    return UserError("P003", what, where=FIELD, fix=fix)
+        what = "elastic replicas need Trimaran's supervisor, which decides who takes part"
+        fix = "start the run with `trimaran train` or `trimaran launch`, or leave out elastic"
+    elif link.own_disk:
+        what = "elastic replicas need a disk that all nodes share: another replica may save the checkpoint"
+        fix = "use a shared disk, or leave out elastic"
+    elif (kind := data_kind_of(recipe)) != "text":
+        what, fix = f"elastic replicas train on text, not on {kind}", "leave out elastic"
+    elif recipe.data.epochs:
+        what = "data.epochs cannot be kept if replicas are lost: the steps that are left have fewer samples"
+        fix = "set train.steps in place of data.epochs, or leave out elastic"
+    if what:
+        raise UserError("P003", what, where=FIELD, fix=fix)
 
 
 def join_replica(replica: Replica, rank_info: RankInfo, link: SupervisorLink) -> None:
@@ -133,7 +116,6 @@ class Membership:
             number += 1
 
     def next_round(self, step: int, *, stop: bool, leave: bool, save: bool, lines: list[list[float]]) -> Round:
-        """Say that this rank has trained until `step`, and wait for the round."""
         self._say(Statement(kind="arrive", start=self._start, step=step, round=self._last, stop=stop,
                             leave=leave, save=save, lines=lines))  # fmt: skip
         return Round.decode(self._wait(round_key(self._last + 1)))
@@ -154,18 +136,15 @@ class Membership:
         return self._store.check([result_key(opened.number)])
 
     def is_lost(self, replica: int, opened: Round) -> bool:
-        """Return whether a replica of a round is lost since."""
         self._report_alive()
         return self._store.check([lost_key(replica, opened.starts[replica])])
 
     def report_finished(self) -> None:
-        """Say that the end of the run is saved."""
         self._store.set(FINISHED, "1")
 
-    def is_finished(self, seconds: timedelta = WAIT) -> bool:
-        """Return whether the end of the run is saved; wait a moment for it."""
+    def is_finished(self) -> bool:
         self._report_alive()
-        return self._has(FINISHED, seconds)
+        return self._has(FINISHED, WAIT)
 
     def _say(self, statement: Statement) -> None:
         self._store.set(statement_key(self._rank), statement.encode().decode())
@@ -177,7 +156,6 @@ class Membership:
         return self._store.get(key)
 
     def _has(self, key: str, seconds: timedelta) -> bool:
-        """Return whether a key is set; wait for it this long."""
         try:
             self._store.wait([key], seconds)
         except dist.DistStoreError as error:
@@ -195,10 +173,7 @@ _abandoned: list[dist.ProcessGroup] = []  # gloo's destructor would wait for the
 
 
 def make_group(store: dist.Store, members: Sequence[int], member: int, *, prefix: str) -> dist.ProcessGroup:
-    """Return a gloo group of one rank of each of `members`, which all call this with the same prefix.
-
-    It is not one of the default group's: that has the ranks of one replica only. It can be given up, unlike NCCL's.
-    """
+    """Return a gloo group of a rank of each of `members`, outside of torch's groups. It can be given up."""
     size, rank = len(members), list(members).index(member)
     inner = dist.PrefixStore(prefix, store) if size > 1 else dist.HashStore()
     group = dist.ProcessGroup(inner, rank, size)
@@ -215,10 +190,7 @@ def abandon(group: dist.ProcessGroup) -> None:
 
 
 def run_until(do: Callable[[], T], is_over: Callable[[], bool]) -> T | None:
-    """Return what `do` returns in a thread of its own; None if it fails, or if `is_over` says so before.
-
-    The thread is left behind then: a collective that waits for a lost rank cannot be interrupted.
-    """
+    """Return what `do` returns in a thread, which is left behind if `is_over` says so first; None if it fails."""
     results: list[T] = []
 
     def work() -> None:

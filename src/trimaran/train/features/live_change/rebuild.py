@@ -18,27 +18,19 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.distributed import distributed_c10d  # private in torch: the table of all groups
 
+from trimaran.checkpoint import MemorySource, match_shards, refuse_unused_tensors
 from trimaran.checkpoint.hand_over import ROUND_BYTES, HeldState, hand_over
-from trimaran.checkpoint.load_state import match_shards, refuse_unused_tensors
-from trimaran.checkpoint.memory_copies import MemorySource
-from trimaran.core import Plan, UserError, show_bytes
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.machine.host_limits import free_bytes
-from trimaran.parallel import build_mesh
-from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json
-from trimaran.parallel.mesh import forget_meshes, map_stages
-from trimaran.parallel.tensor_shards import TensorShard
-from trimaran.runs.gloo_listeners import closed_listeners
-from trimaran.runs.run_requests import reach_phase
-from trimaran.train.build import WorkerParts, build_trainer, connect_trainer, load_data
-from trimaran.train.checkpointing.tiers import CheckpointInputs
+from trimaran.core import DEVICE_TRAITS, UserError, show_bytes
+from trimaran.machine import free_bytes
+from trimaran.parallel import TensorShard, all_gather_int64, all_gather_json, build_mesh, forget_meshes
+from trimaran.runs import closed_listeners, reach_phase
+from trimaran.train.build import WorkerParts, connect_parts, connect_trainer, load_data
 from trimaran.train.checkpointing.training_state import MAY_BE_UNUSED, TrainingState
-from trimaran.train.process.rank_setup import RankInfo, set_expandable_segments
+from trimaran.train.process.rank_setup import set_expandable_segments
 from trimaran.train.rank_context import RankContext
 from trimaran.train.rank_networks import build_empty_networks, reload_base
 from trimaran.train.steppers.stepper import TorchStepper
 from trimaran.train.steppers.torch_engine import connect_stepper
-from trimaran.train.trainer import Trainer
 
 
 class FailedChangeError(Exception):
@@ -61,10 +53,7 @@ Agree = Callable[[Callable[[], Any]], Any]
 
 
 def change_in_place(context: RankContext, parts: WorkerParts, agree: Agree) -> WorkerParts:
-    """Return the parts of a plan that `is_in_place` allows, or of other settings of the loader or the checkpoints.
-
-    Networks, optimizer and process groups stay. The data, the stepper and what reports steps are new.
-    """
+    """Return the parts of a plan that `is_in_place` allows: networks, optimizer and process groups stay."""
     old, networks, ranks = parts.trainer, parts.networks, parts.ranks
     assert isinstance(old.stepper, TorchStepper), "other engines do not change their plan"
     set_expandable_segments(context.recipe.faults.expandable_segments, context.rank_info.device)
@@ -72,36 +61,12 @@ def change_in_place(context: RankContext, parts: WorkerParts, agree: Agree) -> W
     if _batch_settings(context) != _batch_settings(parts.context):
         training_data = agree(lambda: load_data(context, ranks, networks))
     clear_gradients(parts)
-    _change_networks(context.plan, parts)
-    stepper = connect_stepper(networks, context.plan, ranks, old.stepper.updater, old.clock, training_data.objective)
-    parts.instruments.follow(networks)
-    trainer = connect_trainer(
-        context,
-        ranks,
-        networks,
-        training_data,
-        parts.instruments,
-        stepper,
-        old.check.compare_replicas,
-    )
-    stages = map_stages(context.plan, ranks)
-    return replace(parts, context=context, trainer=trainer, training_data=training_data, stages=stages)
-
-
-def _batch_settings(context: RankContext) -> tuple[Any, ...]:
-    """Return what the batches of a rank depend on, of what may change in place."""
-    plan = context.plan
-    return context.recipe.data, plan.micro_batch, plan.micro_batches, plan.grad_accum
-
-
-def _change_networks(plan: Plan, parts: WorkerParts) -> None:
-    """Change recompute, prefetch and buckets of the networks as they are. All ranks call."""
-    before = parts.context.plan
-    for network in parts.networks:
+    plan, before = context.plan, parts.context.plan
+    for network in networks:
         if plan.recompute != before.recompute:
             from trimaran.parallel.memory.recompute import change_recompute  # noqa: PLC0415
 
-            change_recompute(network, plan, parts.ranks)
+            change_recompute(network, plan, ranks)
         if plan.comm.prefetch != before.comm.prefetch:
             from trimaran.parallel.axes.fsdp import change_prefetch  # noqa: PLC0415
 
@@ -109,7 +74,18 @@ def _change_networks(plan: Plan, parts: WorkerParts) -> None:
         if plan.comm.bucket_mb != before.comm.bucket_mb:
             from trimaran.parallel.axes.ddp import change_buckets  # noqa: PLC0415
 
-            change_buckets(network, plan, parts.ranks)
+            change_buckets(network, plan, ranks)
+    stepper = connect_stepper(networks, plan, ranks, old.stepper.updater, old.clock, training_data.objective)
+    parts.instruments.follow(networks)
+    compare = old.check.compare_replicas
+    trainer = connect_trainer(context, ranks, networks, training_data, parts.instruments, stepper, compare)
+    return replace(parts, context=context, trainer=trainer, training_data=training_data)
+
+
+def _batch_settings(context: RankContext) -> tuple[Any, ...]:
+    """Return what the batches of a rank depend on, of what may change in place."""
+    plan = context.plan
+    return context.recipe.data, plan.micro_batch, plan.micro_batches, plan.grad_accum
 
 
 def rebuild(
@@ -121,12 +97,10 @@ def rebuild(
     agree: Agree,
     shards: Sequence[TensorShard] | None = None,
 ) -> WorkerParts:
-    """Return the parts of the plan in `context`, with the state that `old` holds. `old` stays as it is.
+    """Return the parts of the plan in `context` with the state that `old` holds, which stays as it is.
 
-    `copies` are those of the state in memory. `shards` are those of `old` if their values are elsewhere, see
-    `staged_state`. Otherwise, until `release_state(old)` a rank holds both states, and two buffers of the exchange, but
-    no gradients and no activations. Networks get memory without values: nothing is read from disk, and nothing is
-    drawn.
+    `shards` are those of `old` if their values are in host memory. Until `release_state(old)` a rank holds both states
+    and two buffers of the exchange. Nothing is read from disk or drawn.
     """
     recipe, plan, rank_info = context.recipe, context.plan, context.rank_info
     set_expandable_segments(recipe.faults.expandable_segments, rank_info.device)
@@ -137,59 +111,39 @@ def rebuild(
     training_data = agree(lambda: load_data(context, ranks, networks))
     base = old.checkpoint.base.of_networks(partial(reload_base, networks, recipe, plan, rank_info))
 
-    def build() -> tuple[Trainer, CheckpointInputs]:
+    def build() -> WorkerParts:
         old.instruments.follow(networks)
-        return build_trainer(context, ranks, networks, training_data, old.instruments, base)
+        return connect_parts(context, ranks, networks, training_data, old.instruments, base)
 
-    trainer, checkpoint = agree(build)
-    parts = WorkerParts(
-        context=context,
-        networks=networks,
-        ranks=ranks,
-        stages=map_stages(plan, ranks),
-        training_data=training_data,
-        instruments=old.instruments,
-        trainer=trainer,
-        checkpoint=checkpoint,
-        seconds={},
-    )
+    parts: WorkerParts = agree(build)
     held = HeldState(shards if shards is not None else held_shards(old), step=step)
-    _fill(parts, old, copies, held, progress, agree)
+    state, with_base = parts.checkpoint.state, _hands_base_over(parts)
+    forget_meshes()  # of the old tensors
+
+    def find_targets() -> list[TensorShard]:
+        base_shards = state.base_shards() if with_base and isinstance(state, TrainingState) else []
+        found = [*state.shards_from(held.index), *base_shards]
+        match_shards(found, held)  # raises here, where all ranks agree on it
+        return found
+
+    targets: Sequence[TensorShard] = agree(find_targets)
+    # On CPUs, and on GPUs that several ranks share, collectives of ranks of one node would go through sockets.
+    shares_cores = DEVICE_TRAITS[rank_info.device.type].shares_cores
+    uses_sockets = shares_cores or rank_info.local_world_size > torch.cuda.device_count()
+    memory = copies.open_copy(step) if uses_sockets else None
+    reach = partial(reach_phase, context.run, rank_info.rank)
+    reach("build")
+    hand_over(held, targets, parts.trainer.device, memory, at_half=lambda: reach("hand-over"))
+    try:
+        refuse_unused_tensors(targets, held, gather=all_gather_int64, allowed=MAY_BE_UNUSED)
+    except UserError as error:  # the same on all ranks
+        raise FailedChangeError(f"{error.code}: {error.what}") from None
+    state.restore(progress)
     return parts
 
 
 def held_shards(parts: WorkerParts) -> list[TensorShard]:
-    """Return the shards that this rank hands over."""
     return state_shards(parts, with_base=_hands_base_over(parts))
-
-
-def _fill(
-    new: WorkerParts, old: WorkerParts, copies: StepCopies, held: HeldState, progress: dict[str, Any], agree: Agree
-) -> None:
-    state, with_base = new.checkpoint.state, _hands_base_over(new)
-    forget_meshes()  # of the old tensors
-
-    def targets() -> list[TensorShard]:
-        base = state.base_shards() if with_base and isinstance(state, TrainingState) else []
-        shards = [*state.shards_from(held.index), *base]
-        match_shards(shards, held)  # raises here, where all ranks agree on it
-        return shards
-
-    shards: Sequence[TensorShard] = agree(targets)
-    memory = copies.open_copy(held.step) if _uses_sockets(new.context.rank_info) else None
-    reach = partial(reach_phase, new.context.run, new.context.rank_info.rank)
-    reach("build")
-    hand_over(held, shards, new.trainer.device, memory, at_half=lambda: reach("hand-over"))
-    try:
-        refuse_unused_tensors(shards, held, gather=all_gather_int64, allowed=MAY_BE_UNUSED)
-    except UserError as error:  # the same on all ranks
-        raise FailedChangeError(f"{error.code}: {error.what}") from None
-    state.restore(progress)
-
-
-def _uses_sockets(rank_info: RankInfo) -> bool:
-    """Whether collectives of ranks of one node go through sockets: on CPUs, and on GPUs that several ranks share."""
-    return DEVICE_TRAITS[rank_info.device.type].shares_cores or rank_info.local_world_size > torch.cuda.device_count()
 
 
 def state_shards(parts: WorkerParts, *, with_base: bool = True) -> list[TensorShard]:
@@ -232,14 +186,8 @@ def forget_compiled(is_compiled: bool) -> None:
     """Free what was compiled for earlier parts, if anything was: torch limits how often one function is compiled."""
     if is_compiled and "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def forget_peak_memory() -> None:
-    """Measure the peak of the device's memory from now on: that of earlier plans and of a change does not count."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.reset_peak_memory_stats()
 
 
 def free_earlier_parts() -> None:
@@ -247,7 +195,7 @@ def free_earlier_parts() -> None:
     forget_meshes()  # torch's caches refer to meshes, and these to process groups
     gc.unfreeze()  # a capture of CUDA graphs froze everything that existed then
     gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
@@ -260,33 +208,30 @@ def known_groups() -> dict[str, dist.ProcessGroup]:
 def destroy_groups(groups: Iterable[str]) -> None:
     """Destroy these groups, those that were made last first. All their ranks must do so, and nobody uses them."""
     found = known_groups()
-    for name in sorted({*groups} & found.keys(), key=_by_age, reverse=True):
+
+    def age(name: str) -> tuple[int, str]:
+        return (int(name), "") if name.isdigit() else (0, name)
+
+    for name in sorted({*groups} & found.keys(), key=age, reverse=True):
         dist.destroy_process_group(found[name])
 
 
 def collective_counts() -> dict[str, list[int]]:
-    """Return for each group of this rank how many collectives it has started there, by backend.
-
-    If these are the same on all ranks, no rank waits for another in a collective that the other never starts.
-    """
-    groups = known_groups() | {"": dist.group.WORLD}
-    return {name: [*_counts(group)] for name, group in groups.items()}
+    """Return how many collectives this rank has started, by group and backend. Equal: no rank waits for another."""
+    groups: dict[str, Any] = known_groups() | {"": dist.group.WORLD}
+    counts: dict[str, list[int]] = {name: [] for name in groups}
+    for name, group in groups.items():
+        for kind in ("cpu", "cuda"):
+            with suppress(RuntimeError, AttributeError):  # it has no backend for this kind of device
+                backend = group._get_backend(torch.device(kind))
+                counts[name].append(int(backend._get_sequence_number_for_group()))
+    return counts
 
 
 def are_in_step(counts: Sequence[dict[str, list[int]]]) -> bool:
     """Return whether the ranks, each with its `collective_counts`, have started the same collectives."""
     first: dict[str, list[int]] = {}
     return all(first.setdefault(name, numbers) == numbers for rank in counts for name, numbers in rank.items())
-
-
-def _counts(group: Any) -> Iterable[int]:
-    for kind in ("cpu", "cuda"):
-        with suppress(RuntimeError, AttributeError):  # it has no backend for this kind of device
-            yield int(group._get_backend(torch.device(kind))._get_sequence_number_for_group())
-
-
-def _by_age(name: str) -> tuple[int, str]:
-    return (int(name), "") if name.isdigit() else (0, name)
 
 
 STATE_TERMS = ("weights", "masters", "optimizer")  # of a prediction's memory
@@ -305,7 +250,6 @@ class StagedState:
             storage.resize_(0)
 
     def _staged(self, shard: TensorShard) -> TensorShard:
-        """Return the shard with its values in host memory, unless its tensor has a form of its own."""
         tensor = shard.tensor
         if not isinstance(tensor, Tensor) or not (storage := tensor.untyped_storage()).resizable():
             return shard
@@ -319,7 +263,6 @@ class StagedState:
         return replace(shard, tensor=view)
 
     def restore(self) -> None:
-        """Give the tensors of the state their memory and values back."""
         for storage, host in self._moved.values():
             storage.resize_(host.nbytes())
             storage.copy_(host)
@@ -335,10 +278,9 @@ def rebuild_with_room(
     agree: Agree,
     seconds: MutableMapping[str, float],
 ) -> WorkerParts:
-    """Return what `rebuild` returns. If both states do not fit on the device, the old one is in host memory meanwhile.
+    """Return `rebuild`, with the old state in host memory if both do not fit on the device, also found late.
 
-    Where the room is predicted to be enough but is not, it is tried again that way. If building fails, `old` is as it
-    was before the error is raised. `seconds` gets the time to move the state.
+    If building fails, `old` is as it was. `seconds` gets the time to move the state.
     """
     if all(all_gather_json(has_room(context))):
         groups, why = {*known_groups()}, ""
@@ -369,28 +311,15 @@ def rebuild_with_room(
 
 def has_room(context: RankContext) -> bool:
     """Return whether this rank's device has memory for the state of the new plan beside what is there now."""
-    free, needed = free_device_bytes(context.rank_info.device), new_state_bytes(context.plan)
-    return free is None or needed is None or needed <= USABLE_FRACTION * free
-
-
-def new_state_bytes(plan: Plan) -> float | None:
-    """Return what the state of a plan and the buffers of the exchange need on the device; None if it is not known."""
-    if plan.prediction is None:
-        return None
-    state = sum(plan.prediction.memory.get(term, 0.0) for term in STATE_TERMS)
-    return state + min(state, 2 * ROUND_BYTES)
-
-
-def free_device_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a GPU, with what torch keeps for later; None for a CPU: its state is in host memory."""
-    if not DEVICE_TRAITS[device.type].has_own_memory:
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    device, prediction = context.rank_info.device, context.plan.prediction
+    if prediction is None or not DEVICE_TRAITS[device.type].has_own_memory:  # the state of a CPU is in host memory
+        return True
+    state = sum(prediction.memory.get(term, 0.0) for term in STATE_TERMS)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for later
+    return state + min(state, 2 * ROUND_BYTES) <= USABLE_FRACTION * (torch.cuda.mem_get_info(device)[0] + kept)
 
 
 def refuse_without_host_room(shards: Sequence[TensorShard], *, num_ranks: int) -> None:
-    """Raise if host memory has no room for the states of the `num_ranks` ranks of this node."""
     tensors = [shard.tensor for shard in shards if isinstance(shard.tensor, Tensor)]
     storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
     needed, free = num_ranks * sum(storages.values()), free_bytes()

@@ -9,7 +9,7 @@ import socket
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,6 +21,9 @@ from trimaran.runs import refuse_unusable
 from trimaran.runs.process_control import raise_soft_limits
 from trimaran.serve.app.trained_weights import ADAPTER_CONFIG, find_weights
 from trimaran.serve.settings import EngineConfig, EngineSettings, ServerSettings, TrainedWeights
+
+if TYPE_CHECKING:
+    from trimaran.serve.app.vllm import VllmRequest
 
 PACKAGES = ("uvicorn", "starlette", "prometheus_client")
 Step = Annotated[int | None, typer.Option(min=0, metavar="N", help="Use the checkpoint of this step.")]
@@ -84,42 +87,44 @@ def serve(
     weights = find_weights(model, step)
     _refuse_contradictions(weights, step, follow=follow, engine=engine, quantise=quantise, dry_run=dry_run)
     refuse_unusable(os.environ)
-    config = EngineConfig(
-        weights=weights, dtype=dtype, tp=tp, pp=pp, quantise=quantise, adapters=_adapters(adapter or []),
-        sizes=EngineSettings(max_running=max_running, max_step_tokens=max_step_tokens,
-                          cache_bytes=None if cache_gb is None else int(cache_gb * 1e9)),
-    )  # fmt: skip
     folder = weights.run.path if weights.run is not None else weights.path
+    adapters, has_token = _adapters(adapter or []), token is not None
+    name, token = name or folder.absolute().name, token or secrets.token_urlsafe(24)
+    if engine == "vllm":
+        from trimaran.serve.app.vllm import VllmRequest, find_folder
+
+        served, export = find_folder(weights)
+        request = VllmRequest(
+            folder=served, name=name, host=host, port=port, tp=tp, pp=pp, dtype=dtype, quantise=quantise,
+            max_running=max_running, max_step_tokens=max_step_tokens,
+            adapters={each: Path(path) for each, path in adapters.items()},
+        )  # fmt: skip
+        return _serve_with_vllm(request, export, token, dry_run=dry_run, as_json=as_json)
+    config = EngineConfig(
+        weights=weights, dtype=dtype, tp=tp, pp=pp, quantise=quantise, adapters=adapters,
+        sizes=EngineSettings(max_running=max_running, max_step_tokens=max_step_tokens,
+                             cache_bytes=None if cache_gb is None else int(cache_gb * 1e9)),
+    )  # fmt: skip
     newest = None  # the step after which checkpoints are new
     if follow and weights.run is not None:
         newest = weights.step if weights.step is not None else newest_step(weights.run.checkpoints) or -1
     settings = ServerSettings(
-        name=name or folder.absolute().name, token=token or secrets.token_urlsafe(24), host=host, max_queue=max_queue,
-        max_body_bytes=max_body_mb << 20, max_client_connections=max_client_connections, drain_seconds=drain_seconds,
-        follow_after=newest,
+        name=name, token=token, host=host, max_queue=max_queue, max_body_bytes=max_body_mb << 20,
+        max_client_connections=max_client_connections, drain_seconds=drain_seconds, follow_after=newest,
     )  # fmt: skip
-    if engine == "vllm":
-        return _serve_with_vllm(config, settings, port, dry_run=dry_run, as_json=as_json)
     for package in PACKAGES:
         if find_spec(package) is None:
             raise UserError("U015", f"serving needs the {package} package", where="trimaran serve",
                             fix="pip install 'trimaran[serve]'")  # fmt: skip
 
-    return serve_model(config, settings, port, has_token=token is not None, as_json=as_json)
+    return serve_model(config, settings, port, has_token=has_token, as_json=as_json)
 
 
-def _serve_with_vllm(config: EngineConfig, settings: ServerSettings, port: int, *, dry_run: bool, as_json: bool) -> int:
-    from trimaran.serve.app.vllm import VllmRequest, find_folder, plan_vllm, serve_with_vllm
+def _serve_with_vllm(request: "VllmRequest", export: list[str], token: str, *, dry_run: bool, as_json: bool) -> int:
+    from trimaran.serve.app.vllm import plan_vllm, serve_with_vllm
 
-    folder, export = find_folder(config.weights)
-    request = VllmRequest(
-        folder=folder, name=settings.name, host=settings.host, port=port, tp=config.tp, pp=config.pp,
-        dtype=config.dtype, quantise=config.quantise, max_running=config.sizes.max_running,
-        max_step_tokens=config.sizes.max_step_tokens,
-        adapters={name: Path(path) for name, path in config.adapters.items()},
-    )  # fmt: skip
     if not dry_run:
-        return serve_with_vllm(request, export, settings.token)
+        return serve_with_vllm(request, export, token)
     facts = plan_vllm(request, export)
     if as_json:
         typer.echo(json.dumps({name: facts[name] for name in ("export", "command", "config")}))

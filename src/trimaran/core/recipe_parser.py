@@ -175,7 +175,18 @@ def parse_recipe(text: str, *, name: str, overrides: Iterable[str] = (), any_plu
     try:
         recipe = Recipe.model_validate(tree, context=UNCHECKED if any_plugin else None)
     except ValidationError as error:
-        mistakes += _mistakes(error, Places(name=name, lines=lines, settings=settings), tree)
+        # One mistake for each wrong field, in the order of the text's lines; fields of `--set` come last.
+        # pydantic reports every form that a value may have. Of the reports about a value and its parts only those
+        # about the innermost parts count; several about one value are one mistake.
+        places = Places(name=name, lines=lines, settings=settings)
+        errors = error.errors(include_url=False)
+        paths = [_real_path(each["loc"], tree) for each in errors]
+        found: dict[Path, list[Any]] = {}
+        for report, path in zip(errors, paths, strict=True):
+            if not any(len(other) > len(path) and other[: len(path)] == path for other in paths):
+                found.setdefault(path, []).append(report)
+        ordered = sorted(found, key=lambda path: places.line_of(path) or MAX_RECIPE_BYTES)
+        mistakes += [_mistake(found[path], path, places.describe(path)) for path in ordered]
     raise_together(mistakes)
     assert recipe is not None, "a recipe that is not valid has mistakes"
     return recipe
@@ -254,22 +265,6 @@ def _override(tree: dict[str, Any], pair: str) -> Path:
         here[key] = here = dict(below)
     here[keys[-1]] = value
     return tuple(keys)
-
-
-def _mistakes(error: ValidationError, places: Places, tree: dict[str, Any]) -> list[UserError]:
-    """Return one mistake for each wrong field, in the order of the text's lines; fields of `--set` come last.
-
-    pydantic reports every form that a value may have. Of the reports about a value and its parts only those about the
-    innermost parts count; several about one value are one mistake.
-    """
-    errors = error.errors(include_url=False)
-    paths = [_real_path(each["loc"], tree) for each in errors]
-    found: dict[Path, list[Any]] = {}
-    for report, path in zip(errors, paths, strict=True):
-        if not any(len(other) > len(path) and other[: len(path)] == path for other in paths):
-            found.setdefault(path, []).append(report)
-    ordered = sorted(found, key=lambda path: places.line_of(path) or MAX_RECIPE_BYTES)
-    return [_mistake(found[path], path, places.describe(path)) for path in ordered]
 
 
 def _mistake(reports: Sequence[Any], path: Path, where: str) -> UserError:

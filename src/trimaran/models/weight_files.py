@@ -26,7 +26,19 @@ def weight_files(folder: Path) -> list[Path]:
         if path.exists():
             check_regular_file(path, follow_links=True)  # in a Hugging Face cache every file is a link
     if index.is_file():
-        return _indexed_files(index)
+        names = read_json(index, limit_bytes=MAX_INDEX_BYTES).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise UserError(
+                "M022", "the index lists no weights", where=str(index), fix="copy or download the file again"
+            )
+        files = []
+        for name in sorted({str(each) for each in names.values()}):
+            path = index.parent / name
+            if Path(name).name != name or not path.is_file():
+                raise UserError("M022", f"the index lists '{name}', which is not a file beside it", where=str(index),
+                                fix="copy or download the missing file")  # fmt: skip
+            files.append(path)
+        return files
     if single.is_file():
         return [single]
     for path in sorted(folder.iterdir()):
@@ -34,20 +46,6 @@ def weight_files(folder: Path) -> list[Path]:
             raise UserError("M020", f"weights are not read from {path.name}, only from model.safetensors",
                             where=str(folder), fix="load it with transformers and save_pretrained it")  # fmt: skip
     return []
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    names = read_json(index, limit_bytes=MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise UserError("M022", "the index lists no weights", where=str(index), fix="copy or download the file again")
-    files = []
-    for name in sorted({str(each) for each in names.values()}):
-        path = index.parent / name
-        if Path(name).name != name or not path.is_file():
-            raise UserError("M022", f"the index lists '{name}', which is not a file beside it", where=str(index),
-                            fix="copy or download the missing file")  # fmt: skip
-        files.append(path)
-    return files
 
 
 # The digest of a file is that of all its bytes, so that it can be compared with `sha256sum` and with a hub's own. It is

@@ -325,7 +325,7 @@ def _saving_memory(evidence: Evidence, settings: Mapping[str, Any]) -> list[Prop
             uncertainty=MIN_UNCERTAINTY,
             reason=f"memory is about to run out: {describe(patch, undo)}; {fix.effect}",
             finding="F061",
-            peak_ratio=fix.then.peak_bytes / fix.now.peak_bytes if fix.now.peak_bytes else 1.0,
+            peak_ratio=fix.peak_ratio,
             saves_memory=True,
         )
     ]

@@ -29,10 +29,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
 
 
 def _findings_of_plugins(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the findings of all installed rules. A rule that does not load is left out, and a finding itself.
-
-    The codes of plug-ins must not look like ours, whose meaning is documented.
-    """
+    """Yield the findings of installed rules, and of those that do not load. Their codes must not look like ours."""
     for plugin in installed_plugins("doctor rule"):
         try:
             rule: Rule = load(plugin)
@@ -110,7 +107,6 @@ def check_targets(evidence: Evidence) -> list[TargetCheck]:
 
 
 def _gpu_busy(evidence: Evidence) -> float | None:
-    """Return the mean fraction of time in which the GPUs ran a kernel, while steps were trained."""
     times = get_numbers(evidence.steps, "time")
     if not times:
         return None
@@ -120,7 +116,6 @@ def _gpu_busy(evidence: Evidence) -> float | None:
 
 
 def _longest_recovery(evidence: Evidence) -> float | None:
-    """Return the longest time from an incident to the next finished step, of those that the evidence has."""
     times = get_numbers(evidence.steps, "time")
     incidents = [each for each in evidence.incidents if each.get("action") in RECOVERING_ACTIONS]
     gaps = [

@@ -36,10 +36,7 @@ PHASES = ("forward", "backward")  # elsewhere the optimizer and the loop read sc
 
 
 def read_traces(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield a summary of each trace: `file`, `steps`, `waits` by call, `places` and `wait_seconds`, over all steps.
-
-    Files that are not our traces are skipped.
-    """
+    """Yield a summary of each of our traces: `file`, `steps`, `waits` by call, `places` and `wait_seconds`."""
     for path in sorted(folder.glob("step-*-rank-*.trace.json.gz")):
         try:
             about = path.stat()
@@ -87,7 +84,6 @@ def _facts(path: Path, changed: int, size: int) -> dict[str, Any]:
 
 
 def _phase(spans: list[tuple[int, int, str]], moment: float) -> str:
-    """Return the phase at a moment, in nanoseconds since the epoch; '' if it is in none of `spans`."""
     index = bisect_right(spans, (moment, float("inf"), "")) - 1
     return spans[index][2] if index >= 0 and spans[index][1] >= moment else ""
 
@@ -149,10 +145,7 @@ Rule = Callable[[Evidence], Iterable[Finding]]
 def read_evidence(
     run: RunDirectory, *, calibrations: Path | None = None, against: RunDirectory | None = None
 ) -> Evidence:
-    """Return the evidence in the run's files. `calibrations` is the folder of machine calibrations.
-
-    `against` is a run of the same recipe to compare with.
-    """
+    """Return the evidence in the run's files; `against` is a run of the same recipe to compare with."""
     lines: dict[str, list[Line]] = {}
     for name, pattern in FILE_PATTERNS.items():
         paths = sorted(run.path.glob(pattern))
@@ -173,10 +166,7 @@ def read_evidence(
 
 
 def _reference(recipe: Recipe, plan: Plan, against: RunDirectory | None) -> Evidence | None:
-    """Return the evidence of the run to compare with.
-
-    Raises UserError if its model or sequence length differs from `recipe`, or if it does not have fewer ranks.
-    """
+    """Return the evidence of the run to compare with; raise UserError unless it has the same model and fewer ranks."""
     if against is None:
         return None
     found = read_evidence(against)
@@ -191,10 +181,7 @@ def _reference(recipe: Recipe, plan: Plan, against: RunDirectory | None) -> Evid
 
 
 def read_planner_inputs(recipe: Recipe, plan: Plan, *, calibrations: Path | None = None) -> Question | None:
-    """Return the planner's inputs for the recipe, on the cluster that `plan` was made for; None if unknown.
-
-    The speed of a CPU is the one at planning time: now it is busy with the run itself.
-    """
+    """Return the planner's question; None if unknown. A CPU's speed is that at planning time: now the run uses it."""
     try:
         cluster = part_of(parse_cluster(recipe.cluster, calibrations=calibrations), plan.mesh.world_size)
         spec, outline = spec_of(recipe.model), outline_if_known(recipe.model, recipe.data)
@@ -218,10 +205,7 @@ FILE_PATTERNS = {
 
 
 def _with_latest_details(steps: Iterable[Line]) -> Iterator[Line]:
-    """Yield the steps; those whose lines leave out slow details have the latest ones.
-
-    `ranks` and `rows` are not repeated: they are statistics, and rules count how often something is so.
-    """
+    """Yield the steps with the latest slow details, except statistics: rules count how often something is so."""
     latest: Line = {}
     for step in steps:
         latest |= {name: step[name] for name in REPEATED_DETAILS if name in step}

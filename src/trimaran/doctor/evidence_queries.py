@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from trimaran.core import Recipe, UserError
+from trimaran.core import Finding, Recipe, UserError
 from trimaran.doctor.evidence import Evidence, Line
 from trimaran.doctor.predicted_gain import Patch, apply_patch
 from trimaran.doctor.step_breakdown import get_number
@@ -23,8 +23,18 @@ def ended_run(incident: Line) -> bool:
     return incident.get("action") in RUN_ENDING_ACTIONS
 
 
-def incident_severity(incidents: Sequence[Line]) -> Any:
-    return "fault" if ended_run(incidents[-1]) else "warning"
+def incident_finding(code: str, incidents: Sequence[Line], verdict: str, *, evidence: Line, **fields: Any) -> Finding:
+    """Return a finding about the last of these incidents."""
+    last = incidents[-1]
+    return Finding(
+        code=code,
+        severity="fault" if ended_run(last) else "warning",
+        verdict=verdict,
+        culprit=fields.pop("culprit", "") or rank_names(last.get("suspects") or ()),
+        evidence={"incident": last.get("id")} | evidence | {"count": len(incidents)},
+        step=int(last.get("step") or 0),
+        **fields,
+    )
 
 
 def rank_names(ranks: Sequence[int]) -> str:

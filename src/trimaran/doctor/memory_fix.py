@@ -1,11 +1,9 @@
 """Finds how much memory a device has for a run, and the plan change that saves enough of it at the least cost."""
 
-from dataclasses import dataclass
-
 from trimaran.core import AdapterSection, Prediction, Recipe, show_bytes
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.evidence_queries import valid_patch
-from trimaran.doctor.predicted_gain import forecast
+from trimaran.doctor.predicted_gain import Remedy, forecast
 from trimaran.doctor.step_breakdown import get_number, get_numbers
 from trimaran.planner import Question
 from trimaran.planner.hints import adapter_changes
@@ -15,36 +13,17 @@ CONTEXT_BYTES = 4 << 30  # of a rank outside its allocator: CUDA context, librar
 OTHERS_SAMPLES = 3  # the lowest of these counts, so that memory freed meanwhile does not
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryFix:
-    """A patch, with the predictions of the present plan and of the patched one.
-
-    `caution` says what else the patch changes: the trained result, if it adds an adapter.
-    """
-
-    patch: Patch
-    now: Prediction
-    then: Prediction
-    caution: str = ""
-
-    @property
-    def gain(self) -> float:
-        """The fraction of a step that the patch saves; negative if steps get longer."""
-        return 1 - self.then.step_seconds / self.now.step_seconds
-
-    @property
-    def effect(self) -> str:
-        change = f"{abs(self.gain):.0%} {'shorter' if self.gain > 0 else 'longer'}"
-        size = f"{show_bytes(plan_bytes(self.then))} instead of {show_bytes(plan_bytes(self.now))}"
-        return f"{self.caution}{size} on each device, and steps {change} by the cost model"
+def _memory_remedy(patch: Patch, now: Prediction, then: Prediction, caution: str = "") -> Remedy:
+    """Return the patch as a remedy, from the predictions of the present plan and of the patched one."""
+    gain = 1 - then.step_seconds / now.step_seconds
+    change = f"{abs(gain):.0%} {'shorter' if gain > 0 else 'longer'}"
+    size = f"{show_bytes(plan_bytes(then))} instead of {show_bytes(plan_bytes(now))}"
+    effect = f"{caution}{size} on each device, and steps {change} by the cost model"
+    return Remedy(patch, gain, effect, caution, then.peak_bytes / now.peak_bytes if now.peak_bytes else 1.0)
 
 
-def cheapest_memory_fix(evidence: Evidence, *, ran_out: bool) -> MemoryFix | None:
-    """Return the fitting patch with the shortest step; None if none fits or nothing can be predicted.
-
-    Predictions of other plans are scaled by the error of the present plan's prediction. If memory `ran_out`, the
-    present plan needs more than the device has, whatever was predicted.
-    """
+def cheapest_memory_fix(evidence: Evidence, *, ran_out: bool) -> Remedy | None:
+    """Return the fitting patch with the shortest step. If memory `ran_out`, the plan needs more than the device has."""
     question = evidence.planner_inputs()
     if question is None:
         return None
@@ -52,11 +31,11 @@ def cheapest_memory_fix(evidence: Evidence, *, ran_out: bool) -> MemoryFix | Non
     needed = _needed_bytes(evidence, question, now, total if ran_out else 0.0)
     for rung in cheapest_first(evidence.plan, question, needed_bytes=needed, device_bytes=total):
         if valid_patch(evidence.recipe, rung.patch):
-            return MemoryFix(rung.patch, now, rung.prediction)
+            return _memory_remedy(rung.patch, now, rung.prediction)
     return None
 
 
-def adapter_fix(evidence: Evidence) -> MemoryFix | None:
+def adapter_fix(evidence: Evidence) -> Remedy | None:
     """Return the first adapter with which a run that ran out of memory fits, for when no change of its plan is enough.
 
     It is not the same training: an adapter is trained, and the whole model is not. Where it takes more, the patch also
@@ -73,16 +52,15 @@ def adapter_fix(evidence: Evidence) -> MemoryFix | None:
         patch, caution = _adapter_patch(evidence.recipe, section)
         then = forecast(change.question, evidence.plan)
         if excess * plan_bytes(then) <= MAX_MEMORY_FRACTION * total and valid_patch(evidence.recipe, patch):
-            return MemoryFix(patch, now, then, caution)
+            return _memory_remedy(patch, now, then, caution)
         needed = excess * plan_bytes(then)
         for rung in cheapest_first(evidence.plan, change.question, needed_bytes=needed, device_bytes=total):
             if valid_patch(evidence.recipe, patch | rung.patch):
-                return MemoryFix(patch | rung.patch, now, rung.prediction, caution)
+                return _memory_remedy(patch | rung.patch, now, rung.prediction, caution)
     return None
 
 
 def _adapter_patch(recipe: Recipe, section: AdapterSection) -> tuple[Patch, str]:
-    """Return the adapter as a patch of the recipe, and what it changes in the training itself."""
     if recipe.model.adapter is not None:
         return {"model.adapter.base": section.base}, "the frozen weights are rounded to 4 bits; "
     base = {} if section.base == "auto" else {"base": section.base}

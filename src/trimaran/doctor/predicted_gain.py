@@ -20,15 +20,27 @@ MIN_GAIN_FRACTION = 0.05  # of a step that a patch must save to be worth a findi
 
 
 @dataclass(frozen=True, slots=True)
-class PredictedGain:
-    """A patch, and the fraction of a step that it should save."""
+class Remedy:
+    """A patch, the fraction of a step that it should save (negative: steps get longer), and its effect as text.
+
+    `caution` says what else it changes: the trained result, if it adds an adapter.
+    """
 
     patch: Patch
     gain: float
+    effect: str
+    caution: str = ""
+    peak_ratio: float = 1.0  # of the memory that it needs, to what is needed now
 
-    @property
-    def effect(self) -> str:
-        return f"steps {self.gain:.0%} shorter"
+
+def shorter_steps(patch: Patch, gain: float) -> Remedy:
+    """Return the patch as a remedy that makes steps shorter."""
+    return Remedy(patch, gain, f"steps {gain:.0%} shorter")
+
+
+def remedy_fields(remedy: Remedy | None) -> dict[str, Any]:
+    """Return the patch of a finding, its effect and its gain; nothing without a remedy."""
+    return {"patch": remedy.patch, "expected_effect": remedy.effect, "gain": remedy.gain} if remedy else {}
 
 
 def patch_settings(patch: Patch) -> list[str]:
@@ -43,10 +55,10 @@ def apply_patch(recipe: Recipe, patch: Patch) -> Recipe:
 
 def best_patch(
     evidence: Evidence, measured: StepBreakdown, patches: Iterable[Patch], *, min_gain: float = MIN_GAIN_FRACTION
-) -> PredictedGain | None:
+) -> Remedy | None:
     """Return the patch that should save most; None if none can run, or none saves at least `min_gain` of a step."""
     candidates = [
-        PredictedGain(patch, gain)
+        shorter_steps(patch, gain)
         for patch in patches
         if (gain := predicted_gain(evidence, measured, patch)) is not None
     ]
@@ -105,7 +117,6 @@ def can_measure_links(plan: Plan) -> bool:
 
 
 def _slower(question: Question, times: float, *, only_network: bool) -> Question:
-    """Return the inputs with the bandwidth of links divided by `times`: of all, or of the one between nodes."""
     levels = question.cluster.levels
     links = tuple(
         replace(
@@ -126,10 +137,7 @@ def forecast(question: Question, plan: Plan, *, recipe: Recipe | None = None) ->
 
 
 def _parts(now: Prediction, then: Prediction, measured: StepBreakdown) -> Iterator[tuple[float, float, float]]:
-    """Yield (predicted now, predicted with the patch, measured) seconds of each part of the step.
-
-    A pipelined step is one part: the model predicts the busiest rank, but waits are measured over all ranks.
-    """
+    """Yield seconds (now, patched, measured) of each part. Pipelined steps are one: their waits are of all ranks."""
     comm = measured.comm + measured.straggler
     if "bubble" in now.time or "bubble" in then.time:
         yield now.step_seconds, then.step_seconds, measured.compute + measured.bubble + comm
@@ -149,5 +157,4 @@ def _fits_memory(evidence: Evidence, question: Question, now: Prediction, then: 
 
 
 def _yaml(value: Any) -> str:
-    """Return a value as one line of YAML."""
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()

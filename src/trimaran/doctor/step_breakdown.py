@@ -81,10 +81,7 @@ def axis_seconds(steps: Sequence[Line]) -> dict[str, float]:
 
 
 def straggler_seconds(evidence: Evidence, steps: Sequence[Line]) -> float:
-    """Return how much longer than the others the slowest rank computes in a typical step, while they wait for it.
-
-    It is 0 with a pipeline, because its stages have different work.
-    """
+    """Return how much longer the slowest rank computes than the others; 0 with a pipeline, whose stages differ."""
     if evidence.plan.mesh.pp > 1:
         return 0.0
     others = "median" if evidence.plan.mesh.world_size > 2 else "min"
@@ -119,10 +116,7 @@ def _busy_seconds(step: Line) -> float:
 
 
 def data_wait_seconds(step: Line) -> float:
-    """Return how long a step waited for its batch; 0 if the metrics do not have it.
-
-    The phase `data` is not used: it includes the copy to the device and the host's bookkeeping.
-    """
+    """Return the wait for a batch. The phase `data` is not used: it includes copies and the host's bookkeeping."""
     return get_number(step, "loader", "waited") or 0.0
 
 

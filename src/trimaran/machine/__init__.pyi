@@ -14,7 +14,7 @@ from .checks.fabric_presets import (
 )
 from .checks.machine_facts import (
     DiskFacts as DiskFacts, Facts as Facts, HostFacts as HostFacts, Interconnect as Interconnect,
-    MachineMeasurements as MachineMeasurements, Nic as Nic, NodeMeasurements as NodeMeasurements, Pair as Pair,
+    MachineMeasurements as MachineMeasurements, NodeMeasurements as NodeMeasurements, Pair as Pair,
     ProcessLimits as ProcessLimits, RunRequirements as RunRequirements, Versions as Versions,
 )
 from .checks.measure_machine import (
@@ -23,7 +23,7 @@ from .checks.measure_machine import (
 from .checks.preflight import CHECKS as CHECKS, refuse_failed_checks as refuse_failed_checks, run_checks as run_checks
 from .checks.read_machine import (
     is_port_in_use as is_port_in_use, read_disk as read_disk, read_facts as read_facts,
-    read_interconnect as read_interconnect, read_nics as read_nics, visible as visible,
+    read_interconnect as read_interconnect, visible as visible,
 )
 from .checks.software import (
     known_bad as known_bad, known_names as known_names, misspelt as misspelt, within as within,
@@ -47,10 +47,11 @@ from .detect import (
 from .device_catalogue import CPU as CPU, DEVICES as DEVICES, Device as Device, find_device as find_device
 from .gpus import (
     Ecc as Ecc, FULL_QUERY as FULL_QUERY, Gpu as Gpu, GpuClocks as GpuClocks, GpuSampler as GpuSampler,
-    HARDWARE_THROTTLE_REASONS as HARDWARE_THROTTLE_REASONS, PEER_MATRIX as PEER_MATRIX, SHORT_QUERY as SHORT_QUERY,
+    HARDWARE_THROTTLE_REASONS as HARDWARE_THROTTLE_REASONS, Nic as Nic, PEER_MATRIX as PEER_MATRIX, SHORT_QUERY as SHORT_QUERY,
     THROTTLE_REASONS as THROTTLE_REASONS, TOPOLOGY_MATRIX as TOPOLOGY_MATRIX, gpu_links as gpu_links,
     parse_full_query as parse_full_query, parse_gpu_nic_paths as parse_gpu_nic_paths, parse_peers as parse_peers,
     parse_short_query as parse_short_query, parse_topology as parse_topology, read_network as read_network,
+    read_nics as read_nics,
     run_driver_tool as run_driver_tool,
 )
 from .host_limits import (
@@ -60,10 +61,10 @@ from .host_limits import (
 )
 from .parse_cluster import parse_cluster as parse_cluster
 from .probe.calibrate import measure_disk as measure_disk
-from .probe.collective_calls import CommGroup as CommGroup, count_wrong as count_wrong
+from .probe.collective_calls import CommGroup as CommGroup, count_wrong as count_wrong, run_forked as run_forked
 from .probe.measure_comm import measure as measure
 from .probe.measure_cpu import stopped as stopped
 from .probe.probe_ranks import (
     NodeRendezvous as NodeRendezvous, PAIR_SECONDS as PAIR_SECONDS, count_wrong_values as count_wrong_values,
-    measure_all_reduce as measure_all_reduce, measure_matmuls as measure_matmuls, run_forked as run_forked,
+    measure_all_reduce as measure_all_reduce, measure_matmuls as measure_matmuls,
 )

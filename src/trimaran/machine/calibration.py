@@ -136,7 +136,6 @@ def _both(first: LinkFactors, second: LinkFactors) -> LinkFactors:
 
 
 def _known_runs(first: Iterable[SourceRun], second: tuple[SourceRun, ...]) -> tuple[SourceRun, ...]:
-    """Return the runs of both, each once, the latest last; of very many, the latest."""
     names = {(each.run, each.plan) for each in second}
     return (*(each for each in first if (each.run, each.plan) not in names), *second)[-MAX_SOURCES:]
 

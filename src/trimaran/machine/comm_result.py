@@ -116,7 +116,6 @@ def _residual(line: Point, point: Point) -> float:
 
 
 def _least_absolute(points: Sequence[Point]) -> Point:
-    """Return the line with the least sum of absolute relative residuals. It passes through two of the points."""
     best, line = math.inf, (0.0, 0.0)
     for index, (left, left_seconds) in enumerate(points):
         for right, right_seconds in points[index + 1 :]:
@@ -131,7 +130,6 @@ def _least_absolute(points: Sequence[Point]) -> Point:
 
 
 def _weighted(points: Sequence[Point], weights: Sequence[float]) -> Point:
-    """Return the weighted least squares line of relative residuals, with no negative latency or slope."""
     a, b, c, p, q = _moments(points, weights)
     determinant = a * c - b * b
     if determinant <= 0:
@@ -143,7 +141,6 @@ def _weighted(points: Sequence[Point], weights: Sequence[float]) -> Point:
 
 
 def _errors(points: Sequence[Point], weights: Sequence[float], line: Point) -> Point:
-    """Return one standard error of latency and slope, from the weighted residuals."""
     a, b, c, _, _ = _moments(points, weights)
     determinant, free = a * c - b * b, sum(weight > 0 for weight in weights) - 2
     if determinant <= 0 or free < 1:

@@ -123,10 +123,7 @@ def with_cpu_rates(cluster: Cluster, rates: CpuRates, *, keeps_links: bool = Fal
 
 
 def cpu_flops(threads: int = 1) -> Flops:
-    """Return the float32 matmul rate of `threads` cores, as if they did not slow each other down.
-
-    A quick estimate that takes a few hundredths of a second, not a benchmark.
-    """
+    """Return a quick estimate of the float32 matmul rate of `threads` cores that do not slow each other down."""
     return Flops(_core_flops() * threads)
 
 

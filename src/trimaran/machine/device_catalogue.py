@@ -184,10 +184,7 @@ _MEMORY = re.compile(r"(\d+)(?:gb|gib|g)", re.IGNORECASE)
 
 
 def find_device(name: str) -> Device:
-    """Return the device of the catalogue that `name` means, in any spelling: `a100_80gb`, `H100-SXM`, `rtx 4090`.
-
-    Without a memory size, the largest device of that name.
-    """
+    """Return the device that `name` means in any spelling (`a100_80gb`, `H100-SXM`); without a size, the largest."""
     words = [word for word in _words(name) if not _NOISE.fullmatch(word)]
     key = _squeeze("".join(words))
     by_key = {_squeeze(each): each for each in DEVICES} | _ALIASES

@@ -12,12 +12,13 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from xml.etree import ElementTree
 
 from trimaran.core import Bytes, Seconds
 from trimaran.machine.cluster import LATENCY_SECONDS, Link
 from trimaran.machine.device_catalogue import Device
+from trimaran.machine.host_limits import numa_node_of, read_text
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,17 @@ class Gpu:
     compute_mode: str = ""
     mig: str = ""
     reset_required: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nic:
+    """A network card; `numa` is -1 if Linux does not report its node."""
+
+    name: str
+    kind: Literal["infiniband", "ethernet"]
+    is_up: bool
+    gigabits: float = 0.0
+    numa: int = -1
 
 
 def run_driver_tool(command: Sequence[str]) -> str:
@@ -294,24 +306,31 @@ def gpu_links(matrix: Matrix, device: Device) -> tuple[Link, ...]:
     return tuple(links)
 
 
-def read_network(sys: Path = Path("/sys")) -> float:
-    """Return the bytes a second, in one direction, of this machine's network cards; 0 if sysfs does not say.
+def read_nics(sys: Path = Path("/sys")) -> tuple[Nic, ...]:
+    """Return the network cards: InfiniBand and RoCE ports, and physical Ethernet cards."""
+    fabric = []
+    for port in sorted(sys.glob("class/infiniband/*/ports/*")):
+        rate, card = PORT_RATE.match(read_text(port / "rate")), port.parents[1]
+        fabric.append(Nic(name=card.name, kind="infiniband", is_up="ACTIVE" in read_text(port / "state"),
+                          gigabits=float(rate[1]) if rate else 0.0, numa=numa_node_of(card / "device")))  # fmt: skip
+    cards = []
+    for card in sorted(sys.glob("class/net/*")):
+        if (card / "device").exists():
+            speed = read_text(card / "speed")
+            cards.append(Nic(name=card.name, kind="ethernet", is_up=read_text(card / "operstate") == "up",
+                             gigabits=int(speed) / 1000 if speed.isdigit() else 0.0,
+                             numa=numa_node_of(card / "device")))  # fmt: skip
+    return (*fabric, *cards)
 
-    NCCL uses all InfiniBand and RoCE cards, so their rates add up. Of plain Ethernet cards only the fastest counts.
-    """
-    ports = [port for port in sys.glob("class/infiniband/*/ports/*") if "ACTIVE" in _read(port / "state")]
-    rates = [float(match[1]) for port in ports if (match := PORT_RATE.match(_read(port / "rate")))]
-    if rates:
-        return sum(rates) * 1e9 / 8
-    cards = [
-        card for card in sys.glob("class/net/*") if (card / "device").exists() and _read(card / "operstate") == "up"
-    ]
-    speeds = [int(speed) for card in cards if (speed := _read(card / "speed")).isdigit()]
-    return max(speeds, default=0) * 1e6 / 8
+
+def read_network(sys: Path = Path("/sys")) -> float:
+    """Return this node's network bytes a second: of all InfiniBand cards, or else the fastest Ethernet card."""
+    up = [nic for nic in read_nics(sys) if nic.is_up]
+    fabric = [nic.gigabits for nic in up if nic.kind == "infiniband" and nic.gigabits]
+    return (sum(fabric) or max((nic.gigabits for nic in up), default=0.0)) * 1e9 / 8
 
 
 def _connected(matrix: Matrix, kinds: set[str], start: int, size: int) -> bool:
-    """Return whether every GPU of the block can be reached from its first."""
     seen, pending = {start}, [start]
     while pending:
         here = pending.pop()
@@ -322,10 +341,7 @@ def _connected(matrix: Matrix, kinds: set[str], start: int, size: int) -> bool:
 
 
 def _nvlink_bandwidth(matrix: Matrix, device: Device, size: int) -> float:
-    """Return the bandwidth of a GPU over all of its NVLinks.
-
-    Behind a switch, nvidia-smi shows every peer with all links of the GPU, so the device's own bandwidth is the cap.
-    """
+    """Return the bandwidth over all NVLinks. Behind a switch every peer shows all: the device's is the cap."""
     num_links = min(sum(int(entry[2:]) for entry in row[:size] if entry.startswith("NV")) for row in matrix[:size])
     total = num_links * NVLINK_BANDWIDTH.get(device.name, DEFAULT_NVLINK_BANDWIDTH)
     return min(total, device.link_bandwidth) if device.link_bandwidth > device.pcie_bandwidth else total
@@ -333,13 +349,6 @@ def _nvlink_bandwidth(matrix: Matrix, device: Device, size: int) -> float:
 
 def _kind(entry: str) -> str:
     return "NV" if entry.startswith("NV") else entry
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # a card that is down has no speed
-        return ""
 
 
 class GpuSampler:
@@ -361,7 +370,6 @@ class GpuSampler:
             log.info("GPUs are not sampled: %s", error)
 
     def _find(self, visible: str | None) -> dict[int, Any]:
-        """Return the handles of the GPUs by their CUDA index in the ranks."""
         nvml = self._library
         if visible is None:
             return {number: nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())}

@@ -33,10 +33,7 @@ def total_bytes(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
 
 
 def total_and_used_bytes(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> tuple[int, int]:
-    """Return the memory of this host and how much of it is used; of its container where that has a lower limit.
-
-    The usage of a container includes its page cache.
-    """
+    """Return total and used memory of this host, or of its container (with page cache) where that has a lower limit."""
     memory = psutil.virtual_memory()
     total, used = memory.total, memory.total - memory.available
     for each in _memory_limits(cgroup, membership):
@@ -46,10 +43,7 @@ def total_and_used_bytes(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -
 
 
 def free_bytes(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
-    """Return the free memory of this host, or of its container where that has less.
-
-    Page cache counts as free, because the kernel drops it on demand; shared memory does not.
-    """
+    """Return the free memory of this host, or less if its container has less. Page cache counts as free, not shmem."""
     free = psutil.virtual_memory().available
     for each in _memory_limits(cgroup, membership):
         if each.usage is not None and each.cache is not None and each.shmem is not None:
@@ -59,9 +53,9 @@ def free_bytes(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
 
 def cpu_quota(cgroup: Path = CGROUP) -> float | None:
     """Return how many cores' time the container may use; None without a limit."""
-    quota, _, period = _read(cgroup / "cpu.max").partition(" ")
+    quota, _, period = read_text(cgroup / "cpu.max").partition(" ")
     if not period:
-        quota, period = _read(cgroup / "cpu/cpu.cfs_quota_us"), _read(cgroup / "cpu/cpu.cfs_period_us")
+        quota, period = read_text(cgroup / "cpu/cpu.cfs_quota_us"), read_text(cgroup / "cpu/cpu.cfs_period_us")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
 
 
@@ -74,7 +68,7 @@ def free_tasks(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int | No
 
 def count_oom_kills(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
     """Return how many processes of this control group the kernel's OOM killer has ended; 0 where unknown."""
-    groups = [line.split(":", 2)[1:] for line in _read(membership).splitlines()]
+    groups = [line.split(":", 2)[1:] for line in read_text(membership).splitlines()]
     files = [cgroup / path.lstrip("/") / "memory.events" for controllers, path in groups if not controllers]
     # cgroup v1 has a folder for each controller.
     v1_paths = [path for controllers, path in groups if "memory" in controllers.split(",")]
@@ -104,7 +98,7 @@ def _memory_limits(cgroup: Path, membership: Path) -> list[MemoryLimit]:
 
 def _groups(controller: str, cgroup: Path, membership: Path) -> list[Path]:
     """Return the root of a controller and the groups in it that this process belongs to; "" is cgroup v2."""
-    memberships = [line.split(":", 2)[1:] for line in _read(membership).splitlines()]
+    memberships = [line.split(":", 2)[1:] for line in read_text(membership).splitlines()]
     paths = [path for controllers, path in memberships if controller in controllers.split(",")]
     # In a container without its own namespace the path is the host's, and does not exist here.
     return sorted(
@@ -118,16 +112,17 @@ def _with_parents(path: str) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    text = _read(path)
+    text = read_text(path)
     return int(text) if text.isdigit() else None
 
 
 def _counters(path: Path) -> dict[str, int]:
-    pairs = (line.split() for line in _read(path).splitlines())
+    pairs = (line.split() for line in read_text(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return a small file of the kernel; '' if it cannot be read, as the speed of a card that is down."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -137,12 +132,12 @@ def _read(path: Path) -> str:
 def numa_nodes(sys: Path = SYS) -> dict[int, frozenset[int]]:
     """Return the cores of each NUMA node; empty if Linux does not say."""
     folders = sys.glob("devices/system/node/node[0-9]*")
-    return {int(folder.name[4:]): frozenset(parse_cores(_read_sysfs(folder / "cpulist"))) for folder in folders}
+    return {int(folder.name[4:]): frozenset(parse_cores(read_text(folder / "cpulist"))) for folder in folders}
 
 
 def numa_node_of(device: Path) -> int:
     """Return the NUMA node of a device, given its folder in sysfs; UNKNOWN_NODE if it has none."""
-    text = _read_sysfs(device / "numa_node")
+    text = read_text(device / "numa_node")
     return int(text) if re.fullmatch(r"-?\d+", text) else UNKNOWN_NODE
 
 
@@ -173,18 +168,8 @@ def parse_cores(text: str) -> set[int]:
     return found
 
 
-def _read_sysfs(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def openmp_threads(value: str | None) -> int | None:
-    """Return the threads of the outermost level, the one that torch uses.
-
-    None if the variable is not set, empty or not valid. OpenMP ignores a list with any part that is not positive.
-    """
+    """Return the threads of the outermost level, which torch uses; None unless all parts of the list are positive."""
     parts = [part.strip() for part in (value or "").split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) <= 9 and int(part) > 0 for part in parts):
         return None

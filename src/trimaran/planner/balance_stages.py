@@ -105,10 +105,9 @@ class _FittedCosts:
 
 
 def _fit(measured: MeasuredStages, costs: _LayerCosts) -> _FittedCosts:
-    """Return the seconds of layers that explain the measured stages best, near to the ratios of the cost model.
+    """Fit one factor for each kind of layer by least squares, near to the ratios of the cost model."""
+    import numpy as np  # noqa: PLC0415  (takes a tenth of a second)
 
-    Least squares over one factor for each kind of layer, with the cost model as what is known before.
-    """
     rows = [costs.by_kind(part) for part in _ranges(measured.layers)]
     scale = sum(measured.seconds) / sum(map(sum, rows))
     usual = STAGE_UNCERTAINTY * sum(measured.seconds) / len(measured.seconds)
@@ -121,7 +120,7 @@ def _fit(measured: MeasuredStages, costs: _LayerCosts) -> _FittedCosts:
     for kind, deviation in enumerate(deviations):
         matrix[kind][kind] += 1 / deviation**2
         right[kind] += 1 / deviation**2
-    factors = [max(MIN_FACTOR, each) for each in _solve(matrix, right)]
+    factors = [max(MIN_FACTOR, float(each)) for each in np.linalg.solve(matrix, right)]
     layers = [scale * factors[kind] * cost for kind, cost in costs.layers]
     layers[0] += scale * factors[-2] * costs.embedding
     layers[-1] += scale * factors[-1] * costs.head
@@ -133,10 +132,7 @@ def _fit(measured: MeasuredStages, costs: _LayerCosts) -> _FittedCosts:
 
 
 def _best_split(costs: _FittedCosts, num_stages: int) -> tuple[int, ...]:
-    """Return how many layers each stage gets, in order and at least one, so that the longest stage is shortest.
-
-    Ties go to the most even cut (least squares).
-    """
+    """Return the layers of each stage that make the longest one shortest. Ties go to the most even cut."""
     count = len(costs.until) - 1
     # For each number of placed layers: the longest stage, the sum of squares, and the cut so far.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
@@ -164,18 +160,3 @@ def _step_seconds(stages: Sequence[float], plan: Plan) -> float:
 
 def _ranges(layers: Sequence[int]) -> Iterator[range]:
     return (range(start, stop) for start, stop in pairwise(accumulate(layers, initial=0)))
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Return the solution of a small positive definite system, by elimination."""
-    size = len(right)
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for at in range(size):
-        for below in range(at + 1, size):
-            factor = rows[below][at] / rows[at][at]
-            rows[below] = [each - factor * above for each, above in zip(rows[below], rows[at], strict=True)]
-    solution = [0.0] * size
-    for at in reversed(range(size)):
-        known = sum(rows[at][other] * solution[other] for other in range(at + 1, size))
-        solution[at] = (rows[at][size] - known) / rows[at][at]
-    return solution

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 from trimaran.core import Mesh, Plan, Recipe, UserError, dump_recipe, parse_recipe
@@ -74,19 +75,17 @@ def is_in_place(old: Plan, new: Plan) -> bool:
     saves_gathered = old.comm.regather and old.mesh.tp > 1
     if "recompute" in changed and (old.compile or saves_gathered or _joins(old) != _joins(new)):
         return False
-    return "comm.bucket_mb" not in changed or _has_ddp_buckets(old)
+    if "comm.bucket_mb" not in changed:
+        return True
+    # Gradients are summed in DDP's buckets, which DDP can fill anew.
+    shardings = {old.sharding, *(each.sharding or "none" for each in old.towers.values())}
+    is_replicated = old.mesh.world_size == old.mesh.dp_replicate > 1 == old.mesh.ep and shardings == {"none"}
+    is_plain = old.comm.compression == "none" and not old.comm.local.is_on
+    return is_replicated and is_plain and not old.reduces_after_backward
 
 
 def _joins(plan: Plan) -> tuple[bool, bool]:
     return plan.joins_projections, plan.joins_projections_on_cpu
-
-
-def _has_ddp_buckets(plan: Plan) -> bool:
-    """Return whether gradients are summed in DDP's buckets, which DDP can fill anew."""
-    shardings = {plan.sharding, *(each.sharding or "none" for each in plan.towers.values())}
-    is_replicated = plan.mesh.world_size == plan.mesh.dp_replicate > 1 == plan.mesh.ep and shardings == {"none"}
-    is_plain = plan.comm.compression == "none" and not plan.comm.local.is_on
-    return is_replicated and is_plain and not plan.reduces_after_backward
 
 
 def patch_between(old: Plan, new: Plan) -> dict[str, Any]:
@@ -117,12 +116,9 @@ def apply_patch(recipe: Recipe, plan: Plan, patch: Mapping[str, Any]) -> tuple[P
 
 
 def refuse_other_results(old: Plan, new: Plan, *, may_change: Collection[str] = ()) -> None:
-    """Raise UserError unless a run may go on with `new` in the same processes and with the same results.
-
-    `may_change` are fields that may change nevertheless.
-    """
+    """Raise UserError unless a run may go on with `new` with the same results, except for the fields `may_change`."""
     for name in (each for each in RESULT_FIELDS if each not in may_change):
-        before, after = (_field(each, name) for each in (old, new))
+        before, after = map(attrgetter(name), (old, new))
         if before != after:
             raise UserError("S040", f"plan.{name} changes the results: it is {before} in this run, not {after}",
                             where=f"plan.{name}", fix="leave it as it is, or start another run")  # fmt: skip
@@ -152,8 +148,6 @@ def refuse_other_results(old: Plan, new: Plan, *, may_change: Collection[str] = 
 
 
 class _Patched:
-    """The names of the patched fields."""
-
     def __init__(self, names: Collection[str]) -> None:
         self._names = [name.removeprefix("plan.") for name in names]
 
@@ -163,7 +157,6 @@ class _Patched:
 
 
 def _completed(new: Plan, old: Plan, global_batch: int, names: Collection[str]) -> Plan:
-    """Return the plan with what follows from the patched fields."""
     patched = _Patched(names)
     mesh = _completed_mesh(new, old, patched)
     fields: dict[str, Any] = {"mesh": mesh}
@@ -198,7 +191,6 @@ def _batch_fields(plan: Plan, batch: int, patched: _Patched) -> dict[str, int]:
 
 
 def _completed_mesh(new: Plan, old: Plan, patched: _Patched) -> Mesh:
-    """Return the mesh with as many data ranks as the other axes leave."""
     has_replicas, has_shards = (patched.has(f"mesh.{axis}") for axis in ("dp_replicate", "dp_shard"))
     if not has_replicas and not has_shards:
         # The mesh with as many data ranks as the other axes leave, sharded as before or as the patch says.
@@ -222,13 +214,6 @@ def _completed_mesh(new: Plan, old: Plan, patched: _Patched) -> Mesh:
     axis = "dp_replicate" if has_shards else "dp_shard"
     degree, rest = divmod(old.mesh.world_size, new.mesh.world_size // getattr(new.mesh, axis))
     return new.mesh if rest or not degree else new.mesh.model_copy(update={axis: degree})
-
-
-def _field(plan: Plan, name: str) -> Any:
-    value: Any = plan
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:

@@ -31,10 +31,7 @@ class LeastMemory(NamedTuple):
 
 
 def least_memory_plan(space: Space, evaluator: PlanEvaluator, *, stop_at_fit: bool = False) -> LeastMemory | None:
-    """Return the legal plan that needs the least of the available memory; None if there is none.
-
-    With `stop_at_fit`, return the first plan that fits.
-    """
+    """Return the legal plan that needs the least of the available memory; with `stop_at_fit`, the first that fits."""
     best: LeastMemory | None = None
     for plan in least_memory_plans(space):
         memory = evaluator.memory(plan)
@@ -115,7 +112,6 @@ def resized_cluster(cluster: Cluster, num_nodes: int, devices_per_node: int) -> 
 
 
 def _is_round(num: int) -> bool:
-    """Return whether the number is a power of two, or 1.5 times one."""
     return num & (num - 1) == 0 or (num % 3 == 0 and (third := num // 3) & (third - 1) == 0)
 
 
@@ -141,19 +137,21 @@ def hints_for(best: Plan, question: Question) -> tuple[TemplateText, ...]:
         seconds = fastest_like(change.question, best)
         if seconds is not None and (gain := best.prediction.step_seconds / seconds) > MIN_HINT_SPEEDUP:
             hints.append(templated("{hint}: {times} times as fast", hint=change.text, times=f"{gain:.2f}"))
-    return (*hints, *_slow_link_hints(best, question), *_free_memory(best, question))
+    hints += _slow_link_hints(best, question)
+    size, used = question.cluster.device.memory_bytes, best.prediction.device_bytes
+    if used < 0.5 * size and question.cluster.device.traits.has_own_memory:  # a smaller device would be enough
+        hints.append(templated("{size} of each device stay free", size=show_bytes(size - used)))
+    return tuple(hints)
 
 
 def _slow_link_hints(best: Plan, question: Question) -> Iterator[TemplateText]:
-    """Yield the fastest compression and the fastest local steps, where communication takes much of a step.
-
-    Local steps need replicas, which a plan for slow links may not have: a pipeline sends less than gradients.
-    """
+    """Yield the fastest compression and local steps. These need replicas, which a plan for slow links may not have."""
     assert best.prediction is not None
     seconds, comm = best.prediction.step_seconds, best.prediction.time.get("comm", 0.0)
     if comm < MIN_COMM_FRACTION * seconds or "comm" in question.pins.model_fields_set:
         return
-    compressions = _compressions() if best.mesh.dp > 1 else ()
+    kinds = ("bf16", "int8", "powersgd") if best.mesh.dp > 1 else ()
+    compressions = [(f"plan.comm.compression={kind}", {"comm": Comm(compression=kind)}) for kind in kinds]
     for what, settings in (
         (templated("compress gradients"), compressions),
         (templated("synchronise less often"), _local_steps(question)),
@@ -170,11 +168,6 @@ def _slow_link_hints(best: Plan, question: Question) -> Iterator[TemplateText]:
                 setting=text,
                 times=f"{gain:.2f}",
             )
-
-
-def _compressions() -> Iterator[tuple[str, dict[str, Any]]]:
-    for kind in ("bf16", "int8", "powersgd"):
-        yield f"plan.comm.compression={kind}", {"comm": Comm(compression=kind)}
 
 
 def _local_steps(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -197,13 +190,24 @@ def memory_hints(question: Question) -> tuple[TemplateText, ...]:
     text = templated("use nodes with {size} of memory", size=show_bytes(larger_host.host_bytes))
     hosts = Hint(text, replace(question, cluster=larger_host))
     others = [change for change in question_changes(question) if change.question.cluster == cluster]
-    changes = [*_unpinned(question), *([hosts] if cluster.device.traits.has_own_memory else []), *others]
-    fitting = (
+    pins = question.pins
+    changes = [*([hosts] if cluster.device.traits.has_own_memory else []), *others]
+    for name in sorted(pins.model_fields_set, reverse=True):
+        fewer = Plan(**{each: getattr(pins, each) for each in pins.model_fields_set - {name}})
+        changes.insert(0, Hint(templated("leave plan.{field} out", field=name), _with(question, plan=fewer)))
+    hints = [
         templated("{hint}: a plan fits", hint=change.text)
         for change in changes
         if fits_on(change.question, change.question.cluster)
-    )
-    return (*fitting, *(() if question.recipe.model.adapter else _adapter_hint(question)))
+    ]
+    for change in () if question.recipe.model.adapter else adapter_changes(question):
+        space = Space(change.question)
+        least = least_memory_plan(space, PlanEvaluator(space), stop_at_fit=True)
+        if least and least.memory_use <= 1:
+            size = show_bytes(least.memory.device)
+            hints.append(templated("{hint}: a plan fits in {size} a device", hint=change.text, size=size))
+            break
+    return tuple(hints)
 
 
 def adapter_changes(question: Question) -> Iterator[Hint]:
@@ -229,17 +233,6 @@ def _with_adapter(question: Question, section: AdapterSection) -> Question:
     assert question.outline is not None
     model = question.recipe.model.model_copy(update={"adapter": section})
     return replace(_with(question, model=model), outline=with_adapter(question.outline, section))
-
-
-def _adapter_hint(question: Question) -> Iterator[TemplateText]:
-    """Yield the first adapter with which a plan fits, and the memory that it needs."""
-    for change in adapter_changes(question):
-        space = Space(change.question)
-        least = least_memory_plan(space, PlanEvaluator(space), stop_at_fit=True)
-        if least and least.memory_use <= 1:
-            size = show_bytes(least.memory.device)
-            yield templated("{hint}: a plan fits in {size} a device", hint=change.text, size=size)
-            return
 
 
 def question_changes(question: Question) -> Iterator[Hint]:
@@ -281,14 +274,6 @@ def _larger(question: Question) -> Cluster | None:
     return next((resized_cluster(cluster, num, node) for num in nodes if batch % num == 0), None)
 
 
-def _unpinned(question: Question) -> Iterator[Hint]:
-    """Yield the question with one pin less."""
-    pins = question.pins
-    for name in sorted(pins.model_fields_set):
-        pinned = {each: getattr(pins, each) for each in pins.model_fields_set - {name}}
-        yield Hint(templated("leave plan.{field} out", field=name), _with(question, plan=Plan(**pinned)))
-
-
 def with_frozen_tower(outline: Outline, name: str) -> Outline:
     """Return the model with that tower frozen."""
     towers = tuple(replace(each, frozen=True) if each.name == name else each for each in outline.towers)
@@ -310,18 +295,9 @@ def fastest_like(question: Question, best: Plan) -> float | None:
 
 
 def _fastest(question: Question) -> float | None:
-    """Return the step seconds of the fastest plan; None if none fits or can run."""
     space = Space(question)
     found = ranked_by_risk(space, PlanEvaluator(space)).plans
     return found[0].seconds if found else None
-
-
-def _free_memory(best: Plan, question: Question) -> Iterator[TemplateText]:
-    """Yield how much memory stays free, if that is much: a smaller device would be enough."""
-    assert best.prediction is not None
-    size, used = question.cluster.device.memory_bytes, best.prediction.device_bytes
-    if used < 0.5 * size and question.cluster.device.traits.has_own_memory:
-        yield templated("{size} of each device stay free", size=show_bytes(size - used))
 
 
 def _with(question: Question, **sections: object) -> Question:
@@ -329,6 +305,5 @@ def _with(question: Question, **sections: object) -> Question:
 
 
 def _pinned(pins: Plan, **fields: Any) -> Plan:
-    """Return the pins with these fields added."""
     pinned: dict[str, Any] = {name: getattr(pins, name) for name in pins.model_fields_set}
     return Plan(**pinned | fields)

@@ -24,6 +24,7 @@ Patch = dict[str, Any]  # recipe fields by dotted name, such as `plan.micro_batc
 # Of a device's memory that a changed plan may need. After an OOM the present plan needs at least all of it, so a rung
 # must save at least 8 %.
 MAX_MEMORY_FRACTION = 0.92
+RECOMPUTE_LEVELS = ["none", "elementwise", "selective", "full"]
 FIXED_TERMS = ("process",)  # memory terms that no plan changes
 # What the launcher changes after an OOM even if the user pinned it: the run would end otherwise.
 ADJUSTABLE_FIELDS = ("plan.micro_batch", "plan.micro_batches", "plan.grad_accum", "plan.recompute")
@@ -96,10 +97,7 @@ def next_rung(plan: Plan, question: Question | None = None, *, may_offload: bool
 
 
 def may_expand_segments(plan: Plan, *, hole_bytes: float, wanted_bytes: float) -> bool:
-    """Return whether expandable segments are the next rung: an allocation failed that the free holes could have held.
-
-    `hole_bytes` are reserved by the allocator and free, but in pieces.
-    """
+    """Return whether expandable segments are the next rung: free but split memory could have held what failed."""
     return hole_bytes >= wanted_bytes > 0 and not uses_expandable_segments(plan)
 
 
@@ -108,7 +106,9 @@ def all_changes(plan: Plan) -> Iterator[Patch]:
 
     Context parallelism is combined with micro-batches and recompute only: it changes the mesh, as sharding does.
     """
-    sizes, recompute = list(_smaller_micro_batches(plan)), list(_more_recompute(plan))
+    now = plan.recompute if isinstance(plan.recompute, str) else "selective"  # after every k-th layer comes full
+    levels = RECOMPUTE_LEVELS[RECOMPUTE_LEVELS.index(now) + 1 :]
+    sizes, recompute = list(_smaller_micro_batches(plan)), [{"plan.recompute": level} for level in levels]
     yield from _combined(sizes, recompute, list(_sharding(plan)), list(_others(plan)))
     for context in _context(plan):
         yield context
@@ -135,7 +135,6 @@ def _is_pinned(field: str, pins: Plan) -> bool:
 
 
 def _smaller_micro_batches(plan: Plan) -> Iterator[Patch]:
-    """Yield smaller micro-batches with more accumulation, the largest first."""
     for part in range(2, plan.micro_batch + 1):
         if rows := plan.rows_by_rank:
             if all(each % part == 0 for each in rows):
@@ -145,17 +144,7 @@ def _smaller_micro_batches(plan: Plan) -> Iterator[Patch]:
             yield {"plan.micro_batch": plan.micro_batch // part, "plan.grad_accum": plan.grad_accum * part}
 
 
-def _more_recompute(plan: Plan) -> Iterator[Patch]:
-    if plan.recompute == "none":
-        yield {"plan.recompute": "elementwise"}
-    if plan.recompute in ("none", "elementwise"):
-        yield {"plan.recompute": "selective"}
-    if plan.recompute != "full":
-        yield {"plan.recompute": "full"}
-
-
 def _sharding(plan: Plan) -> Iterator[Patch]:
-    """Yield deeper sharding stages, over all data ranks."""
     if plan.mesh.dp == 1 or not plan.engine_traits.uses_fsdp:
         return
     for stage in SHARDINGS[SHARDINGS.index(plan.sharding) + 1 :]:
@@ -164,10 +153,7 @@ def _sharding(plan: Plan) -> Iterator[Patch]:
 
 
 def _context(plan: Plan) -> Iterator[Patch]:
-    """Yield more context parallelism with fewer data ranks: each holds a smaller part of its sequences.
-
-    Accumulation makes up for the data ranks, so the global batch stays.
-    """
+    """Yield more context parallelism with fewer data ranks, for which accumulation makes up."""
     replicas, shards = plan.mesh.dp_replicate, plan.mesh.dp_shard
     if plan.micro_batches or not plan.engine_traits.splits_models or not plan.comm.overlap:
         return

@@ -29,16 +29,8 @@ class LossChoices(NamedTuple):
     rows: int
     outputs: int
 
-    @property
-    def pins_fusion(self) -> bool:
-        """Whether the user pinned a loss that neither tp nor pp allows."""
-        return self.pinned in (FUSED, CHUNKED)
-
     def on(self, tp: int, pp: int, wanted: str = "") -> str:
-        """Return how the loss is computed on such a mesh: as pinned, else as wished, else fused if possible.
-
-        A tensor-parallel rank has no complete row of logits, and a pipeline stage must return them.
-        """
+        """Return how the loss is computed on such a mesh. Under tp and pp no rank has all logits."""
         if self.pinned:
             return self.pinned
         return (wanted or FUSED) if self.can_fuse and tp == pp == 1 else "logits"
@@ -122,10 +114,7 @@ def _with_bucket(plan: Plan, question: Question) -> CommChoice:
 
 
 def _bucket_seconds(plan: Plan, question: Question) -> Iterator[tuple[int, float]]:
-    """Yield the bucket sizes and what they cost in a step; nothing if the plan has no buckets.
-
-    Data ranks beside tp, pp or ep reduce block by block, and so do units with experts or anything offloaded.
-    """
+    """Yield bucket sizes and their cost in a step. Beside tp, pp or ep ranks reduce block by block, without buckets."""
     mesh, comm = plan.mesh, plan.comm
     if mesh.tp * mesh.pp * mesh.ep > 1 or plan.towers or plan.offload != "none":
         return

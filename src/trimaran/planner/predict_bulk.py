@@ -54,6 +54,7 @@ def example_text() -> str:
 
 
 MAX_LINE_BYTES = 1 << 20
+PREDICTED = ("mfu", "memory", "time", "exposed", "device_bytes", "host_bytes", "disk_bytes")
 
 
 def answer_line(text: bytes, number: int) -> dict[str, Any]:
@@ -93,17 +94,9 @@ def predict_line(line: Mapping[str, Any]) -> dict[str, Any]:
     answer = {
         "id": line.get("id"),
         "fits": not why,
-        "peak_bytes": found.peak_bytes,
-        "reserved_bytes": found.reserved_bytes,
-        "step_seconds": found.step_seconds,
+        **{name: getattr(found, name) for name in ("peak_bytes", "reserved_bytes", "step_seconds")},
         "tokens_per_second_per_gpu": found.tokens_per_second / cluster.world_size,
-        "mfu": found.mfu,
-        "memory": found.memory,
-        "time": found.time,
-        "exposed": found.exposed,
-        "device_bytes": found.device_bytes,
-        "host_bytes": found.host_bytes,
-        "disk_bytes": found.disk_bytes,
+        **{name: getattr(found, name) for name in PREDICTED},
         "margin": found.error,
     }
     return answer | {"why": why} if why else answer
@@ -147,7 +140,6 @@ def _section(line: Mapping[str, Any], key: str, *, named: bool = False) -> str:
 
 
 def _runnable(plan: Plan, job: Job) -> tuple[Plan, str]:
-    """Return the plan and '', or the nearest plan that some system could run and what is wrong with this one."""
     mesh, layers = plan.mesh, job.outline.layers
     (layer, _), *_ = job.outline.main.runs
     assert isinstance(layer, OutlineLayer), "a line describes a decoder"
@@ -175,10 +167,7 @@ def _runnable(plan: Plan, job: Job) -> tuple[Plan, str]:
 
 
 def _with_valid_loss(plan: Plan, job: Job) -> tuple[Plan, str]:
-    """Return the plan and '', or the plan with logits and why our trainer cannot compute its loss.
-
-    Other stacks ignore the plan's loss.
-    """
+    """Return the plan, with logits if our trainer cannot compute its loss, and why. Other stacks ignore the loss."""
     try:
         if job.stack.name == "trimaran":
             check_loss(plan, None)

@@ -65,7 +65,7 @@ class Question:
             stack=HF_MODELS if is_hf else self.stack,
             state_bytes=STATE_BYTES[self.recipe.train.optimizer.states],
             can_capture=self.can_capture,
-            isolates_documents=self.isolates_documents,
+            isolates_documents=isolates_documents(self.recipe.data),
         )
 
     @property
@@ -74,11 +74,6 @@ class Question:
         data, model = self.recipe.data, self.recipe.model
         is_text = is_sequence_source(data.source) and not data.mixture and not data.isolate_documents
         return is_text and model.kind.is_language_model and not model.trust_remote_code
-
-    @property
-    def isolates_documents(self) -> bool:
-        """Whether rows hold several documents or samples that do not attend to each other."""
-        return isolates_documents(self.recipe.data)
 
     @property
     def positions(self) -> int:

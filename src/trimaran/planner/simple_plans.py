@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from trimaran.core import Mesh, Plan, UserError
 from trimaran.models import split_outline
@@ -16,10 +15,7 @@ MAX_MICRO_BATCH = {"cuda": 64, "cpu": 16}  # of a model whose memory is not know
 
 
 def first_legal_plan(question: Question) -> Plan:
-    """Return the simplest plan that keeps the pins and can run: replicas, then shards.
-
-    If the pins rule out every plan, raises the error of the first one.
-    """
+    """Return the simplest plan that keeps the pins and can run; raise the error of the first one if none can."""
     refused: list[UserError] = []
     for plan in simple_plans(question):
         try:
@@ -35,43 +31,30 @@ def simple_plans(question: Question) -> Iterator[Plan]:
     """Yield plans that keep the pins: replicas, shards in each node, shards over all; then with full recompute."""
     pins = question.pins
     pinned = pins.model_fields_set - {"mesh"}  # the meshes already keep its pins
-    for recompute in recomputes(pins):
+    outline, traits = question.outline, question.cluster.device.traits
+    # A split backward supports neither compiled blocks nor recompute, and DeepSpeed no compiled blocks.
+    splits_backward = pins.mesh.pp > 1 and pins.pipeline.schedule == "zero-bubble"
+    recomputes = ["none"] if splits_backward or pins.engine == "deepspeed" else ["none", "full"]
+    compiles = traits.compiles_by_default and not splits_backward and pins.engine_traits.compiles
+    for recompute in [pins.recompute] if "recompute" in pinned else recomputes:
         for mesh in meshes(question):
             for sharding in shardings(pins, mesh):
                 fill = {"mesh": mesh, "sharding": sharding, "recompute": recompute}
                 fill["loss"] = losses_of(question).on(mesh.tp, mesh.pp)
-                fill |= device_defaults(question, mesh, sharding)
+                fill["precision"] = precision_of(question, sharding)
+                fill["compile"] = compiles
                 split = pins.model_copy(update={field: value for field, value in fill.items() if field not in pinned})
                 check_mesh(split, question.cluster)
-                split = with_stages(split, question)
+                if outline and mesh.pp > 1 and not split.pipeline.stages and split.num_stages <= outline.layers:
+                    stages = split_outline(outline, split.num_stages, seq_len=question.recipe.data.seq_len)
+                    pipeline = split.pipeline.model_copy(update={"stages": stages})
+                    split = split.model_copy(update={"pipeline": pipeline})
                 for micro_batch, grad_accum in batches(split, pinned, question):
                     yield split.model_copy(update={"micro_batch": micro_batch, "grad_accum": grad_accum})
 
 
-def device_defaults(question: Question, mesh: Mesh, sharding: str) -> dict[str, Any]:
-    """Return the fastest precision of the device, and whether to compile: on a GPU.
-
-    Neither DeepSpeed nor a split backward (zero-bubble) supports compiled blocks.
-    """
-    pins, device = question.pins, question.cluster.device
-    splits_backward = mesh.pp > 1 and pins.pipeline.schedule == "zero-bubble"
-    compiled = device.traits.compiles_by_default and not splits_backward and pins.engine_traits.compiles
-    return {"precision": precision_of(question, sharding), "compile": compiled}
-
-
-def recomputes(pins: Plan) -> list[str | int]:
-    """Return what to recompute: nothing first. A split backward allows nothing else."""
-    if "recompute" in pins.model_fields_set:
-        return [pins.recompute]
-    splits_backward = pins.mesh.pp > 1 and pins.pipeline.schedule == "zero-bubble"
-    return ["none"] if splits_backward or pins.engine == "deepspeed" else ["none", "full"]
-
-
 def shardings(pins: Plan, mesh: Mesh) -> list[str]:
-    """Return what to shard on this mesh. Offloaded parameters are sharded, if only over one rank.
-
-    DeepSpeed offloads nothing without shards.
-    """
+    """Return what to shard on this mesh. Offloaded parameters, and DeepSpeed's states, may be on one rank."""
     if "sharding" in pins.model_fields_set:
         return [pins.sharding]
     if mesh.dp_shard > 1 or pins.offload == "parameters":
@@ -116,15 +99,6 @@ def meshes(question: Question) -> list[Mesh]:
     else:
         layouts = [(data, 1)] if sharding_pin == "none" else [(1, data)]
     return [Mesh(**pinned, dp_replicate=replicas, dp_shard=shards) for replicas, shards in dict.fromkeys(layouts)]
-
-
-def with_stages(split: Plan, question: Question) -> Plan:
-    """Return the plan with stages split by cost, if they are not pinned and there are enough blocks."""
-    outline = question.outline
-    if outline is None or split.mesh.pp == 1 or split.pipeline.stages or split.num_stages > outline.layers:
-        return split
-    stages = split_outline(outline, split.num_stages, seq_len=question.recipe.data.seq_len)
-    return split.model_copy(update={"pipeline": split.pipeline.model_copy(update={"stages": stages})})
 
 
 def batches(split: Plan, pinned: set[str], question: Question) -> list[tuple[int, int]]:

@@ -8,7 +8,14 @@ from typing import NamedTuple
 from trimaran.core import Finding, Recipe, UserError, show_seconds
 from trimaran.doctor.evidence import Evidence, Line
 from trimaran.doctor.evidence_queries import valid_patch
-from trimaran.doctor.predicted_gain import MIN_GAIN_FRACTION, Patch, PredictedGain, best_patch, predicted_gain
+from trimaran.doctor.predicted_gain import (
+    MIN_GAIN_FRACTION,
+    Patch,
+    best_patch,
+    predicted_gain,
+    remedy_fields,
+    shorter_steps,
+)
 from trimaran.doctor.step_breakdown import MIN_STEPS, StepBreakdown, get_number, steady_steps, step_breakdown
 from trimaran.machine.gpus import HARDWARE_THROTTLE_REASONS
 from trimaran.models import decoder_of, spec_of
@@ -93,7 +100,6 @@ def straggler(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _slowest(evidence: Evidence, what: str) -> SlowRank | None:
-    """Return the rank with the highest `what` in most steps; None if no rank is."""
     stats: list[Line] = [
         each
         for step in steady_steps(evidence)
@@ -128,7 +134,6 @@ def _slow_rank(evidence: Evidence, times: Sequence[str]) -> SlowRank | None:
 
 
 def _from_incidents(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the stragglers that the supervisor reported, if the ranks' own times show none."""
     latest = {
         tuple(each.get("suspects") or ()): each for each in evidence.incidents if each.get("cause") == "straggler"
     }
@@ -247,9 +252,7 @@ def uneven_stages(evidence: Evidence) -> Iterator[Finding]:
         culprit=f"rank {rank}" if rank is not None else f"the stage of {max(pinned)} layers",
         evidence={"measured_bubble": round(bubble, 4), "theoretical_bubble": round(expected, 4), "stages": list(pinned),
                   **({"busiest_over_median": round(ratio, 3)} if ratio else {})},
-        patch=best.patch,
-        expected_effect=best.effect,
-        gain=best.gain,
+        **remedy_fields(best),
         confidence=0.85,
     )  # fmt: skip
 
@@ -277,7 +280,7 @@ def _of_measured_stages(evidence: Evidence, measured: StepBreakdown, stages: Mea
     if best is None or best.layers == now.layers:
         return
     saved = min(now.step_seconds, measured.step) * (1 - best.step_seconds / now.step_seconds)
-    gain = PredictedGain({"plan.pipeline.stages": list(best.layers)}, saved / measured.step)
+    gain = shorter_steps({"plan.pipeline.stages": list(best.layers)}, saved / measured.step)
     if gain.gain < MIN_GAIN_FRACTION or predicted_gain(evidence, measured, gain.patch) is None:  # it cannot run
         return
     longest = max(range(len(now.seconds)), key=lambda number: now.seconds[number])
@@ -291,15 +294,12 @@ def _of_measured_stages(evidence: Evidence, measured: StepBreakdown, stages: Mea
         evidence={"stages": list(now.layers), "stage_seconds": [round(each, 6) for each in now.seconds],
                   "expected_stage_seconds": [round(each, 6) for each in best.seconds],
                   "measured_bubble": round(measured.fraction("bubble"), 4)},
-        patch=gain.patch,
-        expected_effect=gain.effect,
-        gain=gain.gain,
+        **remedy_fields(gain),
         confidence=0.9,
     )  # fmt: skip
 
 
 def _even(stages: tuple[int, ...]) -> Iterator[list[int]]:
-    """Yield ever more even splits: each moves one layer from the largest stage to the smallest."""
     now = list(stages)
     while now and max(now) - min(now) > 1:
         now[now.index(max(now))] -= 1

@@ -10,7 +10,14 @@ from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.cost.collective import exposed_reduction, ring_of
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.evidence_queries import plural
-from trimaran.doctor.predicted_gain import MIN_GAIN_FRACTION, Patch, best_patch, forecast, with_measured_links
+from trimaran.doctor.predicted_gain import (
+    MIN_GAIN_FRACTION,
+    Patch,
+    best_patch,
+    forecast,
+    remedy_fields,
+    with_measured_links,
+)
 from trimaran.doctor.rules.balance import imbalance, straggler, uneven_stages
 from trimaran.doctor.rules.data import data_bound
 from trimaran.doctor.rules.storage import checkpoint_stall
@@ -72,16 +79,13 @@ def communication_bound(evidence: Evidence) -> Iterator[Finding]:
             "by_axis": dict(measured.axes),
             "predicted_by_axis": by_axis,
         },
-        patch=best.patch if best else {},
         fix=SLOW_NETWORK if slow else "",
-        expected_effect=best.effect if best else "",
-        gain=best.gain if best else None,
+        **remedy_fields(best),
         confidence=0.9 if any("waits" in each for each in evidence.steps) else 0.7,
     )
 
 
 def _candidates(plan: Plan) -> Iterator[Patch]:
-    """Yield patches with less communication."""
     factor = 2
     while plan.grad_accum % factor == 0:
         yield larger_micro_batch(plan, factor)
@@ -212,7 +216,6 @@ def efficiency(evidence: Evidence) -> float | None:
 
 
 def _losses(evidence: Evidence) -> dict[str, float] | None:
-    """Return the lost fractions of a rank's time by cause; None with too few steps."""
     measured = step_breakdown(evidence)
     if measured is None:
         return None
@@ -226,7 +229,6 @@ def _losses(evidence: Evidence) -> dict[str, float] | None:
 
 
 def _seconds_per_sample(evidence: Evidence) -> dict[str, float] | None:
-    """Return the rank-seconds that a sample takes, by cause."""
     measured, samples = step_breakdown(evidence), [each for each in evidence.steps if get_number(each, "samples")]
     if measured is None or not samples:
         return None
@@ -235,10 +237,7 @@ def _seconds_per_sample(evidence: Evidence) -> dict[str, float] | None:
 
 
 def _expected(evidence: Evidence, measured: StepBreakdown) -> float | None:
-    """Return the predicted efficiency of the plan: the fraction of a step that is not waiting.
-
-    Waits are predicted; compute is scaled to the measured one, because a wrong prediction is another finding (F015).
-    """
+    """Return the predicted efficiency with the measured compute: a wrong prediction is another finding (F015)."""
     question = evidence.planner_inputs()
     prediction = forecast(question, evidence.plan) if question else evidence.plan.prediction
     if prediction is None:

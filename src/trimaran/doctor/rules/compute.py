@@ -10,7 +10,7 @@ from trimaran.core import Finding, Plan, Prediction, Seconds, show_bytes, show_s
 from trimaran.cost import predict
 from trimaran.cost.stack_profiles import HostOverhead
 from trimaran.doctor.evidence import Evidence
-from trimaran.doctor.predicted_gain import Patch, best_patch
+from trimaran.doctor.predicted_gain import Patch, best_patch, remedy_fields
 from trimaran.doctor.step_breakdown import (
     StepBreakdown,
     get_number,
@@ -27,10 +27,7 @@ NO_HOST_OVERHEAD = HostOverhead(Seconds(0.0), Seconds(0.0), Seconds(0.0))
 
 
 def launch_bound(evidence: Evidence) -> Iterator[Finding]:
-    """Yield F003 if launching many small kernels takes longer than running them.
-
-    The cost model predicts compute with and without launch overhead; the run must be nearly as slow as with it.
-    """
+    """Yield F003 if the run is as slow as the cost model says with launch overhead, and that is much of its compute."""
     measured, question = step_breakdown(evidence), evidence.planner_inputs()
     if measured is None or question is None or not question.cluster.device.traits.runs_async:
         return
@@ -108,10 +105,8 @@ def host_limit(evidence: Evidence) -> Iterator[Finding]:
             "micro_batch": plan.micro_batch,
             "grad_accum": plan.grad_accum,
         },
-        patch=best.patch if best else {},
         fix="" if best else f"try {', or '.join(settings)}" if settings else BUSY_HOST_FIX,
-        expected_effect=best.effect if best else "",
-        gain=best.gain if best else None,
+        **remedy_fields(best),
         confidence=0.8,
     )
 
@@ -120,10 +115,7 @@ ALLOWED_SYNCS_PER_STEP = 1  # in forward and backward
 
 
 def host_sync(evidence: Evidence) -> Iterator[Finding]:
-    """Yield F009 if a profile shows that the host waits for the device inside forward or backward.
-
-    It needs a profile; `trimaran profile RUN` makes one of a live run.
-    """
+    """Yield F009 if a profile shows that the host waits for the device inside forward or backward."""
     for trace in evidence.traces:
         steps = max(1, trace["steps"])
         waits, seconds = sum(trace["waits"].values()) / steps, trace["wait_seconds"] / steps
@@ -176,15 +168,12 @@ def memory_bound(evidence: Evidence) -> Iterator[Finding]:
             "predicted_without_memory": without_memory,
             "memory_gb_per_second": cluster.device.stream_bandwidth / 1e9,
         },
-        patch=best.patch,
-        expected_effect=best.effect,
-        gain=best.gain,
+        **remedy_fields(best),
         confidence=0.7,
     )
 
 
 def _fewer_bytes(plan: Plan) -> Iterator[Patch]:
-    """Yield patches that move fewer bytes for the same arithmetic."""
     yield from larger_micro_batches(plan)
     if not plan.compile:
         yield {"plan.compile": True}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from trimaran.core import Finding
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.evidence_queries import ended_run, incident_severity, incidents_of, plural, rank_names, valid_patch
+from trimaran.doctor.evidence_queries import ended_run, incident_finding, incidents_of, plural, rank_names, valid_patch
 from trimaran.doctor.predicted_gain import Patch
 
 
@@ -24,19 +24,16 @@ def hang(evidence: Evidence) -> Iterator[Finding]:
     elif not ended_run(last):
         effect = "the run later got past this point: the cause may have been the machine, and need not come back"
         confidence = 0.3
-    yield Finding(
-        code="F063",
-        severity=incident_severity(incidents),
-        verdict=f"the run hung {plural(len(incidents), 'time')}, the last time after step {last.get('step')}: "
+    yield incident_finding(
+        "F063",
+        incidents,
+        f"the run hung {plural(len(incidents), 'time')}, the last time after step {last.get('step')}: "
         f"{last.get('what')}" + (f"; {facts[0]}" if facts else ""),
-        culprit=rank_names(last.get("suspects") or ()),
-        evidence={"incident": last.get("id"), "facts": facts[:4], "victims": list(last.get("victims") or ()),
-                  "cost": last.get("cost") or {}, "count": len(incidents)},
+        evidence={"facts": facts[:4], "victims": list(last.get("victims") or ()), "cost": last.get("cost") or {}},
         fix=f"read the stack in incidents/{last.get('id')}/{files[0] if files else ''}: it shows where that rank waits",
         expected_effect=effect,
         confidence=confidence,
-        step=int(last.get("step") or 0),
-    )  # fmt: skip
+    )
 
 
 def _facts(incident: Line) -> list[str]:
@@ -63,16 +60,14 @@ def mismatch(evidence: Evidence) -> Iterator[Finding]:
         for rank in last.get("suspects") or ()
         if str(rank) in sites
     ]
-    yield Finding(
-        code="F064",
-        severity=incident_severity(incidents),
-        verdict=f"{last.get('what')}, after step {last.get('step')}",
-        culprit=rank_names(last.get("suspects") or ()),
-        evidence={"incident": last.get("id"), "sites": sites, "facts": _facts(last)[:4], "count": len(incidents)},
+    yield incident_finding(
+        "F064",
+        incidents,
+        f"{last.get('what')}, after step {last.get('step')}",
+        evidence={"sites": sites, "facts": _facts(last)[:4]},
         fix="make every rank call the same collectives in the same order: look for an `if` on the rank or its data "
         + (f"around {lines[0]}" if lines else "around the collective"),
         confidence=0.9,
-        step=int(last.get("step") or 0),
     )
 
 
@@ -102,16 +97,14 @@ def crash(evidence: Evidence) -> Iterator[Finding]:
     log = f"logs/rank-{suspects[0] if suspects else 0}.log"
     fix = next((fix for text, fix in FIXES if text in what), f"read the traceback in {log}")
     cost = last.get("cost") or {}
-    yield Finding(
-        code="F065",
-        severity=incident_severity(incidents),
-        verdict=f"a rank died {plural(len(incidents), 'time')}, the last time after step {last.get('step')}: {what}"
+    yield incident_finding(
+        "F065",
+        incidents,
+        f"a rank died {plural(len(incidents), 'time')}, the last time after step {last.get('step')}: {what}"
         + (f"; {plural(round(cost['lost_steps']), 'step')} repeated" if cost.get("lost_steps") else ""),
-        culprit=rank_names(suspects),
-        evidence={"incident": last.get("id"), "cost": cost, "count": len(incidents), "log": log},
+        evidence={"cost": cost, "log": log},
         fix=fix,
         confidence=0.8,
-        step=int(last.get("step") or 0),
     )
 
 
@@ -158,24 +151,19 @@ def no_progress(evidence: Evidence) -> Iterator[Finding]:
 
 
 def network(evidence: Evidence) -> Iterator[Finding]:
-    """Yield F067 if a connection or a node was lost.
-
-    Incidents that the run only noted, such as a slow link or a clock skew, do not count.
-    """
+    """Yield F067 if a connection or a node was lost; not if the run only noted a slow link or a clock skew."""
     incidents = [each for each in incidents_of(evidence, "network", "host") if each.get("action") != "continued"]
     if not incidents:
         return
     last = incidents[-1]
     named = (last.get("evidence") or {}).get("nodes")
-    yield Finding(
-        code="F067",
-        severity=incident_severity(incidents),
-        verdict=f"ranks lost their connection {plural(len(incidents), 'time')}, the last time after step "
+    yield incident_finding(
+        "F067",
+        incidents,
+        f"ranks lost their connection {plural(len(incidents), 'time')}, the last time after step "
         f"{last.get('step')}: {last.get('what')}",
         culprit=str(named or rank_names(last.get("suspects") or ()) or "the network between the ranks"),
-        evidence={"incident": last.get("id"), "facts": _facts(last)[:4], "count": len(incidents),
-                  "cost": last.get("cost") or {}},
+        evidence={"facts": _facts(last)[:4], "cost": last.get("cost") or {}},
         fix="run `trimaran doctor` on these nodes: it measures every pair and names the node that is slow or silent",
         confidence=0.7,
-        step=int(last.get("step") or 0),
-    )  # fmt: skip
+    )

@@ -25,17 +25,13 @@ MIN_FRACTION_OF_DEFAULT_LIMIT = 0.95  # a power limit below that was set by a us
 
 
 def gpu_throttled(evidence: Evidence) -> Iterator[Finding]:
-    """Yield F069 for each GPU that was too hot, throttled by a fault, or limited by a setting.
-
-    A busy GPU at its power limit lowers its clock; that alone is no fault.
-    """
+    """Yield F069 for GPUs that are hot, throttled by a fault, or limited by a setting beyond the usual power limit."""
     for name, samples in _samples_by_gpu(evidence):
         if found := _throttled(name, samples[-MAX_SAMPLES:]) or _limited(name, samples):
             yield found
 
 
 def _throttled(name: str, recent: Sequence[Line]) -> Finding | None:
-    """Return a finding if the GPU is hot or reports a hardware throttle reason."""
     if len(recent) < MIN_SAMPLES:
         return None
     by_sample = [[each for each in gpu.get("throttle") or () if each in HARDWARE_THROTTLE_REASONS] for gpu in recent]
@@ -58,7 +54,6 @@ def _throttled(name: str, recent: Sequence[Line]) -> Finding | None:
 
 
 def _limited(name: str, samples: Sequence[Line]) -> Finding | None:
-    """Return a finding if a setting explains a low clock under load."""
     busy = [each for each in samples if (get_number(each, "utilisation") or 0.0) >= MIN_BUSY_UTILISATION][-MAX_SAMPLES:]
     clock = median(map(_clock, busy)) if len(busy) >= MIN_SAMPLES else 1.0
     if clock >= MIN_CLOCK_FRACTION:
@@ -88,7 +83,6 @@ def _limited(name: str, samples: Sequence[Line]) -> Finding | None:
 def _slow_gpu(
     name: str, clock: float, *, verdict: str, evidence: dict[str, Any], fix: str, confidence: float
 ) -> Finding:
-    """Return F069 with the gain of a full clock, if the clock is low."""
     is_slow = clock < SLOW_CLOCK_FRACTION
     return Finding(
         code="F069",
@@ -109,7 +103,6 @@ def _clock(gpu: Line) -> float:
 
 
 def _samples_by_gpu(evidence: Evidence) -> Iterator[tuple[str, list[Line]]]:
-    """Yield (name, samples) of each GPU, oldest sample first."""
     samples: dict[str, list[Line]] = {}
     for sample in evidence.samples:
         for gpu in sample.get("gpus") or ():
@@ -176,10 +169,7 @@ def swap(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _swapped(samples: Sequence[Line]) -> float:
-    """Return the bytes swapped out and in; without these counters, the growth of the swap space in use.
-
-    Pages that were swapped out before the first sample and stay there cost nothing.
-    """
+    """Return the bytes swapped out and in, or else the growth of swap: old pages that stay there cost nothing."""
     held = get_numbers(samples, "swap_used")
     grown = held[-1] - min(held) if held else 0.0
     pairs = [(get_number(after, "time"), get_number(before, "time"), get_number(after, "swap_read"),

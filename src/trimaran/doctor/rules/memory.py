@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from trimaran.core import Finding, Plan, show_bytes, show_seconds
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.doctor.evidence_queries import incident_severity, incidents_of, rank_names, samples_by_node, valid_patch
+from trimaran.doctor.evidence_queries import incident_finding, incidents_of, samples_by_node, valid_patch
 from trimaran.doctor.memory_fix import adapter_fix, cheapest_memory_fix, held_by_others, usable_bytes
-from trimaran.doctor.predicted_gain import Patch, best_patch
+from trimaran.doctor.predicted_gain import Patch, best_patch, remedy_fields
 from trimaran.doctor.step_breakdown import get_number, get_numbers, get_timed_numbers, step_breakdown
 from trimaran.planner.memory_ladder import FIXED_TERMS
 from trimaran.planner.search.neighbours import larger_micro_batches
@@ -95,16 +95,13 @@ def memory_tight(evidence: Evidence) -> Iterator[Finding]:
         f"{use.used / use.total:.0%}{others}",
         culprit=use.where,
         evidence={"used": use.used, "total": use.total, "others": use.others},
-        patch=memory_fix.patch if memory_fix else {},
         fix="find the other processes on the device with `nvidia-smi`, and stop them" if use.others else fix,
-        expected_effect=memory_fix.effect if memory_fix else "",
-        gain=memory_fix.gain if memory_fix else None,
+        **remedy_fields(memory_fix),
         confidence=0.9,
     )
 
 
 def _uses(evidence: Evidence) -> Iterator[MemoryUse]:
-    """Yield the devices and hosts that are too full."""
     for step in evidence.steps[-1:]:
         on_device = get_number(step, "memory", "reserved") is not None  # only the CUDA allocator reports it
         total, peak = get_number(step, "memory", "total"), get_number(step, "peak_bytes")
@@ -135,25 +132,22 @@ def out_of_memory(evidence: Evidence) -> Iterator[Finding]:
     if replanned:
         effect = "a new run starts with the plan that fits, and does not run out of memory first"
     holder = _largest_holder(evidence, last)
-    yield Finding(
-        code="F062",
-        severity=incident_severity(incidents),
-        verdict=f"{last.get('what')}"
+    yield incident_finding(
+        "F062",
+        incidents,
+        f"{last.get('what')}"
         + (f"; {holder}" if holder else "")
         + (f". The run continued with another plan: {last.get('evidence', {}).get('why', '')}" if replanned else ""),
-        culprit=rank_names(last.get("suspects") or ()),
-        evidence={"incident": last.get("id"), "step": last.get("step"), "count": len(incidents), "holder": holder},
+        evidence={"step": last.get("step"), "holder": holder},
         patch=patch,
         fix="" if patch and not (memory_fix and memory_fix.caution) else OTHER_FIX,
         expected_effect=effect,
         gain=memory_fix.gain if memory_fix and not memory_fix.caution else None,
         confidence=0.9,
-        step=int(last.get("step") or 0),
     )
 
 
 def _present_plan(evidence: Evidence) -> Patch:
-    """Return the fields that the memory ladder may have changed in the run's new plan, as a patch."""
     plan = evidence.plan
     rows: Patch = {"plan.micro_batches": [*plan.rows_by_rank]} if plan.rows_by_rank else {}
     fields: Patch = (rows or {"plan.micro_batch": plan.micro_batch}) | {"plan.grad_accum": plan.grad_accum}
@@ -250,10 +244,7 @@ def memory_growth(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _all_series(evidence: Evidence) -> Iterator[MemorySeries]:
-    """Yield the memory of each rank and of its loaders on the nodes, and that of rank 0's tensors on its GPU.
-
-    Pages of mapped files do not count: they fill up as data is read, and the kernel takes them back.
-    """
+    """Yield memory of ranks, loaders and rank 0's tensors, without pages of mapped files, which the kernel drops."""
     for node, samples in samples_by_node(evidence):
         total = get_number(samples[-1], "ram") or 0.0
         ranks = samples[-1].get("ranks")
@@ -271,10 +262,7 @@ def _all_series(evidence: Evidence) -> Iterator[MemorySeries]:
 
 
 def _growth(series: MemorySeries) -> Growth | None:
-    """Return the growth after the warm-up; None unless it is large and steady.
-
-    The least value of each window is compared: what a step or an evaluation takes for a while is not growth.
-    """
+    """Return the growth of the least value of each window after the warm-up; None unless it is large and steady."""
     points = series.points[int(WARM_UP_FRACTION * len(series.points)) :]
     seconds, values = [at for at, _ in points], [value for _, value in points]
     if len(series.points) < MIN_POINTS or seconds[-1] - seconds[0] < MIN_SECONDS or not series.total:
@@ -319,15 +307,12 @@ def unused_memory(evidence: Evidence) -> Iterator[Finding]:
             "recompute": evidence.plan.recompute,
             "sharding": evidence.plan.sharding,
         },
-        patch=best.patch,
-        expected_effect=best.effect,
-        gain=best.gain,
+        **remedy_fields(best),
         confidence=0.8,
     )
 
 
 def _candidates(plan: Plan) -> Iterator[Patch]:
-    """Yield patches that use more memory to save time."""
     yield from larger_micro_batches(plan)
     if plan.recompute != "none":
         yield {"plan.recompute": "none"}

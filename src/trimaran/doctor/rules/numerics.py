@@ -285,7 +285,6 @@ def loss_spike(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _applied_spikes(evidence: Evidence) -> Iterator[Line]:
-    """Yield (step, loss, median before) of the spikes whose update was applied."""
     losses: list[float] = []
     for step in evidence.steps:
         loss = get_number(step, "loss")
@@ -339,7 +338,6 @@ def learning_rate_high(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _largest_update(evidence: Evidence) -> tuple[float, int, str]:
-    """Return the largest update ratio of the median group, its step, and the group with the largest ratio there."""
     best = (0.0, 0, "")
     for step in steps_with_groups(evidence):
         ratios = {name: ratio for name in step["groups"]

@@ -215,7 +215,6 @@ def matmul_speed(facts: Facts) -> CheckResult:
 
 
 def _expected_flops(facts: Facts) -> tuple[float, float, str]:
-    """Return the rate that one device should reach, the lowest accepted fraction of it, and its source."""
     cluster, measured = facts.cluster, facts.measured
     if cluster is None or measured is None:
         return 0.0, 0.0, ""
@@ -284,7 +283,6 @@ def all_reduce_speed(facts: Facts) -> CheckResult:
 
 
 def _expected_bandwidth(cluster: Cluster | None, ranks: int) -> tuple[float, float, str]:
-    """Return the bandwidth of the link between this many ranks, the lowest fraction of it to accept, and its source."""
     if cluster is None:
         return 0.0, 0.0, ""
     link = next((each for each in cluster.levels if each.devices >= ranks), cluster.levels[-1])

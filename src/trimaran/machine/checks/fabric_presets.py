@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from trimaran.core import UserError, did_you_mean
+from trimaran.machine.host_limits import read_text
 
 FABRICS = ("infiniband", "roce", "efa", "tcp", "pcie")
 AMAZON = "0x1d0f"  # PCI vendor of EFA
@@ -57,25 +58,25 @@ def read_fabric(
     cards: dict[str, list[str]] = {"infiniband": [], "roce": [], "efa": []}
     rates: list[float] = []
     for port in sorted(sys.glob("class/infiniband/*/ports/*")):
-        if "ACTIVE" not in _read(port / "state"):
+        if "ACTIVE" not in read_text(port / "state"):
             continue
         card = port.parents[1]
-        kind = "roce" if _read(port / "link_layer") == "Ethernet" else "infiniband"
-        kind = "efa" if _read(card / "device" / "vendor") == AMAZON else kind
+        kind = "roce" if read_text(port / "link_layer") == "Ethernet" else "infiniband"
+        kind = "efa" if read_text(card / "device" / "vendor") == AMAZON else kind
         cards[kind].append(card.name)
-        rates.append(_leading_number(_read(port / "rate")))
+        rates.append(_leading_number(read_text(port / "rate")))
     interface = default_interface(proc)
     for kind, names in cards.items():
         if names:
             return FabricFacts(fabric=kind, cards=tuple(dict.fromkeys(names)), interface=interface, gigabits=max(rates))
-    speed = _leading_number(_read(sys / "class/net" / interface / "speed")) / 1000 if interface else 0.0
+    speed = _leading_number(read_text(sys / "class/net" / interface / "speed")) / 1000 if interface else 0.0
     alone = has_gpus and not several_nodes
     return FabricFacts(fabric="pcie" if alone else "tcp", interface=interface, gigabits=max(speed, 0.0))
 
 
 def default_interface(proc: Path = Path("/proc")) -> str:
     """Return the interface of the default route; '' without one."""
-    for line in _read(proc / "net/route").splitlines()[1:]:
+    for line in read_text(proc / "net/route").splitlines()[1:]:
         fields = line.split()
         if len(fields) > 3 and fields[1] == "00000000" and int(fields[3], 16) & ROUTE_UP:
             return fields[0]
@@ -122,10 +123,3 @@ def _leading_number(text: str) -> float:
         return float(text.split()[0])
     except (IndexError, ValueError):
         return 0.0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from trimaran.core import Bytes, Seconds
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.machine.cluster import Cluster
-from trimaran.machine.gpus import Gpu
+from trimaran.machine.gpus import Gpu, Nic
 
 Kind = Literal["cuda", "cpu"]
 Version = tuple[int, ...]
@@ -31,17 +31,6 @@ class Versions:
     driver: str = ""
     driver_cuda: str = ""
     arch: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nic:
-    """A network card; `numa` is -1 if Linux does not report its node."""
-
-    name: str
-    kind: Literal["infiniband", "ethernet"]
-    is_up: bool
-    gigabits: float = 0.0
-    numa: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

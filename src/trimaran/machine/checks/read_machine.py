@@ -23,7 +23,6 @@ from trimaran.machine.checks.machine_facts import (
     Gpu,
     HostFacts,
     Interconnect,
-    Nic,
     ProcessLimits,
     Versions,
 )
@@ -31,7 +30,6 @@ from trimaran.machine.detect import num_cores
 from trimaran.machine.gpus import (
     FULL_QUERY,
     PEER_MATRIX,
-    PORT_RATE,
     SHORT_QUERY,
     TOPOLOGY_MATRIX,
     parse_full_query,
@@ -39,9 +37,10 @@ from trimaran.machine.gpus import (
     parse_peers,
     parse_short_query,
     parse_topology,
+    read_nics,
     run_driver_tool,
 )
-from trimaran.machine.host_limits import cpu_quota, free_tasks, numa_node_of, numa_nodes, pci_device
+from trimaran.machine.host_limits import cpu_quota, free_tasks, numa_node_of, numa_nodes, pci_device, read_text
 
 MAX_WRITE_BYTES = 1 << 26  # of the file that measures the disk's speed
 MAX_WRITE_SECONDS = 2.0
@@ -112,7 +111,7 @@ def read_host() -> HostFacts:
         nofile=_limit(resource.RLIMIT_NOFILE, hard=True),
         memlock=_limit(resource.RLIMIT_MEMLOCK),
         core=_limit(resource.RLIMIT_CORE),
-        core_pattern=_read(Path("/proc/sys/kernel/core_pattern")),
+        core_pattern=read_text(Path("/proc/sys/kernel/core_pattern")),
         loopback=try_loopback(),
         clock=Seconds(time.time()),
     )
@@ -131,23 +130,6 @@ def read_interconnect(gpus: tuple[Gpu, ...], *, links: bool, sys: Path = Path("/
         allowed_numa=frozenset(node for node, cores in numa_nodes(sys).items() if cores & own),
         interfaces=frozenset(path.name for path in sys.glob("class/net/*")),
     )
-
-
-def read_nics(sys: Path = Path("/sys")) -> tuple[Nic, ...]:
-    """Return the network cards: InfiniBand and RoCE ports, and physical Ethernet cards."""
-    fabric = []
-    for port in sorted(sys.glob("class/infiniband/*/ports/*")):
-        rate, card = PORT_RATE.match(_read(port / "rate")), port.parents[1]
-        fabric.append(Nic(name=card.name, kind="infiniband", is_up="ACTIVE" in _read(port / "state"),
-                          gigabits=float(rate[1]) if rate else 0.0, numa=numa_node_of(card / "device")))  # fmt: skip
-    cards = []
-    for card in sorted(sys.glob("class/net/*")):
-        if (card / "device").exists():
-            speed = _read(card / "speed")
-            cards.append(Nic(name=card.name, kind="ethernet", is_up=_read(card / "operstate") == "up",
-                             gigabits=int(speed) / 1000 if speed.isdigit() else 0.0,
-                             numa=numa_node_of(card / "device")))  # fmt: skip
-    return (*fabric, *cards)
 
 
 def read_disk(path: Path, *, measure: bool) -> DiskFacts:
@@ -244,10 +226,3 @@ def _free_processes() -> int | None:
             running += process.num_threads() if process.uids().real == user else 0
     left = max(0, limit - running)
     return left if tasks is None else min(left, tasks)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -135,7 +135,6 @@ def known_bad() -> tuple[dict[str, Any], ...]:
 
 
 def _unusable(facts: Facts) -> list[Problem]:
-    """Return why torch cannot use this machine's GPUs; nothing if it can, or if the run needs none."""
     versions, needs_gpus = facts.versions, facts.requirements is None or facts.requirements.needs_gpus
     if not facts.gpus or not needs_gpus:
         return []
@@ -259,7 +258,6 @@ def _interfaces(facts: Facts) -> list[Problem]:
 
 
 def _threads(facts: Facts) -> list[Problem]:
-    """Report too many threads. If the variable is unset, each rank gets an equal number of cores."""
     value = facts.environment.get("OMP_NUM_THREADS", "")
     ranks, cores = facts.requirements.ranks_here if facts.requirements else 1, facts.host.cores
     threads = openmp_threads(value)

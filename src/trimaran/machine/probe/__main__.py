@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
+from trimaran.machine.probe.collective_calls import START_SECONDS, run_forked, write_line
 from trimaran.machine.probe.probe_ranks import (
-    START_SECONDS,
     NodeRendezvous,
     cuda_versions,
     measure_all_reduce,
     measure_matmuls,
-    run_forked,
 )
 
 Fields = dict[str, Any]
@@ -53,14 +52,12 @@ class ProbeServer:
 
     def pairs(self, request: Fields) -> Fields:
         pairs = [(left, right) for left, right in request["pairs"]]
-        return {"seconds": self._met_nodes().measure(pairs, kind=request["kind"], devices=request["devices"])}
+        assert self._nodes is not None, "`rendezvous` comes first"
+        return {"seconds": self._nodes.measure(pairs, kind=request["kind"], devices=request["devices"])}
 
     def gather(self, request: Fields) -> Fields:
-        return {"others": self._met_nodes().gather(request["value"])}
-
-    def _met_nodes(self) -> NodeRendezvous:
-        assert self._nodes is not None, "`rendezvous` comes before `pairs` and `gather`"
-        return self._nodes
+        assert self._nodes is not None, "`rendezvous` comes first"
+        return {"others": self._nodes.gather(request["value"])}
 
 
 REQUESTS: dict[str, Callable[[ProbeServer, Fields], Fields]] = {
@@ -82,8 +79,7 @@ def main() -> int:
             answer = REQUESTS[request["do"]](probe, request)
         except Exception as error:  # is the answer: the doctor continues with its other checks
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        write_line(**answer)
     return 0
 
 

@@ -7,9 +7,7 @@ where `share` is the fraction done. The last line is `{"measured": {...}}` with 
 
 import argparse
 import itertools
-import json
 import mmap
-import multiprocessing
 import os
 import statistics
 import sys
@@ -20,14 +18,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.machine.comm_result import BUS_FACTORS
 from trimaran.machine.probe.collective_calls import (
+    START_SECONDS,
     Call,
     CommGroup,
     Message,
@@ -35,9 +34,11 @@ from trimaran.machine.probe.collective_calls import (
     all_reduce,
     all_to_all,
     make_message,
+    run_forked,
     synchronize,
     take_device,
     timed,
+    write_line,
 )
 
 NUM_THREADS = 16  # as many requests at a time as `parallel/disk/disk_store.py` makes
@@ -77,10 +78,7 @@ def measure_disk(folder: Path, *, seconds: float) -> dict[str, float]:
 def _rate(
     pool: ThreadPoolExecutor, requests: Sequence[tuple[Callable[..., int], int]], descriptor: int, seconds: float
 ) -> float:
-    """Return the bytes a second of these requests, made again and again for so long, after a pass that is not counted.
-
-    Each thread makes its next request at once, as in an update: none waits for the others.
-    """
+    """Return the bytes a second of these requests, after an uncounted pass. No thread waits for another."""
     list(pool.map(partial(_move, descriptor), requests))
     following = itertools.cycle(requests)  # a thread at a time takes one: it is a single call of C
     began = time.perf_counter()
@@ -114,33 +112,25 @@ SMALL_BYTES = 1 << 12
 MIDDLE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 24}
 LARGE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
 ROUND_SECONDS = 0.01  # of calls between two readings of the clock; short, so that some rounds are not interrupted
-START_SECONDS = 60.0  # the ranks may take this long to meet, on a busy machine
 
 
 def measure_collectives(kind: str, ranks: int, *, seconds: float) -> dict[str, float]:
-    """Return the bus bandwidth of each collective and the latency of a hop, among `ranks` forked processes.
-
-    The fields are those of `trimaran.machine.calibration.Collectives`.
-    """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
+    """Return bus bandwidths and the latency of a hop among `ranks` forked processes, as fields of `Collectives`."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (kind, ranks, str(Path(folder) / "store"), seconds, sender)
-        workers = [context.Process(target=_run_rank, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
-        for worker in workers:
-            worker.start()
-        sender.close()
-        try:
-            if not receiver.poll(START_SECONDS + 2 * seconds):
-                raise RuntimeError("the ranks did not finish their collectives")
-            return receiver.recv()
-        finally:
-            for worker in workers:
-                worker.join(timeout=10)
-                worker.kill()
+        arguments = [(rank, kind, ranks, f"{folder}/store", seconds) for rank in range(ranks)]
+        answers = run_forked(_run_rank, arguments, seconds=START_SECONDS + 2 * seconds)
+    failed = next((each for each in answers if each is None or "error" in each), {})
+    if failed != {}:
+        raise RuntimeError(failed["error"] if failed else "the ranks did not finish their collectives")
+    return answers[0]
 
 
-def _run_rank(rank: int, kind: str, ranks: int, store_path: str, seconds: float, sender: Connection) -> None:
+def _run_rank(rank: int, kind: str, ranks: int, store_path: str, seconds: float) -> dict[str, float]:
+    """Return bus bandwidths from the extra time of the large message, and the latency of a hop from the small one.
+
+    A ring all-gather of n ranks has n - 1 hops, which the planner counts too; an all-reduce goes round twice. Where
+    noise made the large message faster than the middle one, the bandwidth is left out.
+    """
     torch.set_num_threads(1)
     device = take_device(kind, rank)
     store = dist.FileStore(store_path, ranks)
@@ -149,24 +139,16 @@ def _run_rank(rank: int, kind: str, ranks: int, store_path: str, seconds: float,
     sizes = (SMALL_BYTES, MIDDLE_BYTES[kind], LARGE_BYTES[kind])
     each = seconds / (len(CALLS) * len(sizes))
     took = {name: [_seconds(call, size, device, seconds=each) for size in sizes] for name, call in CALLS.items()}
-    if rank == 0:
-        # Bus bandwidths from the extra time of the large message, and the latency of a hop from the small one.
-        # A ring all-gather of n ranks has n - 1 hops, which the planner counts too; an all-reduce goes round twice.
-        # Where noise made the large message faster than the middle one, the bandwidth is left out.
-        extra_bytes = sizes[2] - sizes[1]
-        factors = {"all_reduce": 2 * (ranks - 1) / ranks, "send": 1.0}
-        fitted = {"devices": ranks, "latency_us": took["all_gather"][0] / (ranks - 1) * 1e6}
-        for name, (_, middle, large) in took.items():
-            if large > middle:
-                moved = factors.get(name, (ranks - 1) / ranks) * extra_bytes
-                fitted[f"{name}_gb_per_second"] = moved / (large - middle) / 1e9
-        sender.send(fitted)
-    sender.close()
     dist.destroy_process_group()
+    fitted = {"devices": ranks, "latency_us": took["all_gather"][0] / (ranks - 1) * 1e6}
+    for name, (_, middle, large) in took.items():
+        if large > middle:
+            moved = BUS_FACTORS.get(name, BUS_FACTORS["send_recv"])(ranks) * (sizes[2] - sizes[1])
+            fitted[f"{name}_gb_per_second"] = moved / (large - middle) / 1e9
+    return fitted
 
 
 def _seconds(call: Call, size: int, device: torch.device, *, seconds: float) -> float:
-    """Return how long the call takes on a message of `size` bytes, in the fastest of many rounds."""
     ranks = dist.get_world_size()
     world = CommGroup(group=None, ranks=tuple(range(ranks)), place=dist.get_rank())
     message = make_message(size, ranks, device=device, dtype=torch.float32)
@@ -183,7 +165,6 @@ def _seconds(call: Call, size: int, device: torch.device, *, seconds: float) -> 
 
 
 def _broadcast(number: int, device: torch.device) -> int:
-    """Return rank 0's number on every rank."""
     tensor = torch.tensor([number], device=device)
     dist.broadcast(tensor, 0)
     return int(tensor.item())
@@ -229,10 +210,7 @@ Report = Callable[[str, float], None]
 
 
 def measure(kind: str, *, cores: int, ranks: int, seconds: float, report: Report) -> dict[str, object]:
-    """Return the measured rates of a `cuda` or a `cpu` machine, in about `seconds`.
-
-    Collectives come first, since their ranks are forked: a process that has used threads or its GPU cannot fork.
-    """
+    """Return this machine's rates. Collectives come first: a process that has used threads or its GPU cannot fork."""
     measured: dict[str, object] = {}
     collectives = COLLECTIVE_TIME_FRACTION if ranks > 1 else 0.0
     if ranks > 1:
@@ -293,10 +271,7 @@ def seconds_per_call(call: Callable[[], object], device: torch.device, *, second
 def matmul_flops(
     dtype: torch.dtype, shape: tuple[int, int, int], device: torch.device, *, seconds: float
 ) -> float | None:
-    """Return the rate of a matmul of random numbers, or None if the device has no kernel for it.
-
-    Zeros would be faster on a GPU, because flipping bits costs power.
-    """
+    """Return the rate of a matmul of random numbers, as zeros cost less power; None without a kernel for it."""
     rows, inner, columns = shape
     left = torch.randn(rows, inner, device=device).to(dtype)
     right = torch.randn(columns, inner, device=device).to(dtype)
@@ -343,10 +318,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--disk", default="")
     options = parser.parse_args()
-
-    def write_line(**fields: object) -> None:
-        sys.stdout.write(json.dumps(fields) + "\n")
-        sys.stdout.flush()
 
     measured = measure(
         options.kind,

@@ -1,14 +1,21 @@
-"""Collectives of a group of ranks on one message, how long they take, and whether their results are right."""
+"""Forked ranks and collectives: how long they take on one message, and whether their results are right."""
 
+import json
+import multiprocessing
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trimaran.core.traits import DEVICE_TRAITS
 
+START_SECONDS = 60.0  # ranks may take this long to meet, on a busy machine
 MAX_EXACT_RANKS = 64  # whose sum of integers up to 4 is exact in bf16
 
 # The new names of torch 2.13.
@@ -135,16 +142,12 @@ def _value(place: int) -> float:
 
 
 def _part(tensor: torch.Tensor, group: CommGroup) -> torch.Tensor:
-    """Return this rank's part of `tensor`."""
     size = len(tensor) // len(group)
     return tensor[group.place * size : (group.place + 1) * size]
 
 
 def take_device(kind: str, index: int) -> torch.device:
-    """Return the device that a rank works on: the CPU of all ranks, or a GPU, which becomes torch's current one.
-
-    Ranks beyond the number of GPUs share them.
-    """
+    """Return the device that a rank works on, as torch's current one. Ranks beyond the number of GPUs share them."""
     if DEVICE_TRAITS[kind].shares_cores:
         return torch.device(kind)
     device = torch.device(kind, index % max(1, torch.cuda.device_count()))
@@ -156,3 +159,55 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if DEVICE_TRAITS[device.type].runs_async:
         torch.cuda.synchronize(device)
+
+
+def open_store(address: str, seconds: float, *, is_master: bool = False) -> dist.TCPStore:
+    """Return the store at `host:port`, which all ranks or nodes share."""
+    host, _, port = address.rpartition(":")
+    limit = timedelta(seconds=seconds)
+    return dist.TCPStore(host.strip("[]"), int(port), is_master=is_master, timeout=limit, wait_for_workers=False)
+
+
+def write_line(**fields: object) -> None:
+    """Tell the caller of this process, as a line of JSON."""
+    sys.stdout.write(json.dumps(fields) + "\n")
+    sys.stdout.flush()
+
+
+def run_forked(function: Callable[..., Any], arguments: list[tuple[Any, ...]], *, seconds: float) -> list[Any]:
+    """Return each `function(*arguments)`, run in a forked process: `{"error"}` if one died, None after `seconds`."""
+    context = multiprocessing.get_context("fork")
+    pipes: dict[Connection, int] = {}
+    workers = []
+    for number, each in enumerate(arguments):
+        receiver, sender = context.Pipe(duplex=False)
+        worker = context.Process(target=_child, args=(sender, function, each), daemon=True)
+        worker.start()
+        sender.close()  # so that the pipe closes when the child dies
+        pipes[receiver] = number
+        workers.append(worker)
+    answers: list[Any] = [None] * len(arguments)
+    end = time.monotonic() + seconds
+    try:
+        while pipes and (ready := wait(list(pipes), max(0.0, end - time.monotonic()))):
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                number = pipes.pop(pipe)
+                try:
+                    answers[number] = pipe.recv()
+                except EOFError:
+                    answers[number] = {"error": "a rank died without an error message"}
+        return answers
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+
+def _child(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        pipe.send(function(*arguments))
+    except Exception as error:  # the parent reports it
+        pipe.send({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
+    pipe.close()
+    time.sleep(START_SECONDS)  # until the parent ends all children: others may still need this one's connections

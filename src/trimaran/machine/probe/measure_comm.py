@@ -24,16 +24,20 @@ import torch.distributed as dist
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.machine.probe.collective_calls import (
     CALLS,
+    START_SECONDS,
     Call,
     CommGroup,
     Message,
     count_wrong,
     make_message,
+    open_store,
+    run_forked,
     send_recv,
     take_device,
     timed,
+    write_line,
 )
-from trimaran.machine.probe.probe_ranks import DTYPES, START_SECONDS, run_forked
+from trimaran.machine.probe.probe_ranks import DTYPES
 
 ROUND_SECONDS = 0.01  # of calls between two readings of the clock; short, so that some rounds are not interrupted
 MIN_ROUNDS, MAX_ROUNDS, MAX_REPEATS = 3, 200, 1000
@@ -74,11 +78,6 @@ class CommRank:
             write_line(doing=doing, share=min(share, 1.0))
 
 
-def write_line(**fields: object) -> None:
-    sys.stdout.write(json.dumps(fields) + "\n")
-    sys.stdout.flush()
-
-
 def run_rank(request: Fields, rank: int, store_path: str) -> Fields:
     """Join the ranks, measure everything that is requested, and return it."""
     torch.set_num_threads(1)
@@ -109,23 +108,22 @@ def run_rank(request: Fields, rank: int, store_path: str) -> Fields:
 
 
 def _open_rank(request: Fields, rank: int, store_path: str) -> CommRank:
-    kind, world_size, limit = request["kind"], request["world_size"], timedelta(seconds=request["timeout_seconds"])
+    kind, world_size, seconds = request["kind"], request["world_size"], request["timeout_seconds"]
     if not DEVICE_TRAITS[kind].shares_cores:
         for name, value in request["rank_environments"][rank - request["first_rank"]].items():
             os.putenv(name, value)  # NCCL reads it with getenv
     device = take_device(kind, rank - request["first_rank"] + request["first_device"])
-    store = _connect(request, limit) if request["address"] else dist.FileStore(store_path, world_size)
+    store = open_store(request["address"], seconds) if request["address"] else dist.FileStore(store_path, world_size)
     # Small messages between the ranks, such as the number of rounds, go over gloo, also between GPUs.
     backends = DEVICE_TRAITS[kind].group_backends
     dist.init_process_group(
-        backends, store=dist.PrefixStore("bench", store), rank=rank, world_size=world_size, timeout=limit
+        backends,
+        store=dist.PrefixStore("bench", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=seconds),
     )
     return CommRank(rank=rank, world_size=world_size, device=device, dtype=DTYPES[request["dtype"]], request=request)
-
-
-def _connect(request: Fields, limit: timedelta, *, is_master: bool = False) -> dist.TCPStore:
-    host, _, port = request["address"].rpartition(":")
-    return dist.TCPStore(host.strip("[]"), int(port), is_master=is_master, timeout=limit, wait_for_workers=False)
 
 
 def _open_groups(ranks: Sequence[Sequence[int]], this: CommRank) -> CommGroup | None:
@@ -148,10 +146,7 @@ def _check(collective: str, group: CommGroup | None, this: CommRank) -> int:
 def _measure_curve(
     collective: str, group: CommGroup | None, this: CommRank, *, seconds: float
 ) -> tuple[list[Fields], list[int]]:
-    """Return the times by size, smallest first, and the sizes that would take longer than the time that is left.
-
-    All groups of one kind work at the same time, as they do in training, and the slowest rank counts.
-    """
+    """Return the times by size, and sizes that take too long. All groups work at once; the slowest rank counts."""
     sizes, points = sorted(this.request["sizes"]), []
     begin = time.monotonic()
     least, before = 0.0, (1, 0.0)  # seconds of the fastest size, and size and seconds of the one before
@@ -173,7 +168,6 @@ def _measure_curve(
 
 
 def _rounds(call: Call, message: Message, group: CommGroup | None, this: CommRank, *, seconds: float) -> list[float]:
-    """Return the seconds of a call in each round, those of the slowest rank."""
 
     def once(repeats: int) -> float:
         dist.barrier()
@@ -187,10 +181,7 @@ def _rounds(call: Call, message: Message, group: CommGroup | None, this: CommRan
 
 
 def _measure_pairs(this: CommRank, *, seconds: float) -> list[Fields]:
-    """Return how long a message takes between two ranks in both directions, one pair after the other.
-
-    Pairs that look slow are measured again at the end, so that a passing load is not taken for a slow link.
-    """
+    """Return how long a message takes in both directions of each pair; slow-looking ones are measured again."""
     num_bytes = min(PAIR_BYTES[this.device.type], max(this.request["sizes"]))
     pairs, took = list(_pairs(this.world_size)), dict[tuple[int, int], float]()
     share = seconds / (2 * len(pairs))
@@ -204,7 +195,6 @@ def _measure_pairs(this: CommRank, *, seconds: float) -> list[Fields]:
 
 
 def _measure_pair(pair: tuple[int, int], num_bytes: int, this: CommRank, *, seconds: float) -> float:
-    """Return the fastest of several rounds, equal on all ranks."""
     mine, begin = this.rank in pair, time.monotonic()
     group = CommGroup(group=None, ranks=pair, place=int(this.rank == pair[1]))
     message = make_message(num_bytes if mine else 8, 2, device=this.device, dtype=this.dtype)
@@ -230,7 +220,7 @@ def measure(request: Fields) -> Fields:
     limit = START_SECONDS + request["timeout_seconds"] + 4 * request["seconds"]
     own_store = None
     if request["address"] and request["hosts_store"]:
-        own_store = _connect(request, timedelta(seconds=request["timeout_seconds"]), is_master=True)
+        own_store = open_store(request["address"], request["timeout_seconds"], is_master=True)
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(request, rank, f"{folder}/store") for rank in range(first, first + local)]
         answers = run_forked(run_rank, arguments, seconds=limit)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimaran.machine.probe.probe_ranks import START_SECONDS, run_forked
+from trimaran.machine.probe.collective_calls import START_SECONDS, run_forked
 
 # The block: positions, hidden size, heads, key-value heads, head size, feed-forward size.
 ROWS, FEW_ROWS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 512, 32, 256, 8, 4, 32, 768
@@ -42,10 +42,7 @@ Measured = dict[str, list[float]]
 
 
 def measure(ranks: int, threads: int, *, seconds: float, paused: Sequence[int] = ()) -> dict[str, float]:
-    """Return the rates of one of `ranks` processes that run at once, and the scatter of the measurements.
-
-    The processes `paused` and their children, which would take cores from the measurement, are stopped during it.
-    """
+    """Return the rates of one of `ranks` processes that run at once, while the processes `paused` are stopped."""
     with tempfile.TemporaryDirectory() as folder, stopped(paused):
         arguments = [(rank, ranks, threads, seconds, f"{folder}/store") for rank in range(ranks)]
         answers = run_forked(_measure_rank, arguments, seconds=START_SECONDS + 10 * seconds)

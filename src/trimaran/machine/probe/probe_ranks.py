@@ -4,12 +4,10 @@ Nodes meet at an address, compare their clocks, and measure the links between th
 """
 
 import json
-import multiprocessing
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -18,59 +16,14 @@ import torch.distributed as dist
 
 from trimaran.core.traits import DEVICE_TRAITS
 from trimaran.machine.probe.calibrate import matmul_flops
-from trimaran.machine.probe.collective_calls import synchronize, take_device
+from trimaran.machine.probe.collective_calls import START_SECONDS, open_store, run_forked, synchronize, take_device
 
-START_SECONDS = 60.0  # ranks may take this long to meet, on a busy machine
 MATMUL_SHAPE = {"cuda": (8192, 8192, 8192), "cpu": (768, 768, 768)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Message lengths whose sums are checked: odd ones, which do not split into equal chunks, and a large one.
 CHECKED_LENGTHS = {"cpu": (1, 17, 4099, 1 << 20), "cuda": (1, 17, 4099, (1 << 20) + 3, 1 << 25)}
 TIMED_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}
 MODULUS = 1021  # below 1024, so that sums over 16,384 ranks are exact in float32
-
-Work = Callable[..., Any]
-
-
-def run_forked(function: Work, arguments: list[tuple[Any, ...]], *, seconds: float) -> list[Any]:
-    """Return `function(*each)` for each of `arguments`, each run in a forked process.
-
-    `{"error": ...}` stands for one that died or raised, None for one that did not end within `seconds`.
-    """
-    context = multiprocessing.get_context("fork")
-    pipes: dict[Connection, int] = {}
-    workers = []
-    for number, each in enumerate(arguments):
-        receiver, sender = context.Pipe(duplex=False)
-        worker = context.Process(target=_child, args=(sender, function, each), daemon=True)
-        worker.start()
-        sender.close()  # so that the pipe closes when the child dies
-        pipes[receiver] = number
-        workers.append(worker)
-    answers: list[Any] = [None] * len(arguments)
-    end = time.monotonic() + seconds
-    try:
-        while pipes and (ready := wait(list(pipes), max(0.0, end - time.monotonic()))):
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                number = pipes.pop(pipe)
-                try:
-                    answers[number] = pipe.recv()
-                except EOFError:
-                    answers[number] = {"error": "a rank died without an error message"}
-        return answers
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.join()
-
-
-def _child(pipe: Connection, function: Work, arguments: tuple[Any, ...]) -> None:
-    try:
-        pipe.send(function(*arguments))
-    except Exception as error:  # the parent reports it
-        pipe.send({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
-    pipe.close()
-    time.sleep(START_SECONDS)  # until the parent ends all children: others may still need this one's connections
 
 
 def measure_matmuls(kind: str, *, devices: int, cores: int, seconds: float) -> dict[str, Any]:
@@ -202,12 +155,9 @@ class NodeRendezvous:
     """
 
     def __init__(self, address: str, nodes: int, node: int, *, seconds: float) -> None:
-        host, _, port = address.rpartition(":")
-        self._host, self._port, self._nodes, self._node = host.strip("[]"), int(port), nodes, node
+        self._address, self._nodes, self._node = address, nodes, node
         self._seconds, self._round = seconds, 0
-        self._store = dist.TCPStore(
-            self._host, self._port, is_master=node == 0, timeout=timedelta(seconds=seconds), wait_for_workers=False
-        )
+        self._store = open_store(address, seconds, is_master=node == 0)
         # The host names of all nodes; raise when some did not join in time.
         self._put(f"name/{self._node}", socket.gethostname())
         if self._node == 0:
@@ -222,10 +172,7 @@ class NodeRendezvous:
         self.skews = self._compare_clocks()
 
     def _compare_clocks(self) -> dict[int, float]:
-        """Return by how many seconds each node's clock is ahead of node 0's; empty on other nodes.
-
-        Request and answer are taken to travel equally long, so the error is up to half the round trip.
-        """
+        """Return how far each node's clock is ahead of node 0's, within half a round trip; empty on other nodes."""
         if self._node:
             self._get(f"turn/{self._node}", self._seconds * self._nodes)
             sent = time.time()
@@ -272,7 +219,7 @@ class NodeRendezvous:
 
     def _measure_pair(self, name: str, side: int, *, kind: str, devices: int) -> float | None:
         local = 1 if DEVICE_TRAITS[kind].shares_cores else devices
-        arguments = [(self._host, self._port, name, kind, side * local + each, 2 * local) for each in range(local)]
+        arguments = [(self._address, name, kind, side * local + each, 2 * local) for each in range(local)]
         answer = merge_answers(run_forked(_run_pair_rank, arguments, seconds=PAIR_SECONDS), kind)
         return None if "error" in answer or answer["wrong"] else float(answer["seconds"])
 
@@ -284,15 +231,13 @@ class NodeRendezvous:
         return json.loads(self._store.get(key))
 
     def _get_until(self, key: str, end: float) -> Any:
-        """Return the value, waiting until `end` at most; None without one."""
         try:
             return self._get(key, max(0.05, end - time.monotonic()))
         except dist.DistStoreError:
             return None
 
 
-def _run_pair_rank(host: str, port: int, name: str, kind: str, rank: int, ranks: int) -> dict[str, Any]:
+def _run_pair_rank(address: str, name: str, kind: str, rank: int, ranks: int) -> dict[str, Any]:
     limit = PAIR_SECONDS - 2.0
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False)
-    prefixed = dist.PrefixStore(f"pair/{name}", store)
-    return all_reduce_with(prefixed, kind, rank, ranks, seconds=ALL_REDUCE_SECONDS, limit=limit)
+    store = dist.PrefixStore(f"pair/{name}", open_store(address, limit))
+    return all_reduce_with(store, kind, rank, ranks, seconds=ALL_REDUCE_SECONDS, limit=limit)

@@ -42,14 +42,40 @@ def emit_accelerate(plan: Plan, question: Question) -> Emission:
     files: dict[str, str] = {}
     if plan.engine == "deepspeed":
         refuse_for_deepspeed(TOOL, plan, train)
-        settings: dict[str, Any] = {"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed_section(plan)}
+        settings: dict[str, Any] = {
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {
+                "deepspeed_config_file": DEEPSPEED_FILE,
+                "deepspeed_multinode_launcher": "standard",
+                "zero3_init_flag": plan.sharding == "parameters",
+            },
+        }
         files[DEEPSPEED_FILE] = as_json(client_config(plan, question))
     else:
         refuse_for_torch(TOOL, plan)
         if plan.mesh.tp > 1 and plan.mesh.dp > 1 and plan.sharding == "none":
             raise refusal(TOOL, "tp with full replicas", "its parallelism_config does not allow that",
                           where="plan.sharding", fix="set it to parameters, or plan.mesh.tp to 1")  # fmt: skip
-        settings = torch_settings(plan)
+        # The YAML fields for parallelism without DeepSpeed.
+        kind = "FSDP" if plan.sharding != "none" else "MULTI_GPU" if plan.mesh.world_size > 1 else "NO"
+        settings: dict[str, Any] = {"distributed_type": kind, "mixed_precision": MIXED_PRECISION[plan.precision]}
+        if plan.precision == "fp8":  # one scale per tensor, recomputed in every step: torchao's default
+            settings["fp8_config"] = {"backend": "AO"}
+        if kind == "FSDP":
+            settings["fsdp_config"] = {
+                "fsdp_version": 2,
+                "fsdp_reshard_after_forward": reshards(plan),
+                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "fsdp_offload_params": plan.offload == "parameters",
+                "fsdp_activation_checkpointing": plan.recompute == "full",
+                "fsdp_activation_checkpointing_offload": plan.offload == "activations",
+                "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+                "fsdp_cpu_ram_efficient_loading": False,
+            }
+        if sizes := parallelism(plan):
+            settings["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
+        if plan.compile:
+            settings["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
     settings = {"compute_environment": "LOCAL_MACHINE", **settings, **machines(cluster)}
     files = {FILE: headline(TOOL, plan, question) + yaml.safe_dump(settings, sort_keys=False), **files}
     files |= peft_files(TOOL, question)
@@ -78,30 +104,6 @@ def refuse_for_torch(tool: str, plan: Plan) -> None:
                       "parameters")  # fmt: skip
 
 
-def torch_settings(plan: Plan) -> dict[str, Any]:
-    """Return the YAML fields for parallelism without DeepSpeed."""
-    kind = "FSDP" if plan.sharding != "none" else "MULTI_GPU" if plan.mesh.world_size > 1 else "NO"
-    settings: dict[str, Any] = {"distributed_type": kind, "mixed_precision": MIXED_PRECISION[plan.precision]}
-    if plan.precision == "fp8":  # one scale per tensor, recomputed in every step: torchao's default
-        settings["fp8_config"] = {"backend": "AO"}
-    if kind == "FSDP":
-        settings["fsdp_config"] = {
-            "fsdp_version": 2,
-            "fsdp_reshard_after_forward": reshards(plan),
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_offload_params": plan.offload == "parameters",
-            "fsdp_activation_checkpointing": plan.recompute == "full",
-            "fsdp_activation_checkpointing_offload": plan.offload == "activations",
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-            "fsdp_cpu_ram_efficient_loading": False,
-        }
-    if sizes := parallelism(plan):
-        settings["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
-    if plan.compile:
-        settings["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
-    return settings
-
-
 def parallelism(plan: Plan) -> dict[str, Any]:
     """Return the fields of accelerate's ParallelismConfig; empty for plain data parallelism."""
     mesh = plan.mesh
@@ -119,15 +121,6 @@ def parallelism(plan: Plan) -> dict[str, Any]:
 def reshards(plan: Plan) -> bool:
     """Return whether a block's gathered weights are freed after its forward."""
     return {"auto": plan.sharding == "parameters", "always": True, "never": False}[str(plan.comm.reshard)]
-
-
-def deepspeed_section(plan: Plan) -> dict[str, Any]:
-    """Return what accelerate needs besides DeepSpeed's own file."""
-    return {
-        "deepspeed_config_file": DEEPSPEED_FILE,
-        "deepspeed_multinode_launcher": "standard",
-        "zero3_init_flag": plan.sharding == "parameters",
-    }
 
 
 def machines(cluster: Cluster) -> dict[str, Any]:

@@ -131,10 +131,7 @@ class RateProblem:
         return fit
 
     def with_swaps(self, fit: RateFit) -> RateFit:
-        """Return the fit with a parameter left out or exchanged, as long as fewer or other ones explain more.
-
-        A collective is as fast as the slowest link on its way, so that slopes alone may blame another link.
-        """
+        """Return the fit with parameters left out or exchanged while that is better: slopes may blame another link."""
         for _ in self.parameters:
             best = fit
             for old in fit.values:
@@ -192,7 +189,6 @@ class RateProblem:
         return 1.0 / self._sigmas**2 / far
 
     def _slopes(self, fit: RateFit, here: Array) -> Array:
-        """Return how the logarithm of every row changes with each parameter."""
         columns = []
         for each, value in fit.values.items():
             step = DIFFERENCE if value + DIFFERENCE < self.bounds[each][1] else -DIFFERENCE

@@ -139,19 +139,13 @@ def _starts(events: Sequence[dict[str, Any]]) -> list[RankStart]:
     """Return the starts of the ranks. Ranks that change their plan while they run start again, for our purpose."""
     starts: list[RankStart] = []
     for event in events:
-        if start := _start_of(event):
-            starts.append(start)
-        elif event.get("kind") == "change" and event.get("data", {}).get("status") == "applied" and starts:
+        kind, data = event.get("kind"), event.get("data", {})
+        if kind == "start" and "world_size" in data:
+            texts = {name: str(data.get(name, "")) for name in ("host", "version", "device")}
+            starts.append(RankStart(time=event["time"], world_size=data["world_size"], **texts))
+        elif kind == "change" and data.get("status") == "applied" and starts:
             starts.append(replace(starts[-1], time=event["time"]))
     return starts
-
-
-def _start_of(event: dict[str, Any]) -> RankStart | None:
-    data = event.get("data", {})
-    if event.get("kind") != "start" or "world_size" not in data:
-        return None
-    texts = {name: str(data.get(name, "")) for name in ("host", "version", "device")}
-    return RankStart(time=event["time"], world_size=data["world_size"], **texts)
 
 
 def _cluster_of(run: RunDirectory, recipe: Recipe, plan: Plan, start: RankStart) -> str:

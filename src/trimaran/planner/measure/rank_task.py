@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from pydantic import TypeAdapter
+
 from trimaran.core import Plan, Recipe, UserError, dump_recipe, parse_recipe
 from trimaran.core.child_process import kill_tree
 from trimaran.runs.compile_cache import compile_cache
@@ -76,13 +78,6 @@ class MeasuredRank:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, tree: dict[str, Any]) -> Self:
-        """Return what `as_dict` returned, after JSON has made texts of numbers and lists of tuples."""
-        stages = {int(number): kinds for number, kinds in tree["stages"].items()}
-        passes = [(kind, stage, number) for kind, stage, number in tree["passes"]]
-        return cls(**tree | {"stages": stages, "passes": passes})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAnswer:
@@ -95,15 +90,11 @@ class RankAnswer:
     error: dict[str, str] | None = None
 
     def as_json(self) -> str:
-        measured = self.measured.as_dict() if self.measured else None
-        return json.dumps({"status": self.status, "device": self.device, "measured": measured,
-                           "message": self.message, "error": self.error})  # fmt: skip
+        return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        tree = json.loads(text)
-        measured = tree.pop("measured")
-        return cls(**tree, measured=MeasuredRank.from_dict(measured) if measured else None)
+    def from_json(cls, text: str) -> "RankAnswer":
+        return TypeAdapter(cls).validate_python(json.loads(text))  # lists become tuples, and texts of keys numbers
 
 
 MAX_LOG_BYTES = 1 << 16  # that are read of the end of a rank's output

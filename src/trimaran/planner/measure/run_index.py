@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -20,7 +20,7 @@ from trimaran.models import Outline, outline_if_known
 from trimaran.runs.run_directory import MARKER
 
 if TYPE_CHECKING:  # who reads records needs no reader of runs
-    from trimaran.planner.measure.measured_run import MeasuredRun, PlanSteps
+    from trimaran.planner.measure.measured_run import MeasuredRun
 
 SEARCHED_COMM = ("overlap", "regather")  # what a search chooses of `plan.comm`
 
@@ -92,73 +92,58 @@ class MeasuredPlan:
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any]) -> Self:
         """Return the record that `as_dict` wrote; raise TypeError or KeyError if it is another one."""
-        fields: dict[str, Any] = dict(tree)
-        fields["run"], fields["job"] = RunFacts(**tree["run"]), PlannedJob(**tree["job"])
-        fields["measured"] = SpeedFigures(**tree["measured"])
-        fields["predicted"] = SpeedFigures(**tree["predicted"]) if tree["predicted"] else None
-        return cls(**fields)
+        parts: dict[str, Any] = {"run": RunFacts(**tree["run"]), "job": PlannedJob(**tree["job"])}
+        parts["measured"] = SpeedFigures(**tree["measured"])
+        parts["predicted"] = SpeedFigures(**tree["predicted"]) if tree["predicted"] else None
+        return cls(**{**tree, **parts})
 
 
 def measured_plans(run: "MeasuredRun") -> list[MeasuredPlan]:
     """Return a record for each plan that the run measured."""
+    recipe, path = run.recipe, run.recipe.model.path
     try:
-        outline = outline_if_known(run.recipe.model, run.recipe.data)
+        outline = outline_if_known(recipe.model, recipe.data)
     except UserError:  # its files are on another machine
         outline = None
-    return [_record(run, each, outline) for each in run.plans]
+    own_name = recipe.model.preset or (path.rstrip("/").rpartition("/")[2] if path else recipe.model.family)
+    return [
+        MeasuredPlan(
+            run=RunFacts(
+                path=str(run.path.absolute()),
+                name=recipe.name,
+                host=found.start.host,
+                version=found.start.version,
+                time=found.steps.last_time,
+                num_steps=found.steps.num_steps,
+                goodput=run.goodput,
+            ),
+            model=outline.name if outline and outline.name else own_name,
+            parameters=outline.num_parameters if outline else 0,
+            job=job_of_plan(recipe, outline, found.cluster, found.start.host),
+            pins=pins_of(found.plan),
+            layout=layout_of(found.plan),
+            measured=_figures(found.steps),
+            predicted=_figures(found.plan.prediction) if found.plan.prediction else None,
+        )
+        for found in run.plans
+    ]
+
+
+def _figures(source: object) -> SpeedFigures:
+    """Return the figures of measured steps or of a prediction, which have them by the same names."""
+    return SpeedFigures(**{each.name: getattr(source, each.name) for each in fields(SpeedFigures)})
 
 
 def job_of_plan(recipe: Recipe, outline: Outline | None, cluster: str, host: str) -> PlannedJob:
     """Return what identifies the work of a recipe on a cluster."""
+    shape = recipe.model.model_dump_json() if outline is None else repr(replace(outline, name=""))
     return PlannedJob(
-        model=model_digest(recipe, outline),
+        model=sha256(shape.encode()).hexdigest()[:16],
         seq_len=recipe.data.seq_len,
         global_batch=recipe.train.global_batch,
         states=recipe.train.optimizer.states,
         cluster=cluster,
         host=host if cluster.endswith("xcpu") else "",
-    )
-
-
-def model_digest(recipe: Recipe, outline: Outline | None) -> str:
-    """Return a digest of the network's shape, whatever it is called; of the recipe's model if that is not known."""
-    shape = recipe.model.model_dump_json() if outline is None else repr(replace(outline, name=""))
-    return sha256(shape.encode()).hexdigest()[:16]
-
-
-def _record(run: "MeasuredRun", found: "PlanSteps", outline: Outline | None) -> MeasuredPlan:
-    steps, recipe, prediction = found.steps, run.recipe, found.plan.prediction
-    path = recipe.model.path
-    own_name = recipe.model.preset or (path.rstrip("/").rpartition("/")[2] if path else recipe.model.family)
-    return MeasuredPlan(
-        run=RunFacts(
-            path=str(run.path.absolute()),
-            name=recipe.name,
-            host=found.start.host,
-            version=found.start.version,
-            time=steps.last_time,
-            num_steps=steps.num_steps,
-            goodput=run.goodput,
-        ),
-        model=outline.name if outline and outline.name else own_name,
-        parameters=outline.num_parameters if outline else 0,
-        job=job_of_plan(recipe, outline, found.cluster, found.start.host),
-        pins=pins_of(found.plan),
-        layout=layout_of(found.plan),
-        measured=SpeedFigures(
-            step_seconds=steps.step_seconds,
-            tokens_per_second=steps.tokens_per_second,
-            mfu=steps.mfu,
-            peak_bytes=steps.peak_bytes,
-        ),
-        predicted=None
-        if prediction is None
-        else SpeedFigures(
-            step_seconds=prediction.step_seconds,
-            tokens_per_second=prediction.tokens_per_second,
-            mfu=prediction.mfu,
-            peak_bytes=prediction.peak_bytes,
-        ),
     )
 
 
@@ -262,10 +247,7 @@ def open_index(path: Path | None) -> RunIndex:
 
 
 def find_runs(folder: Path, *, depth: int = MAX_DEPTH) -> Iterator[Path]:
-    """Yield the runs in `folder`, in the order of their names: itself, or those below it, up to `depth` folders deep.
-
-    Hidden folders and links are not followed. Paths are absolute.
-    """
+    """Yield the absolute paths of runs in `folder`, by name, up to `depth` deep; not in hidden folders or links."""
     if os.path.isfile(folder / MARKER):  # False in a folder of another user
         yield folder.absolute()
         return
@@ -294,10 +276,7 @@ def stamp_of(run: Path) -> Stamp:
 
 
 def best_measured(index: RunIndex, is_same: Callable[[Mapping[str, Any]], bool]) -> MeasuredPlan | None:
-    """Return the fastest measured plan whose job, as a dictionary, `is_same`; None if there is none.
-
-    Runs that were deleted or changed since they were read do not count.
-    """
+    """Return the fastest measured plan whose job `is_same`. Runs that were deleted or have changed do not count."""
     found = [
         (each["measured"]["tokens_per_second"], key, each)
         for key, run in index.runs.items()

@@ -114,10 +114,7 @@ class TriedCandidate:
 
 
 def combine(records: Iterable[MeasuredTrial], candidates: Mapping[str, TuneCandidate]) -> dict[str, TriedCandidate]:
-    """Return what is known of each of `candidates` that was tried, by key, in the order of the first trials.
-
-    Trials that ended before they had a result do not count: they may be repeated.
-    """
+    """Return what is known of tried candidates, in the order of first trials; unfinished trials do not count."""
     groups: dict[str, list[MeasuredTrial]] = {}
     for record in records:
         if record.outcome != "unfinished" and record.key in candidates:

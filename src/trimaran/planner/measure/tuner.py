@@ -149,10 +149,8 @@ MIN_STEADY_SECONDS, MAX_STEADY_SECONDS = 5.0, 60.0
 RESERVE = 1.5  # times the expected cost of the last comparison, which must not fall victim to a slow trial
 
 
-class MeasureTrial(Protocol):
-    """Measures one candidate in a new run directory of the store."""
-
-    def __call__(self, candidate: TuneCandidate, limits: TrialLimits, /) -> MeasuredTrial: ...
+MeasureTrial = Callable[[TuneCandidate, TrialLimits], MeasuredTrial]
+"""Measures one candidate in a new run directory of the store."""
 
 
 class TuneView(Protocol):
@@ -301,15 +299,11 @@ class Tuner:
         return None
 
     def _is_noise(self, proposals: PlannedTrials) -> bool:
-        """Return whether no trial is expected to gain enough."""
         limit = proposals.noise if self.min_gain is None else self.min_gain
         return max((each.gain for each in proposals.ordered), default=0.0) < limit
 
     def _confirm(self, tried: dict[str, TriedCandidate], proposals: PlannedTrials) -> bool:
-        """Measure the first choice and the best once more if no more trials are to come. Returns whether it did.
-
-        The fastest of many measurements looks faster than it is, and a machine may get slower with time.
-        """
+        """Measure the first choice and the best again at the end: the fastest of many looks too fast."""
         best, first = best_of(tried.values()), tried.get(self._first.key)
         if best is None or first is None or first.seconds is None or best is first:
             return False

@@ -85,7 +85,6 @@ def _precision(reader: FieldReader, *, of_file: bool) -> str:
 
 
 def _parallelism(section: FieldReader) -> bool:
-    """Read the degrees; return whether there are any."""
     found = False
     for name, axis in AXES.items():
         if (degree := section.count(f"parallelism_config_{name}")) is not None:
@@ -141,7 +140,6 @@ def _fsdp(reader: FieldReader, section: FieldReader, num_nodes: int, num_devices
 
 
 def _deepspeed(section: FieldReader, path: Path, precision: str) -> None:
-    """Read the DeepSpeed file that the section names, or the section's own fields."""
     reasons = dict.fromkeys(("zero3_init_flag", "zero3_save_16bit_model"), "weights are loaded and saved by shards")
     reasons |= {"deepspeed_multinode_launcher": LAUNCHER, "gradient_clipping": "it is the recipe's train.clip_norm"}
     if (file := section.take(DEEPSPEED_FILE)) is not None:

@@ -87,7 +87,6 @@ def read_into(reader: FieldReader, *, precision: str = "") -> None:
 
 
 def _zero(reader: FieldReader) -> None:
-    """Read the ZeRO section. Shards are spread over all ranks."""
     zero = reader.section("zero_optimization")
     stage = zero.take("stage", 0)
     if stage == "auto":

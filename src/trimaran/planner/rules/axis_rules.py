@@ -41,10 +41,7 @@ MULTI_STAGE_SCHEDULES = ("interleaved", "zero-bubble")
 
 
 def check_axes(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
-    """Raise when a degree does not divide what it splits.
-
-    Without a spec (Hugging Face) only the worker knows the sizes.
-    """
+    """Raise when a degree does not divide what it splits. Without a spec only the worker knows the sizes."""
     if recipe.model.kind.is_hf:
         check_hf_model(plan, spec)
     check_plugin_family(plan, recipe)
@@ -232,10 +229,7 @@ def check_prediction(plan: Plan, spec: ModelSpec) -> None:
 
 
 def check_stages(plan: Plan, spec: Spec) -> None:
-    """Raise unless the schedule allows that many stages, none is empty, and together they hold every layer once.
-
-    Layers that predict later tokens count as the last ones, and stay together.
-    """
+    """Raise unless the schedule allows these stages, and they hold every layer; prediction layers stay together."""
     pp, stages, schedule = plan.mesh.pp, plan.pipeline.stages, plan.pipeline.schedule
     layers = spec.num_blocks
     parts = min(layers, spec.layers + 1)
@@ -356,7 +350,6 @@ def check_tower_sharding(name: str, own: TowerPlan, plan: Plan) -> None:
 
 
 def _fix_of_sharding_alone(name: str, own: TowerPlan, plan: Plan) -> str:
-    """Return what gives the tower ranks to shard over: those of the plan, or tensor-parallel ones."""
     fix = f"set plan.sharding to {own.sharding}, and that of the other towers to none"
     if name == MAIN or plan.mesh.tp == 1:
         return fix

@@ -173,7 +173,13 @@ def check_comm(plan: Plan, steps: int) -> None:
 
 def check_precision(plan: Plan, spec: Spec | None, cluster: Cluster) -> None:
     """Raise unless the device supports the plan's precision, and the model has layers for fp8."""
-    check_device_precision(plan.precision, cluster)
+    # Raise unless all devices support the precision.
+    for device in cluster.devices:
+        has = {*ALWAYS_SUPPORTED[device.kind], *device.peak_flops}
+        if plan.precision not in has:
+            works = either([each for each in PRECISIONS if each in has])
+            raise UserError("P014", f"{device.name} does not support {plan.precision}", where="plan.precision",
+                            fix=f"use {works}, or leave it out")  # fmt: skip
     check_fp8_recipe(plan, cluster)
     if plan.precision != "fp8" or spec is None:
         return
@@ -183,21 +189,23 @@ def check_precision(plan: Plan, spec: Spec | None, cluster: Cluster) -> None:
     check_fp8(plan, language)
 
 
-def check_device_precision(precision: str, cluster: Cluster) -> None:
-    """Raise unless all devices support the precision."""
-    for device in cluster.devices:
-        has = {*ALWAYS_SUPPORTED[device.kind], *device.peak_flops}
-        if precision not in has:
-            works = either([each for each in PRECISIONS if each in has])
-            raise UserError("P014", f"{device.name} does not support {precision}", where="plan.precision",
-                            fix=f"use {works}, or leave it out")  # fmt: skip
-
-
 def check_fp8_recipe(plan: Plan, cluster: Cluster) -> None:
     """Raise unless all devices have the matmuls of the plan's fp8 recipe."""
     recipe = plan.fp8.recipe
     if plan.fp8.all_gather:
-        check_fp8_gather(plan)
+        # Raise unless FSDP gathers weights that fp8 layers read.
+        reasons = {
+            f"precision is {plan.precision}": plan.precision != "fp8",
+            "weights are not sharded": plan.sharding == "none",
+            f"engine {plan.engine} gathers them itself": not plan.engine_traits.uses_fsdp,
+            "offloaded parameters are gathered from the host": plan.offload == "parameters",
+            "recipe mx has other blocks in backward": plan.fp8.recipe == "mx",
+            f"comm.reshard {plan.comm.reshard} keeps weights in bf16": isinstance(plan.comm.reshard, int),
+        }
+        for why, holds in reasons.items():
+            if holds:
+                raise UserError("P113", f"weights cannot be gathered in fp8: {why}", where="plan.fp8.all_gather",
+                                fix="leave it out")  # fmt: skip
     if recipe == "tensor":
         return
     if plan.precision != "fp8":
@@ -206,22 +214,6 @@ def check_fp8_recipe(plan: Plan, cluster: Cluster) -> None:
     for device in cluster.devices:
         if not device.name.startswith(RECIPE_DEVICES[recipe]):
             raise refused_recipe(recipe, device.name)
-
-
-def check_fp8_gather(plan: Plan) -> None:
-    """Raise unless FSDP gathers weights that fp8 layers read."""
-    reasons = {
-        f"precision is {plan.precision}": plan.precision != "fp8",
-        "weights are not sharded": plan.sharding == "none",
-        f"engine {plan.engine} gathers them itself": not plan.engine_traits.uses_fsdp,
-        "offloaded parameters are gathered from the host": plan.offload == "parameters",
-        "recipe mx has other blocks in backward": plan.fp8.recipe == "mx",
-        f"comm.reshard {plan.comm.reshard} keeps weights in bf16": isinstance(plan.comm.reshard, int),
-    }
-    for why, holds in reasons.items():
-        if holds:
-            raise UserError("P113", f"weights cannot be gathered in fp8: {why}", where="plan.fp8.all_gather",
-                            fix="leave it out")  # fmt: skip
 
 
 def check_fp8(plan: Plan, spec: ModelSpec) -> None:
@@ -285,10 +277,7 @@ def check_compiled(plan: Plan, cluster: Cluster) -> None:
 
 
 def check_loss(plan: Plan, spec: Spec | None, outline: Outline | None = None) -> None:
-    """Raise where the loss cannot be fused with the head.
-
-    The rank needs all logits, and our trainer must call the head.
-    """
+    """Raise where the loss cannot be fused with the head, which needs all logits and a head that we call."""
     if plan.loss == "logits":
         return
     reasons = {
@@ -327,30 +316,19 @@ def check_batch(plan: Plan, global_batch: int) -> None:
     """Raise unless data ranks, micro-batch and accumulation multiply to the global batch."""
     if plan.global_batch == global_batch:
         return
-    if plan.rows_by_rank:
-        raise uneven_rows_error(plan, global_batch)
-    dp, at_once = plan.mesh.dp, plan.mesh.dp * plan.micro_batch
-    batch_per_rank = global_batch // dp
+    dp, batch_per_rank = plan.mesh.dp, global_batch // plan.mesh.dp
+    at_once = plan.rows_at_once if plan.rows_by_rank else dp * plan.micro_batch
     works = [size for size in divisors(batch_per_rank, most=64) if fills_pipeline(plan, batch_per_rank // size)]
     fix = f"set train.global_batch to {plan.global_batch}"
+    product = f"{dp} data ranks x micro_batch {plan.micro_batch}"
+    if plan.rows_by_rank:
+        product, works = f"micro_batches of {at_once} rows together", []
     if global_batch % at_once == 0:
         fix += f", or plan.grad_accum to {global_batch // at_once}"
     elif global_batch % dp == 0 and works:
         fix += f", or plan.micro_batch to {either(works)} and leave plan.grad_accum out"
-    product = f"{dp} data ranks x micro_batch {plan.micro_batch} x grad_accum {plan.grad_accum}"
-    raise UserError("P002", f"global_batch is {global_batch}, but {product} is {plan.global_batch}",
-                    where="train.global_batch", fix=fix)  # fmt: skip
-
-
-def uneven_rows_error(plan: Plan, global_batch: int) -> UserError:
-    """Return the error for rows of the data ranks that do not make up the global batch."""
-    at_once = plan.rows_at_once
-    fix = f"set train.global_batch to {plan.global_batch}"
-    if global_batch % at_once == 0:
-        fix += f", or plan.grad_accum to {global_batch // at_once}"
-    rows = f"micro_batches of {at_once} rows together x grad_accum {plan.grad_accum}"
-    return UserError("P002", f"global_batch is {global_batch}, but {rows} is {plan.global_batch}",
-                     where="train.global_batch", fix=fix)  # fmt: skip
+    what = f"global_batch is {global_batch}, but {product} x grad_accum {plan.grad_accum} is {plan.global_batch}"
+    raise UserError("P002", what, where="train.global_batch", fix=fix)
 
 
 def check_sequence(seq_len: int, spec: Spec | None) -> None:
@@ -423,10 +401,7 @@ def check_depth(plan: Plan, question: Question) -> None:
 
 
 def split_sizes(outline: Outline, plan: Plan, seq_len: int, axis: str) -> Iterator[tuple[str, int]]:
-    """Yield what the axis splits, by name: heads, widths, positions or experts of every tower.
-
-    The vocabulary is left out, because systems pad it. A tower without experts does not restrict `ep`.
-    """
+    """Yield what the axis splits, by name. The vocabulary is padded; towers without experts do not restrict ep."""
     mesh, exchange = plan.mesh, plan.comm.context == "exchange"
     if axis == "ep":
         yield "ranks that experts may be spread over", mesh.expert_ranks

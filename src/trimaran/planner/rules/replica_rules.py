@@ -40,7 +40,6 @@ def check_local_steps(plan: Plan, steps: int) -> None:
 
 
 def _check_elastic(plan: Plan) -> None:
-    """Raise unless the other replicas could go on without one of them."""
     local, where = plan.comm.local, f"{LOCAL_STEPS}.elastic"
     if local.fragments > 1 or local.overlap_steps:
         raise _local_error("an exchange that overlaps training cannot be repeated if a replica is lost during it",
@@ -48,7 +47,6 @@ def _check_elastic(plan: Plan) -> None:
 
 
 def _check_outer(plan: Plan) -> None:
-    """Raise when the options of local steps contradict each other."""
     local, outer = plan.comm.local, plan.comm.local.outer
     if outer.optimizer == "average" and (outer.lr, outer.momentum) != (None, None):
         raise _local_error("an average has neither learning rate nor momentum",

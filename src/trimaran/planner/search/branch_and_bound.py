@@ -155,8 +155,6 @@ def find_plans(space: Space, evaluator: PlanEvaluator, *, limit: float = math.in
 
 
 class _Search:
-    """The passes of a search over one space; what they find is added to `found`."""
-
     def __init__(self, space: Space, evaluator: PlanEvaluator, found: FoundPlans) -> None:
         self.space, self.evaluator, self.found = space, evaluator, found
         bounds = [(self._microbatch_bound(each), each) for each in space.microbatch_splits()]
@@ -217,7 +215,6 @@ class _Search:
             self._try_mesh(key)
 
     def _try_mesh(self, key: tuple[int, ...]) -> None:
-        """Try all plans of those splits of one mesh that may beat what was found."""
         tp, pp, cp, ep = key
         microbatches = self.space.microbatch_splits_on(tp, cp, ep)
         splits = [split for each in microbatches for split in self.space.mesh_splits(each) if split.pp == pp]
@@ -230,10 +227,7 @@ class _Search:
                 self.try_all(split, self.found.best_seconds)
 
     def _try_few(self, split: MeshSplit) -> None:
-        """Try a few plans of the split: with no or full sharding, and with no or full recompute.
-
-        Offload is left to the exact pass, unless it is pinned.
-        """
+        """Try no or full sharding with no or full recompute. Offload is left to the exact pass, unless it is pinned."""
         every = self.space.recompute_choices(split)
         choices = [each for each in every if not each.towers and not isinstance(each.recompute, int)] or list(every)
         offload = self.space.offloads()[0]
@@ -245,10 +239,7 @@ class _Search:
                     self._add_fastest(Candidate(split, states, offload), choices)
 
     def try_all(self, split: MeshSplit, limit: float) -> None:
-        """Try every sharding of the split that may take at most `limit` seconds.
-
-        Each is tried with as little recompute and offload as it needs to fit.
-        """
+        """Try every sharding of at most `limit` seconds, with as little recompute and offload as it needs."""
         evaluator, every = self.evaluator, self.space.recompute_choices(split)
         choices = [choice for choice in every if evaluator.recompute_bound(split, choice) <= limit]
         choices.sort(
@@ -265,10 +256,7 @@ class _Search:
                 too_big.add(kind)  # fewer shards, which follow, need even more memory
 
     def _try_offloads(self, candidates: list[Candidate], choices: list[RecomputeChoice], limit: float) -> bool:
-        """Try the recompute choices of one sharding, offload by offload, and return whether any fits.
-
-        Offload only pays if less is then recomputed, or if the device is nearly full.
-        """
+        """Return whether any fits. Offload only pays if less is then recomputed, or if the device is nearly full."""
         evaluator, fits, ceiling = self.evaluator, False, math.inf
         for candidate in candidates:
             split = candidate.split
@@ -343,7 +331,6 @@ class _Search:
 
 
 def _mesh_key(split: MeshSplit) -> tuple[int, ...]:
-    """Return the degrees that identify a mesh, whatever its data ranks shard."""
     return split.microbatch.tp, split.pp, split.microbatch.cp, split.microbatch.ep
 
 

@@ -132,7 +132,6 @@ def _plans_of_one_kind(question: Question) -> tuple[list[FoundPlan], int]:
 
 
 def _least_memory(question: Question) -> SearchResult:
-    """Return the plans that need the least device memory; among ties, the fastest first."""
     space = Space(question)
     evaluator = PlanEvaluator(space)
     found: dict[tuple[int, ...], LeastMemory] = {}
@@ -172,7 +171,6 @@ def _cheapest(question: Question) -> SearchResult:
 
 
 def _fewest(question: Question) -> SearchResult:
-    """Return the fastest plans on the fewest devices on which any plan fits."""
     fewest = first_that_fits(question, _smaller_clusters(question.cluster))
     return _fastest(replace(question, cluster=fewest)) if fewest else SearchResult([], question.cluster, 0)
 

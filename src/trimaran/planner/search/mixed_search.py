@@ -8,7 +8,6 @@ or fullest rank to others.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from trimaran.core import Plan, UserError
 from trimaran.cost import predict
@@ -30,15 +29,11 @@ MIN_MEAN_ROWS = 8
 BestPlans = Callable[[Question], tuple[Sequence[FoundPlan], int]]
 
 
-class MixedPlans(NamedTuple):
-    """The best plan of each mesh, fastest first, and how many plans were evaluated."""
+def find_mixed_plans(question: Question, best_plans: BestPlans) -> tuple[list[FoundPlan], int]:
+    """Return the best plan of each mesh that fits on every kind of device, and how many plans were evaluated.
 
-    ranked: list[FoundPlan]
-    num_considered: int
-
-
-def find_mixed_plans(question: Question, best_plans: BestPlans) -> MixedPlans:
-    """Return the plans that fit on every kind of device. `best_plans` searches a cluster of equal devices."""
+    `best_plans` searches a cluster of equal devices.
+    """
     if question.goal != "throughput":
         refuse_mixed(question.cluster, f"the goal {question.goal}")
     if "precision" in question.pins.model_fields_set:
@@ -60,14 +55,11 @@ def find_mixed_plans(question: Question, best_plans: BestPlans) -> MixedPlans:
                 best[key] = found
                 fastest = min(fastest, found.seconds)
     ranked = sorted(best.values(), key=lambda each: (each.seconds, mesh_key_of(each.plan)))
-    return MixedPlans(_chosen_first(ranked)[: question.max_plans], num_considered)
+    return _chosen_first(ranked)[: question.max_plans], num_considered
 
 
 def _chosen_first(ranked: list[FoundPlan]) -> list[FoundPlan]:
-    """Return the plans, fastest first, behind the chosen one: the simplest of those that tie with the fastest.
-
-    As on equal devices, a plan that offloads must be faster than all others by more than the error bar.
-    """
+    """Return the simplest of the fastest plans, then the others. One that offloads must win by more than the error."""
     if not ranked:
         return []
     plain = [each for each in ranked if each.plan.offload == "none"]
@@ -79,10 +71,7 @@ def _chosen_first(ranked: list[FoundPlan]) -> list[FoundPlan]:
 
 
 def _starting_points(question: Question, best_plans: BestPlans) -> tuple[list[FoundPlan], int]:
-    """Return the best plans of clusters with one of the kinds alone, fastest first, and how many were evaluated.
-
-    Raises UserError if the pins do not allow a plan on any kind.
-    """
+    """Return the best plans of each kind alone, fastest first. Raises UserError if the pins allow none on any kind."""
     starts: dict[str, FoundPlan] = {}
     refused: list[UserError] = []
     num_considered = 0
@@ -107,7 +96,6 @@ def _starting_points(question: Question, best_plans: BestPlans) -> tuple[list[Fo
 
 
 def _adapted(start: Plan, question: Question) -> Iterator[Plan]:
-    """Yield the plan with rows or layers for the cluster's kinds of devices."""
     if start.mesh.pp > 1:
         yield _with_moved_layers(start, question)
         return
@@ -122,7 +110,6 @@ def _adapted(start: Plan, question: Question) -> Iterator[Plan]:
 
 
 def _row_totals(start: Plan, question: Question) -> list[int]:
-    """Return how many rows all data ranks may process at a time."""
     batch, dp, pinned = question.recipe.train.global_batch, start.mesh.dp, question.pins.model_fields_set
     if "micro_batch" in pinned or "grad_accum" in pinned:
         return [start.rows_at_once]
@@ -132,7 +119,6 @@ def _row_totals(start: Plan, question: Question) -> list[int]:
 
 
 def _with_moved_layers(plan: Plan, question: Question) -> Plan:
-    """Return the pipeline with layers moved from the slowest rank, or from one that is too full, while it helps."""
     if question.pins.pipeline.stages or not plan.pipeline.stages:
         return plan
     job, cluster = question.job, question.cluster
@@ -152,7 +138,6 @@ def _badness(loads: Sequence[StageLoad]) -> tuple[float, float, float]:
 
 
 def _moves(plan: Plan, loads: Sequence[StageLoad]) -> Iterator[Plan]:
-    """Yield the plan with one layer less on its worst rank, and one more on another."""
     pp, stages = plan.mesh.pp, plan.pipeline.stages
     is_over = any(load.occupancy > 1 for load in loads)
     worst = max(range(pp), key=lambda rank: loads[rank].occupancy if is_over else loads[rank].seconds)

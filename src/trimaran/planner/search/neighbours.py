@@ -125,10 +125,7 @@ def larger_micro_batch(plan: Plan, times: int) -> Patch:
 
 
 def fewer_launches(plan: Plan) -> Iterator[Patch]:
-    """Yield patches with which the host launches fewer kernels, one switch each.
-
-    Replicas are CUDA graphs only if they sum their gradients after backward.
-    """
+    """Yield one switch each with which the host launches fewer kernels. Graphs need gradients summed after backward."""
     yield from ({f"plan.{field}": True} for field in ("compile", "cuda_graphs") if not getattr(plan, field))
     is_replicated = plan.mesh.world_size == plan.mesh.dp_replicate > 1 and plan.sharding == "none"
     if is_replicated and plan.comm.overlap and plan.comm.compression == "none" and not plan.comm.local.is_on:

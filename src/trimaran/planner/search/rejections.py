@@ -83,7 +83,6 @@ def ties_of(ranked: Sequence[Plan], faster: Sequence[Plan]) -> Iterator[NearMiss
 
 
 def _risk(chosen: Plan, plan: Plan) -> TemplateText:
-    """Return what is riskier about a plan than about the chosen one."""
     assert chosen.prediction is not None
     assert plan.prediction is not None
     if plan.prediction.host_bytes > chosen.prediction.host_bytes:

@@ -13,7 +13,7 @@ from trimaran.cost.job import captures_steps
 from trimaran.cost.roofline import positions_to_hide_launches, rates_of
 from trimaran.models import Tower, split_outline, vision_of
 from trimaran.models.spec import every_rank_has_rows
-from trimaran.planner.plan_choices import CHUNKED, losses_of
+from trimaran.planner.plan_choices import CHUNKED, FUSED, losses_of
 from trimaran.planner.question import NO_PINS, Question
 from trimaran.planner.rules.axis_rules import accepts_axes, check_axes, divisors, takes_micro_batches
 from trimaran.planner.rules.legal import split_sizes
@@ -291,10 +291,7 @@ class Space:
         return space
 
     def offloads(self) -> tuple[str, ...]:
-        """Return what may be offloaded to the host: nothing on a CPU or from asynchronous workers.
-
-        No parameters are beside 4-bit ones.
-        """
+        """Return what may be offloaded: nothing on a CPU or from asynchronous workers; no 4-bit parameters."""
         if self.pinned("offload"):
             return (self.pins.offload,)
         has_host = self.question.cluster.device.traits.has_own_memory
@@ -366,7 +363,7 @@ class Space:
         needs_replicas = comm.compression != "none" or comm.local.is_on or not comm.overlap
         if needs_replicas or not self.pins.engine_traits.splits_models:
             return False
-        if axis in ("tp", "pp") and self.losses.pins_fusion:
+        if axis in ("tp", "pp") and self.losses.pinned in (FUSED, CHUNKED):  # which neither allows
             return False
         if (axis == "tp" and self.has_packed_weights) or (axis == "ep" and not self._has_experts):
             return False
@@ -445,11 +442,7 @@ class Space:
         return dp * micro_batch if is_dealt else 0  # measured speeds need data ranks, and rows to deal
 
     def _is_useful(self, size: int, cp: int) -> bool:
-        """Return whether such micro-batches of sequence parts can be the best.
-
-        Two halves of two sequences on a rank cost as much as one full sequence plus the communication between the
-        halves. More data ranks with a smaller micro-batch do the same for less.
-        """
+        """Return whether such micro-batches can be best: halves of two sequences cost more than a whole one."""
         pinned = self.pinned("micro_batch") or self.pinned("grad_accum")
         if cp > 1 and not pinned and not self.pins.mesh.model_fields_set and math.gcd(size, cp) > 1:
             return False
@@ -461,10 +454,7 @@ class Space:
         return size == 1 or pinned or size * self.question.positions // cp <= self._max_tokens
 
     def _pipelines(self, pp: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the schedules of a pipeline with their stages, split by cost where they are not pinned.
-
-        GPipe is left out unless pinned: 1F1B takes as long and holds fewer activations.
-        """
+        """Yield schedules with stages split by cost. GPipe is left out unless pinned: 1F1B holds fewer activations."""
         pipeline = self.pins.pipeline
         if pp == 1:
             yield pipeline.schedule, ()
@@ -485,7 +475,6 @@ class Space:
                 yield schedule, split_outline(outline, rounds * pp, seq_len=self.question.recipe.data.seq_len)
 
     def _shards_one_rank(self, sharding: str) -> bool:
-        """Return whether one rank may have shards: offloaded parameters need them."""
         if self.pins.engine_traits.shards_one_rank:
             return True
         wanted = not self.pinned("sharding") or self.pins.offload == "parameters"

@@ -192,19 +192,19 @@ def _explain(
     symbols = {"all-reduce": "2 (N - 1) / N x M", "broadcast": "M"}.get(operation, "(N - 1) / N x M")
     formulas = (
         Formula(
-            "sent by a rank, at most",
-            symbols if algorithm == "ring" else "the chunks that it sends in all steps",
-            as_is(f"N = {ranks}, M = {size:,.0f} B"),
-            max(sent) * chunk,
-            "bytes",
+            name="sent by a rank, at most",
+            symbols=symbols if algorithm == "ring" else "the chunks that it sends in all steps",
+            numbers=as_is(f"N = {ranks}, M = {size:,.0f} B"),
+            value=max(sent) * chunk,
+            unit="bytes",
         ),
         Formula("steps", _step_count(operation, algorithm), as_is(f"N = {ranks}"), len(steps) - 1, "count"),
         Formula(
-            "time",
-            "steps x latency + bytes of the busiest rank / bandwidth",
-            as_is(f"{link.latency * 1e6:.3g} us, {link.bandwidth / 1e9:.3g} GB/s"),
-            link.seconds(steps, chunk),
-            "seconds",
+            name="time",
+            symbols="steps x latency + bytes of the busiest rank / bandwidth",
+            numbers=as_is(f"{link.latency * 1e6:.3g} us, {link.bandwidth / 1e9:.3g} GB/s"),
+            value=link.seconds(steps, chunk),
+            unit="seconds",
         ),
     )
     shown = range(len(steps)) if ranks <= MAX_WHOLE_RANKS else sorted({0, max(0, at - 1), at, len(steps) - 1})

@@ -117,25 +117,27 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     reducing = sum(each.end - each.start for each in buckets)
     formulas = (
         Formula(
-            "sent and received by a rank",
-            "2 (N - 1) / N x gradients",
-            as_is(f"2 x {num - 1} / {num} x {total:,.0f} B"),
-            2 * (num - 1) / num * total,
-            "bytes",
+            name="sent and received by a rank",
+            symbols="2 (N - 1) / N x gradients",
+            numbers=as_is(f"2 x {num - 1} / {num} x {total:,.0f} B"),
+            value=2 * (num - 1) / num * total,
+            unit="bytes",
         ),
         Formula(
-            "all gradients at once",
-            "2 (N - 1) x (latency + bytes / N / bandwidth)",
-            say("N = {ranks}, {rate:.1f} GB/s on {link}", ranks=num, rate=ring.reduce_bandwidth / 1e9, link=ring.link),
-            float(all_reduce_seconds(total, ring)),
-            "seconds",
+            name="all gradients at once",
+            symbols="2 (N - 1) x (latency + bytes / N / bandwidth)",
+            numbers=say(
+                "N = {ranks}, {rate:.1f} GB/s on {link}", ranks=num, rate=ring.reduce_bandwidth / 1e9, link=ring.link
+            ),
+            value=float(all_reduce_seconds(total, ring)),
+            unit="seconds",
         ),
         Formula(
-            "exposed",
-            "end of the last bucket - end of backward",
-            say("buckets of {size:g} MiB, backward {backward}", size=size, backward=show_duration(backward)),
-            exposed,
-            "seconds",
+            name="exposed",
+            symbols="end of the last bucket - end of backward",
+            numbers=say("buckets of {size:g} MiB, backward {backward}", size=size, backward=show_duration(backward)),
+            value=exposed,
+            unit="seconds",
         ),
     )
     hidden = max(0.0, 1 - exposed / reducing) if reducing else 1.0

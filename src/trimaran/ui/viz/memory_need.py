@@ -94,21 +94,21 @@ def _explain(need: _Need) -> Mode:
     by_batch = say("{rows} x {tokens:,} tokens", rows=need.rows, tokens=need.job.seq_len)
     formulas = [
         Formula(
-            term,
-            "parameters x bytes" if term in PARAMETER_TERMS else "grows with the batch and the sequence",
-            as_is(f"{show_count(count)} x {size / count:.3g} B") if term in PARAMETER_TERMS else by_batch,
-            float(size),
-            "bytes",
+            name=term,
+            symbols="parameters x bytes" if term in PARAMETER_TERMS else "grows with the batch and the sequence",
+            numbers=as_is(f"{show_count(count)} x {size / count:.3g} B") if term in PARAMETER_TERMS else by_batch,
+            value=float(size),
+            unit="bytes",
         )
         for term, size in need.one.memory.items()
         if size
     ]
     total = Formula(
-        "peak",
-        "the sum of all terms",
-        as_is(" + ".join(show_bytes(each.value) for each in formulas)),
-        float(need.one.peak_bytes),
-        "bytes",
+        name="peak",
+        symbols="the sum of all terms",
+        numbers=as_is(" + ".join(show_bytes(each.value) for each in formulas)),
+        value=float(need.one.peak_bytes),
+        unit="bytes",
     )
     whole = say("On one {device} with {memory}, nothing split and nothing recomputed: {verdict}.", device=device.name,
                 memory=show_bytes(need.memory), verdict=_verdict(need.one, need.memory))  # fmt: skip

@@ -55,18 +55,18 @@ def _explain(subject: Subject, bandwidth: float) -> Mode:
     states = subject.job.state_bytes * owned
     formulas = (
         Formula(
-            "optimizer states of a rank",
-            "parameters / ranks x bytes",
-            as_is(f"{owned:,.0f} x {subject.job.state_bytes:g} B"),
-            states,
-            "bytes",
+            name="optimizer states of a rank",
+            symbols="parameters / ranks x bytes",
+            numbers=as_is(f"{owned:,.0f} x {subject.job.state_bytes:g} B"),
+            value=states,
+            unit="bytes",
         ),
         Formula(
-            "time to copy them in one direction",
-            "bytes / bandwidth",
-            as_is(f"{show_bytes(states)} / {bandwidth / 1e9:.3g} GB/s"),
-            states / bandwidth,
-            "seconds",
+            name="time to copy them in one direction",
+            symbols="bytes / bandwidth",
+            numbers=as_is(f"{show_bytes(states)} / {bandwidth / 1e9:.3g} GB/s"),
+            value=states / bandwidth,
+            unit="seconds",
         ),
     )
     rows = tuple((as_is(kind), moves) for kind, moves in MOVES.items())

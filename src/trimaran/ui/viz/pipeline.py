@@ -79,11 +79,11 @@ def _explain(costs: StepCosts, schedule: Schedule, count: int, *, is_equal: bool
     if schedule in ("gpipe", "1f1b") and is_equal:
         formulas.append(
             Formula(
-                "bubble",
-                "(p - 1) / (m + p - 1)",
-                as_is(f"({ranks} - 1) / ({count} + {ranks} - 1)"),
-                (ranks - 1) / (count + ranks - 1),
-                "fraction",
+                name="bubble",
+                symbols="(p - 1) / (m + p - 1)",
+                numbers=as_is(f"({ranks} - 1) / ({count} + {ranks} - 1)"),
+                value=(ranks - 1) / (count + ranks - 1),
+                unit="fraction",
             )
         )
     title = say("{schedule}: every pass of a step of {count} micro-batches", schedule=schedule, count=count)

@@ -138,35 +138,35 @@ def _explain(units: Sequence[GatheredBlock], ranks: int, replicas: int, *, resha
     passes = 2 if reshards else 1
     formulas = [
         Formula(
-            "held by a rank between steps",
-            "weights / N",
-            as_is(f"{show_bytes(whole)} / {ranks}"),
-            whole / ranks,
-            "bytes",
+            name="held by a rank between steps",
+            symbols="weights / N",
+            numbers=as_is(f"{show_bytes(whole)} / {ranks}"),
+            value=whole / ranks,
+            unit="bytes",
         ),
         Formula(
-            "received by a rank in a step",
-            say("{passes} x weights x (N - 1) / N", passes=passes),
-            as_is(f"{passes} x {show_bytes(whole)} x {ranks - 1} / {ranks}"),
-            gathered_bytes(units, ranks, reshards=reshards),
-            "bytes",
+            name="received by a rank in a step",
+            symbols=say("{passes} x weights x (N - 1) / N", passes=passes),
+            numbers=as_is(f"{passes} x {show_bytes(whole)} x {ranks - 1} / {ranks}"),
+            value=gathered_bytes(units, ranks, reshards=reshards),
+            unit="bytes",
         ),
         Formula(
-            "gradients that a rank sends in a step",
-            "gradients x (N - 1) / N",
-            as_is(f"{show_bytes(gradients)} x {ranks - 1} / {ranks}"),
-            gradients * (ranks - 1) / ranks,
-            "bytes",
+            name="gradients that a rank sends in a step",
+            symbols="gradients x (N - 1) / N",
+            numbers=as_is(f"{show_bytes(gradients)} x {ranks - 1} / {ranks}"),
+            value=gradients * (ranks - 1) / ranks,
+            unit="bytes",
         ),
     ]
     if replicas > 1:
         formulas.append(
             Formula(
-                "the same between replicas (HSDP)",
-                "2 (R - 1) / R x gradients / N",
-                as_is(f"2 x {replicas - 1} / {replicas} x {show_bytes(gradients)} / {ranks}"),
-                2 * (replicas - 1) / replicas * gradients / ranks,
-                "bytes",
+                name="the same between replicas (HSDP)",
+                symbols="2 (R - 1) / R x gradients / N",
+                numbers=as_is(f"2 x {replicas - 1} / {replicas} x {show_bytes(gradients)} / {ranks}"),
+                value=2 * (replicas - 1) / replicas * gradients / ranks,
+                unit="bytes",
             )
         )
     shown, layers = range(min(ranks, MAX_SHOWN_RANKS)), range(min(len(units), MAX_SHOWN_LAYERS))

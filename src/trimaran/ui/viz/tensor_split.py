@@ -86,11 +86,11 @@ def _formulas(subject: Subject, tp: int, *, splits: bool) -> tuple[Formula, ...]
     if not splits:
         return (
             Formula(
-                "all-reduced by a block in forward",
-                "4 x bytes x tokens x width x (N - 1) / N",
-                as_is(f"2 x {numbers}"),
-                2 * value,
-                "bytes",
+                name="all-reduced by a block in forward",
+                symbols="4 x bytes x tokens x width x (N - 1) / N",
+                numbers=as_is(f"2 x {numbers}"),
+                value=2 * value,
+                unit="bytes",
             ),
         )
     symbols = "2 x bytes x tokens x width x (N - 1) / N"

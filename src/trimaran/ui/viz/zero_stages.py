@@ -78,11 +78,11 @@ def _explain(parameters: float, ranks: int, each: StateBytes, subject: Subject) 
                f"{weight} + ({gradient} + {states})/N", f"({weight} + {gradient} + {states})/N")  # fmt: skip
     formulas = [
         Formula(
-            STAGES[stage],
-            as_is(symbols[stage]),
-            as_is(f"P = {show_count(parameters)}, N = {ranks}"),
-            sum(held[stage]),
-            "bytes",
+            name=STAGES[stage],
+            symbols=as_is(symbols[stage]),
+            numbers=as_is(f"P = {show_count(parameters)}, N = {ranks}"),
+            value=sum(held[stage]),
+            unit="bytes",
         )
         for stage in range(4)
     ]

@@ -145,7 +145,13 @@ def draw_lines(figure: Lines, *, may_zoom: bool = False) -> Html:
         key = legend(kinds.items() if len(kinds) > 1 or limits else (), limits)
         chart = _chart(figure.title, shapes, across, upwards, x_name=figure.x_name, y_name="")
         return titled(figure.title, key, chart, tag("output", None), data=data)
+    return _draw_frame(figure, shapes, across, upwards, {"data-plot": data, "data-zoom": may_zoom})
 
+
+def _draw_frame(
+    figure: Lines, shapes: Sequence[Html], across: FigureAxis, upwards: FigureAxis, about: Mapping[str, object]
+) -> Html:
+    """Return the lines of a report between the labels of their axes and of their ends."""
     words = ", ".join(f"{name} {value}" for name, value in figure.stats)
     y_labels = [tag("span", None, label) for label in reversed(even_labels(upwards, figure.unit))]
     x_labels = [tag("span", None, label) for label in _x_labels(across)]
@@ -158,8 +164,8 @@ def draw_lines(figure: Lines, *, may_zoom: bool = False) -> Html:
     named = [(each.name, each.color) for each in figure.series if each.upper]
     events = {mark.kind: mark.label.split(":", 1)[0] for mark in reversed(figure.marks)}
     stats = [tag("li", None, tag("span", None, name), value) for name, value in figure.stats]
-    about = {"class": "wide" if figure.stacked or figure.broad else None, "data-plot": data, "data-zoom": may_zoom}
-    return tag("figure", about, tag("figcaption", None, tag("h3", None, figure.title)),
+    kind = {"class": "wide" if figure.stacked or figure.broad else None}
+    return tag("figure", kind | about, tag("figcaption", None, tag("h3", None, figure.title)),
                legend([*named, *((name, kind) for kind, name in events.items())]), frame, tag("output", None),
                tag("ul", {"class": "stats"}, *stats) if stats else "")  # fmt: skip
 

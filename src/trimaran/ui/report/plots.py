@@ -132,7 +132,7 @@ def spread_plots(facts: Tree) -> list[Html]:
 
 
 def machine_plots(facts: Tree) -> list[Html]:
-    begin, names = facts["timeline"]["begin"], (say("min to max"), say("mean"))
+    begin, names = facts["timeline"]["begin"] or 0.0, (say("min to max"), say("mean"))
     return [
         draw_lines(Lines(title=say(MACHINE_TITLES[name][0]), unit=MACHINE_TITLES[name][1], x_unit="seconds",
                          series=_banded([(at - begin, *rest) for at, *rest in rows], "blue", names)))

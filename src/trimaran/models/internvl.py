@@ -248,9 +248,17 @@ def internvl_config(spec: VlmSpec) -> dict[str, Any]:
 
 def chat_config(spec: VlmSpec) -> dict[str, Any]:
     """Return the fields of OpenGVLab's own layout, for the code that comes with its folders."""
-    vision, block = spec.vision, spec.vision.block
+    vision, block, language = spec.vision, spec.vision.block, spec_to_hf(spec.language)
+    if spec.layout == "internvl_internlm2":
+        names = (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "hidden_act",
+        )  # fmt: skip
+        language = {name: language[name] for name in names if name in language}
+        language |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False}
+        language |= {"rope_theta": spec.language.block.rope.theta, "tie_word_embeddings": spec.tied}
     return {
-        "llm_config": _internlm_2(spec) if spec.layout == "internvl_internlm2" else spec_to_hf(spec.language),
+        "llm_config": language,
         "vision_config": {
             "architectures": ["InternVisionModel"],
             "model_type": "intern_vit_6b",
@@ -280,17 +288,6 @@ def tower_sizes(vision: VisionSpec) -> dict[str, Any]:
 def _tower_fields(vision: VisionSpec) -> dict[str, Any]:
     norm = "rms_norm" if vision.block.rms_norm else "layer_norm"
     return {**tower_sizes(vision), "hidden_act": "gelu", "norm_type": norm}
-
-
-def _internlm_2(spec: VlmSpec) -> dict[str, Any]:
-    language = spec_to_hf(spec.language)
-    names = (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "hidden_act",
-    )  # fmt: skip
-    kept = {name: language[name] for name in names if name in language}
-    kept |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False}
-    return kept | {"rope_theta": spec.language.block.rope.theta, "tie_word_embeddings": spec.tied}
 
 
 def _image_fields(spec: VlmSpec) -> dict[str, Any]:

@@ -22,37 +22,28 @@ _LLAMA_31 = Block(rope=Rope(theta=500_000.0, factor=8.0))
 _LLAMA_32 = Block(rope=Rope(theta=500_000.0, factor=32.0))
 _MISTRAL = Block(rope=Rope(theta=1_000_000.0))  # since its version 0.2, which has no window
 _QWEN_25 = Block(norm_eps=1e-6, qkv_bias=True, rope=Rope(theta=1_000_000.0))
-_QWEN_25_LARGE = Block(norm_eps=1e-5, qkv_bias=True, rope=Rope(theta=1_000_000.0))
+_QWEN_25_LARGE = replace(_QWEN_25, norm_eps=1e-5)
 _QWEN_3 = Block(norm_eps=1e-6, qk_norm=True, rope=Rope(theta=1_000_000.0))
 _QWEN_3_30B, _QWEN_3_235B = (
-    Block(
-        norm_eps=1e-6,
-        qk_norm=True,
-        rope=Rope(theta=1_000_000.0),
-        experts=ExpertSpec(num_experts=128, top_k=8, ffn=ffn, balance=0.001),
-    )
-    for ffn in (768, 1536)
+    replace(_QWEN_3, experts=ExpertSpec(num_experts=128, top_k=8, ffn=ffn, balance=0.001)) for ffn in (768, 1536)
 )
 _GEMMA_NORMS, _SANDWICH = NormSpec(unit_offset=True), NormSpec(unit_offset=True, placement="both")
 _GEMMA = Block(norm_eps=1e-6, norm=_GEMMA_NORMS, ends=Ends(embedding_scale=0.0), activation="gelu_tanh")
 _GEMMA_2, _GEMMA_2_27B = (
-    Block(
-        norm_eps=1e-6,
+    replace(
+        _GEMMA,
         attention=AttentionSpec(scale=scalar**-0.5, softcap=50.0, windows=(4096, 0)),
         norm=_SANDWICH,
         ends=Ends(embedding_scale=0.0, logit_softcap=30.0),
-        activation="gelu_tanh",
     )
     for scalar in (256, 144)
 )
-_GEMMA_3_1B = Block(
-    norm_eps=1e-6,
+_GEMMA_3_1B = replace(
+    _GEMMA,
     qk_norm=True,
     rope=Rope(theta=1_000_000.0),
     attention=AttentionSpec(scale=256**-0.5, windows=(512,) * 5 + (0,), local_rope=Rope()),
     norm=_SANDWICH,
-    ends=Ends(embedding_scale=0.0),
-    activation="gelu_tanh",
 )
 _PHI_4 = Block(rope=Rope(theta=250_000.0))
 _OLMO_2 = Block(
@@ -75,8 +66,8 @@ _GLM_4 = Block(
 )
 _TINY_MOE = Block(experts=ExpertSpec(num_experts=8, top_k=2, ffn=96, shared_ffn=192, shared_gate=True))
 
-# name, layers, hidden, heads, kv heads, head dim, ffn, vocab, max sequence, tied, block
-_TABLE = (
+# See _COLUMNS.
+_TABLE: tuple[tuple[Any, ...], ...] = (
     ("tiny", 4, 128, 4, 2, 32, 384, 320, 2048, True, Block()),
     ("tiny-moe", 4, 128, 4, 2, 32, 384, 320, 2048, True, _TINY_MOE),
     ("llama-2-7b", 32, 4096, 32, 32, 128, 11008, 32000, 4096, False, _LLAMA_2),
@@ -122,38 +113,25 @@ _TABLE = (
 # The architectures that a preset is written as, by how its name starts; the others by their features.
 _FAMILIES = {"mistral-": "mistral", "gemma-2-": "gemma2", "gemma-3-": "gemma3_text", "phi-": "phi3"}
 
+_COLUMNS = ("name", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_seq_len", "tied", "block")
+
 PRESETS: dict[str, ModelSpec] = {
-    name: ModelSpec(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        ffn=ffn,
-        vocab=vocab,
-        max_seq_len=max_seq_len,
-        tied=tied,
-        block=block,
-        family=next((family for start, family in _FAMILIES.items() if name.startswith(start)), ""),
+    row[0]: ModelSpec(
+        **dict(zip(_COLUMNS, row, strict=True)),
+        family=next((family for start, family in _FAMILIES.items() if row[0].startswith(start)), ""),
     )
-    for name, layers, hidden, heads, kv_heads, head_dim, ffn, vocab, max_seq_len, tied, block in _TABLE
+    for row in _TABLE
 }
 
 
-_QWEN_TEXT = Block(norm_eps=1e-6, qkv_bias=True, rope=Rope(theta=1_000_000.0))
 _QWEN_2_VISION = VisionSpec(
     layers=32, hidden=1280, heads=16, ffn=5120, patch=14, frames=2, block=VisionBlock(activation="quick-gelu")
 )
-_QWEN_25_VISION = VisionSpec(
-    layers=32,
-    hidden=1280,
-    heads=16,
+_QWEN_25_VISION = replace(
+    _QWEN_2_VISION,
     ffn=3420,
-    patch=14,
     window=112,
     full_layers=(7, 15, 23, 31),
-    frames=2,
     block=VisionBlock(gated=True, rms_norm=True, activation="silu"),
     ends=VisionEnds(positions_per_second=2),
 )
@@ -195,20 +173,14 @@ _INTERNLM_20B = ModelSpec(
 )
 
 
-def _text(name: str, max_seq_len: int) -> ModelSpec:
-    return replace(PRESETS[name], max_seq_len=max_seq_len, block=_QWEN_TEXT)
+_QWEN_TOKENS: dict[str, Any] = {"image_token": 151655, "before": (151652,), "after": (151653,)}
 
 
-def _qwen(name: str, vision: VisionSpec, language: ModelSpec) -> VlmSpec:
+def _qwen(name: str, vision: VisionSpec, text: str, max_seq_len: int) -> VlmSpec:
+    language = replace(PRESETS[text], max_seq_len=max_seq_len, block=_QWEN_25)
+    sections = (16, 24, 24)
     return VlmSpec(
-        name=name,
-        vision=vision,
-        projector=_QWEN_MERGER,
-        language=language,
-        image_token=151655,
-        before=(151652,),
-        after=(151653,),
-        sections=(16, 24, 24),
+        name=name, vision=vision, projector=_QWEN_MERGER, language=language, sections=sections, **_QWEN_TOKENS
     )
 
 
@@ -244,29 +216,27 @@ _TINY_TILED = replace(
 )
 
 
-def _qwen_3_vision(**changes: Any) -> VisionSpec:
-    spec = VisionSpec(
-        layers=27,
-        hidden=1152,
-        heads=16,
-        ffn=4304,
-        patch=16,
-        frames=2,
-        block=VisionBlock(activation="gelu-tanh"),
-        ends=VisionEnds(stem_bias=True, table=48, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
-    )
-    return replace(spec, **changes)
+_QWEN_3_VISION = VisionSpec(
+    layers=27,
+    hidden=1152,
+    heads=16,
+    ffn=4304,
+    patch=16,
+    frames=2,
+    block=VisionBlock(activation="gelu-tanh"),
+    ends=VisionEnds(stem_bias=True, table=48, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
+)
+_QWEN_3_VISION_4B = replace(_QWEN_3_VISION, layers=24, hidden=1024, ffn=4096)
 
 
-def _qwen_3(name: str, vision: VisionSpec, language: ModelSpec, deepstack: tuple[int, ...]) -> VlmSpec:
+def _qwen_3(name: str, vision: VisionSpec, text: str, *deepstack: int) -> VlmSpec:
+    language = PRESETS[text]
     return VlmSpec(
         name=name,
         vision=vision,
         projector=ProjectorSpec(merge=2, hidden=4 * vision.hidden, deepstack=deepstack),
         language=replace(language, max_seq_len=262144, block=replace(language.block, rope=Rope(theta=5_000_000.0))),
-        image_token=151655,
-        before=(151652,),
-        after=(151653,),
+        **_QWEN_TOKENS,
         sections=interleaved_sections((24, 20, 20), 64),
         min_pixels=256 * 256,
         max_pixels=4096 * 4096,
@@ -276,15 +246,13 @@ def _qwen_3(name: str, vision: VisionSpec, language: ModelSpec, deepstack: tuple
 _VLM_TABLE = (
     _TINY,
     _TINY_TILED,
-    _qwen("qwen2-vl-2b", _QWEN_2_VISION, _text("qwen2.5-1.5b", 32768)),
-    _qwen("qwen2-vl-7b", _QWEN_2_VISION, _text("qwen2.5-7b", 32768)),
-    _qwen("qwen2.5-vl-3b", _QWEN_25_VISION, _text("qwen2.5-3b", 128000)),
-    _qwen("qwen2.5-vl-7b", _QWEN_25_VISION, _text("qwen2.5-7b", 128000)),
-    _qwen_3(
-        "qwen3-vl-4b", _qwen_3_vision(layers=24, hidden=1024, ffn=4096), PRESETS["qwen3-4b"], deepstack=(5, 11, 17)
-    ),
-    _qwen_3("qwen3-vl-8b", _qwen_3_vision(), PRESETS["qwen3-8b"], deepstack=(8, 16, 24)),
-    _qwen_3("qwen3-vl-30b-a3b", _qwen_3_vision(), PRESETS["qwen3-30b-a3b"], deepstack=(8, 16, 24)),
+    _qwen("qwen2-vl-2b", _QWEN_2_VISION, "qwen2.5-1.5b", 32768),
+    _qwen("qwen2-vl-7b", _QWEN_2_VISION, "qwen2.5-7b", 32768),
+    _qwen("qwen2.5-vl-3b", _QWEN_25_VISION, "qwen2.5-3b", 128000),
+    _qwen("qwen2.5-vl-7b", _QWEN_25_VISION, "qwen2.5-7b", 128000),
+    _qwen_3("qwen3-vl-4b", _QWEN_3_VISION_4B, "qwen3-4b", 5, 11, 17),
+    _qwen_3("qwen3-vl-8b", _QWEN_3_VISION, "qwen3-8b", 8, 16, 24),
+    _qwen_3("qwen3-vl-30b-a3b", _QWEN_3_VISION, "qwen3-30b-a3b", 8, 16, 24),
     VlmSpec(
         name="llava-1.5-7b",
         vision=_CLIP_VISION,

@@ -98,7 +98,7 @@ def _read_qwen(fields: Fields) -> VlmSpec:
     width = "hidden_size" if kind == "qwen2_vl" else "out_hidden_size"
     if (out := below.size(width, default=language.hidden)) != language.hidden:
         raise bad_field(f"vision_config.{width}", f"{out} is not the language's {language.hidden}", fields.where)
-    vision, merge = _QWEN_VISIONS.get(kind, _qwen_3_vision)(below), below.size("spatial_merge_size", default=2)
+    vision, merge = _qwen_vision(kind, below), below.size("spatial_merge_size", default=2)
     image, start, end = (fields.integer(name, default=usual) for name, usual in _QWEN_TOKENS.items())
     sections = Fields(rope, text.where).numbers("mrope_section") or (_QWEN_3_SECTIONS if is_3 else _QWEN_SECTIONS)
     if is_3 and len(sections) != 3:
@@ -147,35 +147,28 @@ def _tower(
     )
 
 
-def _qwen_3_vision(below: Fields) -> VisionSpec:
+def _qwen_vision(kind: str, below: Fields) -> VisionSpec:
+    if kind == "qwen2_vl":
+        hidden = below.size("embed_dim")
+        ffn = int(hidden * below.number("mlp_ratio"))
+        return _tower(below, "quick_gelu", hidden=hidden, ffn=ffn, frames=below.size("temporal_patch_size"))
+    if kind == "qwen2_5_vl":
+        layers = below.size("depth")
+        return _tower(
+            below,
+            "silu",
+            layers=layers,
+            window=below.size("window_size"),
+            full_layers=tuple(each for each in below.numbers("fullatt_block_indexes") if each < layers),
+            frames=below.size("temporal_patch_size"),
+            block=VisionBlock(gated=True, rms_norm=True),
+            ends=VisionEnds(positions_per_second=below.size("tokens_per_second", default=0, least=0)),
+        )
     places = below.size("num_position_embeddings")
     if (side := math.isqrt(places)) ** 2 != places:
         raise bad_field("num_position_embeddings", f"{places} positions are not a square", below.where)
     ends = VisionEnds(stem_bias=True, table=side, mean=(0.5,) * 3, std=(0.5,) * 3)
     return _tower(below, "gelu_pytorch_tanh", frames=below.size("temporal_patch_size"), ends=ends)
-
-
-def _qwen_2_vision(below: Fields) -> VisionSpec:
-    hidden = below.size("embed_dim")
-    ffn = int(hidden * below.number("mlp_ratio"))
-    return _tower(below, "quick_gelu", hidden=hidden, ffn=ffn, frames=below.size("temporal_patch_size"))
-
-
-def _qwen_25_vision(below: Fields) -> VisionSpec:
-    layers = below.size("depth")
-    return _tower(
-        below,
-        "silu",
-        layers=layers,
-        window=below.size("window_size"),
-        full_layers=tuple(each for each in below.numbers("fullatt_block_indexes") if each < layers),
-        frames=below.size("temporal_patch_size"),
-        block=VisionBlock(gated=True, rms_norm=True),
-        ends=VisionEnds(positions_per_second=below.size("tokens_per_second", default=0, least=0)),
-    )
-
-
-_QWEN_VISIONS = {"qwen2_vl": _qwen_2_vision, "qwen2_5_vl": _qwen_25_vision}
 
 
 def _read_llava(fields: Fields) -> VlmSpec:

@@ -245,7 +245,11 @@ class _StepSimulation:
             self._go_on(receiver)
 
         seconds = self._costs.send[min(source, stage)]
-        self._network.start(seconds, self._send_demands(sender, receiver), done)
+        needed = self._costs.demands
+        demands = {f"out {sender}": needed.send_card, f"in {receiver}": needed.send_card}
+        if needed.pod_of(sender) != needed.pod_of(receiver):
+            demands[f"uplink {needed.pod_of(sender)}"] = min(1.0, needed.send_uplink)
+        self._network.start(seconds, demands, done)
 
     def _reduce(self, rank: int, stage: int) -> None:
         start, cost = self._queue.now, self._costs.stages[stage]
@@ -260,13 +264,6 @@ class _StepSimulation:
         needed = self._costs.demands
         cards = {f"out {rank}": needed.ring_card, f"in {rank}": needed.ring_card}
         return cards | {f"uplink {needed.pod_of(rank)}": min(1.0, needed.ring_uplink)}
-
-    def _send_demands(self, sender: int, receiver: int) -> dict[str, float]:
-        needed = self._costs.demands
-        cards = {f"out {sender}": needed.send_card, f"in {receiver}": needed.send_card}
-        if needed.pod_of(sender) == needed.pod_of(receiver):
-            return cards
-        return cards | {f"uplink {needed.pod_of(sender)}": min(1.0, needed.send_uplink)}
 
     def _span(self, rank: int, track: Track, name: str, stage: int, micro_batch: int, start: float) -> None:
         self._spans.append(SimulatedSpan(rank, track, name, stage, micro_batch, start, self._queue.now))

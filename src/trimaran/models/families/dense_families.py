@@ -248,7 +248,11 @@ GLM4 = replace(
 TANH = "gelu_pytorch_tanh"
 
 
-GEMMA_BLOCK = {"norm": NormSpec(unit_offset=True), "ends": Ends(embedding_scale=0.0), "activation": "gelu_tanh"}
+GEMMA_BLOCK: dict[str, Any] = {
+    "norm": NormSpec(unit_offset=True),
+    "ends": Ends(embedding_scale=0.0),
+    "activation": "gelu_tanh",
+}
 
 
 def _sandwich_block(fields: Fields, period: int, *, logit_softcap: float, **own: Any) -> dict[str, Any]:

@@ -5,27 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from trimaran.models.config_fields import Fields, bad_field, show
-from trimaran.models.families.dense_families import (
-    COHERE,
-    COHERE2,
-    GEMMA,
-    GEMMA2,
-    GEMMA3_TEXT,
-    GLM,
-    GLM4,
-    LLAMA,
-    MISTRAL,
-    NO_BIAS,
-    NO_MLP_BIAS,
-    OLMO2,
-    PHI3,
-    SILU,
-    half_rotated,
-    one_window,
-    partly_rotated_lacks,
-    written_bias,
-    written_rotation,
-)
+from trimaran.models.families import dense_families as dense
 from trimaran.models.families.disk_parts import (
     DiskPart,
     Shape,
@@ -122,7 +102,7 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     positions=32768,
     block=_qwen_block,
-    off=SILU | NO_MLP_BIAS | NO_BIAS,
+    off=dense.SILU | dense.NO_MLP_BIAS | dense.NO_BIAS,
     write=_written_windows,
     lacks=_qwen_lacks,
 )
@@ -162,15 +142,15 @@ def _written_mixtral(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     positions=131_072,
-    block=lambda fields, _: {"attention": one_window(fields), "experts": read_experts(fields, MIXTRAL_EXPERTS)},
-    off=SILU | NO_JITTER,
+    block=lambda fields, _: {"attention": dense.one_window(fields), "experts": read_experts(fields, MIXTRAL_EXPERTS)},
+    off=dense.SILU | NO_JITTER,
     norm=("rms_norm_eps", 1e-5),
     write_experts=_written_mixtral,
     parts=lambda name, shape, spec: renamed(plain_parts(name, shape, spec), MIXTRAL_NAMES),
 )
 
 
-# On disk the shared experts of DeepSeek and GLM have the plural, and the correction belongs to the gate.
+# On disk the shared experts of DeepSeek and dense.GLM have the plural, and the correction belongs to the gate.
 SHARED_NAMES = {
     ".mlp.shared_expert.": ".mlp.shared_experts.", ".mlp.correction_bias": ".mlp.gate.e_score_correction_bias",
 }  # fmt: skip
@@ -190,7 +170,7 @@ DEEPSEEK_LATENT: tuple[Row, ...] = (
     ("v_head_dim", "value_dim", None),
     ("attention_bias", "bias", False),
 )
-DEEPSEEK_OFF = SILU | {"moe_layer_freq": (None, 1)} | NO_MLP_BIAS
+DEEPSEEK_OFF = dense.SILU | {"moe_layer_freq": (None, 1)} | dense.NO_MLP_BIAS
 
 
 def _deepseek_block(fields: Fields, max_seq_len: int, experts: ExpertSpec, *, interleaved: bool) -> dict[str, Any]:
@@ -277,7 +257,7 @@ KIMI_K2 = replace(  # transformers loads it as a DeepSeek-V3
 )
 
 
-# GLM-4.5: grouped attention with partial rotary positions, and DeepSeek-V3's experts.
+# dense.GLM-4.5: grouped attention with partial rotary positions, and DeepSeek-V3's experts.
 
 
 def _glm4_moe_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
@@ -285,7 +265,7 @@ def _glm4_moe_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
     return {
         "qkv_bias": fields.boolean("attention_bias", default=False),
         "qk_norm": fields.boolean("use_qk_norm", default=False),
-        "rope": half_rotated(fields, max_seq_len),
+        "rope": dense.half_rotated(fields, max_seq_len),
         "experts": read_shared_experts(fields, read_corrected_router(fields), balance=0.0001, normalize=normalize),
     }
 
@@ -294,16 +274,16 @@ GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     positions=131_072,
     block=_glm4_moe_block,
-    off=SILU,
+    off=dense.SILU,
     norm=("rms_norm_eps", 1e-5),
     write_experts=lambda spec, experts: {
         **write_shared_experts(experts),
-        **written_bias(spec),
+        **dense.written_bias(spec),
         "use_qk_norm": spec.block.qk_norm,
-        **written_rotation(spec),
+        **dense.written_rotation(spec),
         "num_nextn_predict_layers": spec.prediction_layers,
     },
-    lacks=partly_rotated_lacks,
+    lacks=dense.partly_rotated_lacks,
     parts=_shared_parts,
     extra_layers=True,
 )
@@ -382,7 +362,7 @@ GPT_OSS = Family(
     architecture="GptOssForCausalLM",
     positions=131_072,
     block=_gpt_oss_block,
-    off=SILU,
+    off=dense.SILU,
     norm=("rms_norm_eps", 1e-5),
     write_experts=_written_gpt_oss,
     lacks=lambda config: layer_types_lack(config) or rope_lacks(_with_rope(config)),
@@ -490,7 +470,7 @@ LLAMA4_TEXT = Family(
     architecture="Llama4ForCausalLM",
     positions=131_072,
     block=_llama4_block,
-    off=SILU | NO_JITTER,
+    off=dense.SILU | NO_JITTER,
     norm=("rms_norm_eps", 1e-5),
     usual={"head_dim": 128},
     finish=lambda fields, spec: replace(spec, ffn=fields.integer("intermediate_size_mlp", default=16_384)),
@@ -502,7 +482,7 @@ LLAMA4_TEXT = Family(
 
 # A spec that names no family is written as the first one here that can express it.
 FAMILIES: dict[str, Family] = {
-    "llama": LLAMA,
+    "llama": dense.LLAMA,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen2_moe": QWEN2_MOE,
@@ -514,14 +494,14 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": GLM4_MOE,
     "gpt_oss": GPT_OSS,
     "llama4_text": LLAMA4_TEXT,
-    "mistral": MISTRAL,
-    "gemma": GEMMA,
-    "gemma2": GEMMA2,
-    "gemma3_text": GEMMA3_TEXT,
-    "phi3": PHI3,
-    "olmo2": OLMO2,
-    "cohere": COHERE,
-    "cohere2": COHERE2,
-    "glm": GLM,
-    "glm4": GLM4,
+    "mistral": dense.MISTRAL,
+    "gemma": dense.GEMMA,
+    "gemma2": dense.GEMMA2,
+    "gemma3_text": dense.GEMMA3_TEXT,
+    "phi3": dense.PHI3,
+    "olmo2": dense.OLMO2,
+    "cohere": dense.COHERE,
+    "cohere2": dense.COHERE2,
+    "glm": dense.GLM,
+    "glm4": dense.GLM4,
 }

@@ -76,14 +76,8 @@ class NormalRows:
         width = math.prod(shape[1:])
         self._total, self._first, self._last = math.prod(shape), rows.start * width, rows.stop * width
         self._key, self._std = key, np.float32(std)
-
-    @property
-    def num_values(self) -> int:
-        return self._last - self._first
-
-    @property
-    def chunks(self) -> range:
-        return range(self._first // CHUNK_VALUES, math.ceil(self._last / CHUNK_VALUES))
+        self.num_values = self._last - self._first
+        self.chunks = range(self._first // CHUNK_VALUES, math.ceil(self._last / CHUNK_VALUES))
 
     def draw_chunk(self, number: int, into: Tensor) -> None:
         """Copy the part of chunk `number` that belongs to the rows into `into`, which holds them flat."""
@@ -105,10 +99,8 @@ def initialise_adapter(module: nn.Module, *, seed: int) -> None:
     """
     for name, layer in module.named_modules():
         if isinstance(layer, LoraLinear):
-            generator, bound = (
-                torch.Generator().manual_seed(_seed(f"{seed}/{name}.{DOWN}")),
-                1 / math.sqrt(layer.lora_A.shape[1]),
-            )
+            generator = torch.Generator().manual_seed(_seed(f"{seed}/{name}.{DOWN}"))
+            bound = 1 / math.sqrt(layer.lora_A.shape[1])
             values = torch.empty(layer.lora_A.shape, device="cpu", dtype=torch.float32)
             values.uniform_(-bound, bound, generator=generator)
             local_part(layer.lora_A).copy_(values[local_slices(layer.lora_A)])

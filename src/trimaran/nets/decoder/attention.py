@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trimaran.models import LayerSpec, ModelSpec, NormSpec, Rope
 from trimaran.models.layer_variations import PLAIN_ROPE, Yarn
 from trimaran.nets.decoder.attention_context import AttentionScope, Context
-from trimaran.nets.decoder.joint_projections import Rotation, fused_norm, join_weights, rotary_projection
+from trimaran.nets.decoder.joint_projections import Rotation, fused_norm, join_weights, rotary_projection, rotate_halves
 from trimaran.nets.local_shards import local_for_compute
 from trimaran.nets.varlen_attention import AttentionOptions
 
@@ -246,8 +246,7 @@ def rotate(x: Tensor, rotation: Rotation, rope: Rope = PLAIN_ROPE) -> Tensor:
     if rope.interleaved:
         front, back = x[..., 0::2], x[..., 1::2]
         return x * cos + torch.stack((-back, front), dim=-1).flatten(-2) * sin
-    front, back = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-back, front), dim=-1) * sin
+    return rotate_halves(x, cos, sin)
 
 
 def rotation_at(positions: Tensor, rope: Rope, head_dim: int, lengths: Tensor | None = None) -> Rotation:

@@ -97,7 +97,7 @@ class DecoderLayer(nn.Module):
         modules inside it; it is one whose projections are all joint.
         """
         if not self.has_plain_norms:
-            # What `forward` does, of a layer whose norms are not where Llama has them, or are others.
+            # The norms are not where Llama has them, or are others.
             inner = self._norm("input_layernorm", x)
             attended = self.self_attn(inner, rotation, scope)
             if self.norms.parallel:

@@ -23,10 +23,10 @@ from trimaran.nets.operators import define_operator
 Rotation = tuple[Tensor, Tensor]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return `x` [B, heads, T, head_dim] with RoPE applied, computed in fp32, in its own dtype."""
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return `x` [B, heads, T, head_dim] with RoPE applied, in the wider dtype of both."""
     front, back = x.chunk(2, dim=-1)
-    return cast_if_needed(x * cos + torch.cat((-back, front), dim=-1) * sin, x.dtype)
+    return x * cos + torch.cat((-back, front), dim=-1) * sin
 
 
 def cast_if_needed(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,7 +61,7 @@ def _rotary_projection(
         cpu_kernels.rotate_in_place(packed, cos, sin, heads=num_rotated)
         return packed
     heads = packed.unflatten(-1, (-1, cos.shape[-1])).transpose(1, 2)
-    rotated = rotate(heads[:, :num_rotated], cos, sin)
+    rotated = cast_if_needed(rotate_halves(heads[:, :num_rotated], cos, sin), heads.dtype)
     return torch.cat([rotated, heads[:, num_rotated:]], dim=1).transpose(1, 2).flatten(2).contiguous()
 
 

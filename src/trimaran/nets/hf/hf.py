@@ -162,25 +162,24 @@ class HfNetwork(Network):
         tokens = inputs["tokens"]
         if isinstance(cache, HfCache):
             return self.module(input_ids=tokens, **cache.arguments(tokens)).logits[:, -1:]
-        extension = cache.extend(tokens)
-        arguments = {"position_ids": self._cached_positions(inputs, extension), SCOPE_ARGUMENT: extension}
-        if len(tokens) == 1 and "logits_to_keep" in signature(self.module.forward).parameters:
-            return self.module(input_ids=tokens, use_cache=False, logits_to_keep=1, **arguments).logits
-        return extension.last_of(self.module(input_ids=tokens, use_cache=False, **arguments).logits)
+        return self._extended(inputs, cache.extend(tokens), 1 if len(tokens) == 1 else None)
 
     def paged_difference(self, device: torch.device) -> str:
         return paged_difference(self, device)
 
     def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:
-        arguments = {"position_ids": self._cached_positions(inputs, extension), SCOPE_ARGUMENT: extension}
-        if extension.kept is None or "logits_to_keep" not in signature(self.module.forward).parameters:
-            return extension.last_of(self.module(input_ids=inputs["tokens"], use_cache=False, **arguments).logits)
-        arguments["logits_to_keep"] = extension.kept
-        return self.module(input_ids=inputs["tokens"], use_cache=False, **arguments).logits
+        return self._extended(inputs, extension, extension.kept)
 
-    def _cached_positions(self, inputs: Mapping[str, Tensor], extension: CacheExtension | PagedExtension) -> Tensor:
+    def _extended(
+        self, inputs: Mapping[str, Tensor], extension: CacheExtension | PagedExtension, kept: Tensor | int | None
+    ) -> Tensor:
+        """Return the logits that an extension keeps; the model computes no others if it can leave them out."""
         positions = inputs.get("positions", extension.positions)
-        return positions if self.padding_position is None else positions + self.padding_position + 1
+        positions = positions if self.padding_position is None else positions + self.padding_position + 1
+        arguments: dict[str, Any] = {"position_ids": positions, SCOPE_ARGUMENT: extension, "use_cache": False}
+        if kept is not None and "logits_to_keep" in signature(self.module.forward).parameters:
+            return self.module(input_ids=inputs["tokens"], logits_to_keep=kept, **arguments).logits
+        return extension.last_of(self.module(input_ids=inputs["tokens"], **arguments).logits)
 
     def forward(self, inputs: Mapping[str, Tensor], *stream: Tensor) -> tuple[Tensor, Tensor]:
         tokens = inputs["tokens"]

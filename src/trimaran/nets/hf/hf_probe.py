@@ -235,7 +235,7 @@ def paged_difference(network: Network, device: torch.device) -> str:
     module: Any = network.module
     if getattr(module, PAGED_ATTRIBUTE, False):
         return ""
-    # Why sequences in one row would not be computed as they are alone, from the model's parts and config.
+    # Parts and settings with which sequences in one row are not computed as they are alone.
     config = module.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
     own_code = "has its own attention implementation"

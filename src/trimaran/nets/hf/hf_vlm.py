@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trimaran.core import UserError
 from trimaran.models import Spec, VlmSpec
 from trimaran.models.vlm_spec import CHANNELS
-from trimaran.nets.decoder.key_value_cache import KeyValueCache
+from trimaran.nets.decoder.key_value_cache import CacheExtension
 from trimaran.nets.hf.hf import HfNetwork, hf_network
 from trimaran.nets.hf.hf_attention import pack_images, takes_scope
 from trimaran.nets.hf.hf_kinds import vlm_difference
@@ -244,18 +244,14 @@ class HfVlmNetwork(HfNetwork):
         with self.adapter.with_images(inputs):
             return HfNetwork.forward(self, inputs)
 
-    def extend(self, cache: KeyValueCache, inputs: Mapping[str, Tensor]) -> Tensor:
-        """See `Network`. The vision tower does not run without images."""
+    def _extended(
+        self, inputs: Mapping[str, Tensor], extension: CacheExtension | PagedExtension, kept: Tensor | int | None
+    ) -> Tensor:
+        """See `HfNetwork`. The vision tower does not run without images."""
+        if self.spec.sections and "positions" not in inputs:
+            inputs = {**inputs, "positions": extension.positions.expand(3, -1, -1)}
         with self.adapter.with_images(inputs) if "patches" in inputs else nullcontext():
-            if self.spec.sections and "positions" not in inputs:
-                rows, new = inputs["tokens"].shape
-                positions = cache.length + torch.arange(new, device=inputs["tokens"].device)
-                inputs = {**inputs, "positions": positions.expand(3, rows, -1)}
-            return HfNetwork.extend(self, cache, inputs)
-
-    def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:
-        with self.adapter.with_images(inputs) if "patches" in inputs else nullcontext():
-            return HfNetwork.extend_pages(self, extension, inputs)
+            return HfNetwork._extended(self, inputs, extension, kept)
 
     def _attention_arguments(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         arguments = HfNetwork._attention_arguments(self, inputs)

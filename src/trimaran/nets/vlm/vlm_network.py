@@ -41,7 +41,7 @@ def load_vlm_weights(module: Vlm, folder: Path, report_progress: Callable[[], No
         sources = {canonical(name, form): (file, name) for name, file in files.items()}
         parameters = loadable_weights(module)
         _refuse_mismatch(parameters, sources, module.spec, form, folder)
-        # Raise if the head is tied by config.json, and has values of its own on disk.
+        # A head that is tied by config.json must not have values of its own on disk.
         head, embedding = (sources.get(on_disk(name, module.spec, form).name) for name in (HEAD, EMBEDDING))
         if module.spec.tied and head is not None and embedding is not None:
             first, other = (file.get_slice(name)[:1] for file, name in (head, embedding))

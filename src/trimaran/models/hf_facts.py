@@ -57,8 +57,8 @@ SIZES = ("num_layers", "num_experts", "max_seq_len", "longest_packed_row")
 
 def facts_from_dict(tree: Mapping[str, Any]) -> HfFacts:
     """Return the facts in a file. Raises KeyError, TypeError or ValueError if it holds something else."""
-    mistakes = {name: None if tree[name] is None else UserError(**tree[name]) for name in MISTAKES}
-    sizes = {name: int(tree[name]) for name in SIZES}
+    mistakes: dict[str, Any] = {name: None if tree[name] is None else UserError(**tree[name]) for name in MISTAKES}
+    sizes: dict[str, Any] = {name: int(tree[name]) for name in SIZES}
     tp_sizes = {str(name): int(size) for name, size in tree["tp_sizes"].items()}
     return HfFacts(**mistakes, **sizes, tp_sizes=tp_sizes, has_fp8_layers=bool(tree["has_fp8_layers"]))
 

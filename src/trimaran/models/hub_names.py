@@ -96,20 +96,10 @@ class HubRepo:
         return f"./{self.name.rpartition('/')[2]}"
 
 
-def is_unreachable(error: Exception) -> bool:
-    """Return whether the Hub did not answer, so that a copy in the cache is the best there is."""
-    names = _type_names(error)
-    return "HfHubHTTPError" not in names and bool(names & NO_NETWORK_TYPES)
-
-
-def _type_names(error: Exception) -> set[str]:
-    """Return the names of the error's types: requests and httpx have their own, and only one of them is installed."""
-    return {each.__name__ for each in type(error).__mro__}
-
-
 def hub_error(error: Exception, repo: HubRepo, *, is_offline: bool) -> UserError:
     """Return the error to raise for what huggingface_hub, or the connection below it, raised."""
-    names = _type_names(error)
+    # By name: requests and httpx have types of their own, and only one of them is installed.
+    names = {each.__name__ for each in type(error).__mro__}
     elsewhere = (
         f"where the Hub can be reached run `{repo.download_command}`, copy the folder here, and set "
         f"{repo.field}={repo.local_folder}"
@@ -128,7 +118,7 @@ def hub_error(error: Exception, repo: HubRepo, *, is_offline: bool) -> UserError
         fix = "free disk space and start again, which continues the download; or set HF_HOME to a larger disk"
     elif is_offline:
         what, fix = f"{repo.name} is not in the local cache, and HF_HUB_OFFLINE is set", f"unset it, or {elsewhere}"
-    elif is_unreachable(error):
+    elif "HfHubHTTPError" not in names and names & NO_NETWORK_TYPES:
         what, fix = f"{repo.name} is not a folder here, and the Hub cannot be reached", elsewhere
     else:
         reason = " ".join(str(error).split())[:300]

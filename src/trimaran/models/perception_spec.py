@@ -360,5 +360,5 @@ def _elementwise(name: str, parameters: int, positions: int, features: int) -> O
 def _merged(name: str, parts: list[Opaque]) -> Opaque:
     """Return the parts as one block; its output is that of the last part."""
     added = [field.name for field in fields(Opaque) if field.name not in ("name", "output_bytes")]
-    sums = {field: sum(getattr(each, field) for each in parts) for field in added}
+    sums: dict[str, Any] = {field: sum(getattr(each, field) for each in parts) for field in added}
     return Opaque(name=name, output_bytes=parts[-1].output_bytes, **sums)

@@ -131,7 +131,7 @@ def _tower(
     **others: Any,
 ) -> VisionSpec:
     """Return a vision tower. Most families name its sizes alike; those that are 0 are read."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "layers": layers or below.size("depth", "num_hidden_layers"),
         "hidden": hidden or below.size("hidden_size"),
         "heads": below.size("num_heads", "num_attention_heads"),

@@ -369,7 +369,7 @@ def equals_but(value: Any, plain: Any, *names: str) -> bool:
 def feed_forward_of(weights: int, width: int, extras: int) -> OutlineLayer:
     """Return a feed-forward with this many weights and input `width`; the remainder of two equal matmuls is extra."""
     ffn, rest = divmod(weights, 2 * width)
-    sizes = {"hidden": width, "heads": 0, "kv_heads": 0, "head_dim": 0, "ffn": ffn}
+    sizes: dict[str, Any] = {"hidden": width, "heads": 0, "kv_heads": 0, "head_dim": 0, "ffn": ffn}
     return OutlineLayer(**sizes, gated=False, causal=False, extras=extras + rest)
 
 

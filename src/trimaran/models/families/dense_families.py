@@ -61,8 +61,6 @@ def written_bias(spec: ModelSpec) -> dict[str, Any]:
 
 
 # Llama 2 and 3, and Mistral, which may add a window.
-
-
 def _llama_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
     biased = fields.boolean("attention_bias", default=False)
     return {"qkv_bias": biased, "attention": AttentionSpec(out_bias=biased)}

@@ -81,7 +81,7 @@ def read_scaling(fields: Fields, theta: float, max_seq_len: int) -> Rope:
     original = fields.integer("original_max_position_embeddings", default=max_seq_len)
     match rope_kind(fields.config):
         case "llama3":
-            numbers = {name: fields.number(name) for name in _LLAMA_3_NUMBERS}
+            numbers: dict[str, Any] = {name: fields.number(name) for name in _LLAMA_3_NUMBERS}
             return Rope(theta=theta, original_max_seq_len=original, **numbers)
         case "linear":
             return Rope(theta=theta, factor=fields.number("factor"), scaling="linear")

@@ -135,7 +135,7 @@ def test_steps_without_an_index_are_estimated(tmp_path: Path) -> None:
     num_read = sum(not isinstance(step, StepBlock) for step in steps)
     assert len(steps) < 1500
     assert sum(step.count for step in steps if isinstance(step, StepBlock)) == 6000 - num_read
-    assert 4000 < reader.num_estimated < 6000
+    assert 4000 < reader.steps.num_estimated < 6000
     exact = LedgerReader(run).read()
     assert reader.compute().seconds == pytest.approx(exact.seconds, abs=0.02 * exact.total)
 

@@ -54,7 +54,6 @@ def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> UserEr
 
 
 def _near_field(name: str) -> str:
-    """Return the field of any section whose last part is spelt nearly like `name`."""
     fields = {each.rpartition(".")[2]: each for each in reversed(all_fields())}
     return fields.get(closest(name, fields, cutoff=0.8), "")
 

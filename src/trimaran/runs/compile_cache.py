@@ -64,7 +64,6 @@ def refuse_unusable(environ: Mapping[str, str], *, kernels: bool = False) -> Non
 
 
 def _writable(folder: Path) -> bool:
-    """Return whether `folder`, or its nearest existing parent, is a writable directory."""
     existing = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     return os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)
 

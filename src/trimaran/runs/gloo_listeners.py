@@ -90,7 +90,6 @@ def _listening_sockets() -> dict[int, int]:
 
 
 def _polled_descriptors() -> set[int]:
-    """Return the descriptors that this process polls with epoll."""
     polled: set[int] = set()
     for fd in _descriptors():
         with contextlib.suppress(OSError):

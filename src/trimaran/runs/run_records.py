@@ -184,7 +184,6 @@ def read_evaluations(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _object_of(line: bytes | str) -> dict[str, Any] | None:
-    """Return the object in a line of JSON; None if there is none."""
     try:
         tree = json.loads(line)
     except (ValueError, RecursionError):

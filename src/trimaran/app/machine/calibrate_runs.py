@@ -180,7 +180,6 @@ def refuse_no_gain(answer: CalibrateAnswer) -> None:
 
 
 def _observe(runs: Iterable[Path], cluster: str | None) -> tuple[list[ObservedRun], list[tuple[str, str]]]:
-    """Return the observations of the runs, and why others have none."""
     found: list[ObservedRun] = []
     skipped: list[tuple[str, str]] = []
     cluster_named = lru_cache(lambda text: cluster_of_text(text, os.environ))

@@ -120,7 +120,6 @@ def _derived(curve: CommCurve) -> Tree:
 
 
 def _calibrate(result: CommResult) -> Path:
-    """Add the measured links to this machine's calibration, and return its file."""
     visible = "" if result.backend == "gloo" else os.environ.get("CUDA_VISIBLE_DEVICES")
     name = machine_name(detect(visible_devices=visible))
     folder = calibration_folder(os.environ) or needed_user_cache(os.environ)
@@ -319,7 +318,6 @@ def fit_cells(fit: LinkFit | None, unit: float) -> list[str]:
 
 
 def _change(each: CommCurve, fit: LinkFit | None, against: CommResult) -> Text:
-    """Return how the fitted bandwidth compares with that of the other result."""
     other = against.find(each.group, each.collective)
     old = other.fit() if other else None
     if fit is None or old is None:
@@ -330,7 +328,6 @@ def _change(each: CommCurve, fit: LinkFit | None, against: CommResult) -> Text:
 
 
 def _panel(each: CommCurve) -> Group:
-    """Return the curve of bus bandwidth by size, with both ends of its axes."""
     values, (name, unit) = [each.bus_bandwidth(point) for point in each.points], rate_unit([each])
     lines = curve(values, width=CHART_WIDTH, height=CHART_HEIGHT)
     title = Text(each.collective.replace("_", "-"), style="bold")

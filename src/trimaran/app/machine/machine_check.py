@@ -129,21 +129,16 @@ def _print_results(
         nodes = {str(node): [each.as_dict() for each in theirs] for node, theirs in others.items()}
         typer.echo(json.dumps(answer | ({"nodes": nodes} if nodes else {}) | {"exit": code}))
         return code
-    show(results, others)
-    return code
+    # A line for each check with its fix below it; of other nodes only checks with a fix.
+    from rich.table import Table
+    from rich.text import Text
 
-
-def show(results: Sequence[CheckResult], others: Mapping[int, Sequence[CheckResult]]) -> None:
-    """Print a line for each check with its fix below it; of other nodes only checks with a fix."""
     from trimaran.app.show.clean_console import open_console
 
     console = open_console()
     remote = [(f"node {node}: ", each) for node, theirs in others.items() for each in theirs]
     shown = [*(("", each) for each in results), *((node, each) for node, each in remote if each.fix)]
     for node, result in shown:
-        from rich.table import Table
-        from rich.text import Text
-
         mark, style = MARKS[result.status]
         table = Table.grid(padding=(0, 1, 0, 0))
         for width in (4, 4, 22):
@@ -157,3 +152,4 @@ def show(results: Sequence[CheckResult], others: Mapping[int, Sequence[CheckResu
     counts = Counter(each.status for _, each in [*(("", each) for each in results), *remote])
     labels = {"pass": "passed", "warn": "warnings", "fail": "failed", "skip": "skipped"}
     console.print("\n" + ", ".join(f"{counts[status]} {labels[status]}" for status in STATUSES))
+    return code

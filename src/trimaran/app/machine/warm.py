@@ -51,7 +51,6 @@ def warm(
 
 
 def _start(minutes: float) -> dict[str, Any]:
-    """Start a warm fork server and return its status once it has imported torch."""
     folder = runtime_folder(os.environ)
     if folder is None:
         raise UserError("A027", "there is no folder that only this user can open, for the socket",

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -130,6 +130,7 @@ def short_path(run: str) -> str:
 
 def runs_in(folders: Sequence[Path], environ: Mapping[str, str]) -> list[Path]:
     """Return the runs in the folders; without any, those under `runs/` and those of jobs that were launched."""
+    from trimaran.launch.targets.target import read_records, state_folder
     from trimaran.planner.measure.run_index import find_runs
 
     if folders:
@@ -138,19 +139,12 @@ def runs_in(folders: Sequence[Path], environ: Mapping[str, str]) -> list[Path]:
                 raise UserError("D001", "this folder does not exist", where=str(folder),
                                 fix="name a folder that contains runs")  # fmt: skip
         return list(dict.fromkeys(run for folder in folders for run in find_runs(folder)))
-    return list(dict.fromkeys([*find_runs(RUNS), *_launched_runs(environ)]))
-
-
-def _launched_runs(environ: Mapping[str, str]) -> Iterator[Path]:
-    from trimaran.launch.targets.target import read_records, state_folder
-    from trimaran.planner.measure.run_index import find_runs
-
     try:
-        records = read_records(state_folder(environ))
+        launched = read_records(state_folder(environ))
     except (OSError, RuntimeError):  # no state folder, or no home directory
-        return
-    for job in records:
-        yield from find_runs(Path(job.run_dir), depth=0)
+        launched = []
+    runs = (run for job in launched for run in find_runs(Path(job.run_dir), depth=0))
+    return list(dict.fromkeys([*find_runs(RUNS), *runs]))
 
 
 def read_index(runs: Sequence[Path], environ: Mapping[str, str]) -> "RunIndex":
@@ -181,7 +175,6 @@ def best_measured_plan(question: "Question", environ: Mapping[str, str]) -> "Mea
 
 
 def _newest_runs() -> list[Path]:
-    """Return the runs directly under `runs/`, the last changed first."""
     from trimaran.planner.measure.run_index import find_runs
 
     try:

@@ -59,7 +59,8 @@ def init(
     if out is not None:
         _refuse_existing(out)
     if asks and not sys.stdin.isatty():
-        raise _no_terminal("--yes", "add --yes to take what is proposed")
+        raise UserError("A025", "there is no terminal to ask on", where="`trimaran init`",
+                        fix="add --yes to take what is proposed")  # fmt: skip
     devices = parse_cluster(cluster, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     found_model = look_at_model(model)
     _say(f"model  {found_model.describe()}")
@@ -114,14 +115,10 @@ def _given(option: str, value: str | None, *, asks: bool) -> str:
     if value is not None:
         return value
     if not asks or not sys.stdin.isatty():
-        raise _no_terminal(option, "name a model and data: trimaran init --model DIR --data FILE --yes")
+        raise UserError("A025", f"{option} is missing, and nothing is asked", where="`trimaran init`",
+                        fix="name a model and data: trimaran init --model DIR --data FILE --yes")  # fmt: skip
     what = {"--model": "model (a folder, or a name on the Hub)", "--data": "data (a file, a folder, or a dataset)"}
     return typer.prompt(what[option], err=True)
-
-
-def _no_terminal(option: str, fix: str) -> Exception:
-    what = "there is no terminal to ask on" if option == "--yes" else f"{option} is missing, and nothing is asked"
-    return UserError("A025", what, where="`trimaran init`", fix=fix)
 
 
 def _refuse_existing(file: Path) -> None:

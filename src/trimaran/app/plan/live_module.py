@@ -42,7 +42,10 @@ def plan(
     if not inputs and not hasattr(getattr(module, "config", None), "to_dict"):
         raise UserError("M031", "there are no example inputs: the sizes of activations depend on them",
                         where="trimaran.plan", fix="call trimaran.plan(module, *inputs)")  # fmt: skip
-    length = _length(inputs) if seq_len is None else seq_len
+    first = inputs[0] if inputs else None
+    is_tokens = getattr(first, "ndim", 0) == 2 and not first.is_floating_point()  # type: ignore[union-attr]
+    usual = max(MIN_SEQ_LEN, first.shape[1]) if is_tokens else MIN_SEQ_LEN  # type: ignore[union-attr]
+    length = usual if seq_len is None else seq_len
     batch = parsed.world_size if global_batch is None else global_batch
     settings = [f"cluster={cluster}", f"data.seq_len={length}", f"train.global_batch={batch}"]
     recipe = parse_recipe("", name="trimaran.plan", overrides=settings)
@@ -53,10 +56,3 @@ def plan(
                         where="trimaran.plan", fix="call trimaran.plan(network, *inputs)")  # fmt: skip
     # Any framework may run the plan, so the limits of our own trainer do not apply.
     return search(Question(recipe=recipe, spec=None, outline=outline, cluster=parsed, goal=goal, for_trainer=False))
-
-
-def _length(inputs: tuple[Any, ...]) -> int:
-    """Return the sequence length if the first input is a batch of tokens: rows of integers."""
-    first = inputs[0] if inputs else None
-    is_tokens = getattr(first, "ndim", 0) == 2 and not first.is_floating_point()  # type: ignore[union-attr]
-    return max(MIN_SEQ_LEN, first.shape[1]) if is_tokens else MIN_SEQ_LEN  # type: ignore[union-attr]

@@ -55,7 +55,8 @@ def choose_values(
     A plan that keeps weights or optimizer states in host memory fits, but an adapter that needs no such plan is much
     faster, so it is preferred. Raises UserError if nothing fits.
     """
-    tried = [method] if method else _methods(model, cluster)
+    adapters: list[Method] = ["lora", "qlora"] if cluster.device.traits.has_kernels else ["lora"]
+    tried = [method or "full", *(adapters if method is None and model.has_weights else ())]
     for each in tried:
         device = cluster.device.kind
         targets = STEP_TOKENS if data.is_samples else CORPUS_STEP_TOKENS
@@ -121,12 +122,6 @@ def run_name(model: ModelFacts, method: Method) -> str:
     """Return a name for the run and its file: the model's, and the method."""
     slug = re.sub(r"[^a-z0-9._-]+", "-", model.name.lower()).strip("-._")[:50] or "model"
     return f"{slug}-{method if model.has_weights else 'scratch'}"
-
-
-def _methods(model: ModelFacts, cluster: Cluster) -> list[Method]:
-    if not model.has_weights:
-        return ["full"]
-    return ["full", "lora", "qlora"] if cluster.device.traits.has_kernels else ["full", "lora"]
 
 
 def with_epochs(choices: Choices, epochs: int) -> Choices:

@@ -49,12 +49,32 @@ class SlowerBy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmittedPlan:
-    """A plan as config files of a tool, and the loss if it is not the best plan."""
+    """A plan as config files of a tool, their folder once they are written, and the loss if it is not the best plan."""
 
     tool: str
     plan: Plan
     emission: Emission
     loss: SlowerBy | None = None
+    folder: Path | None = None
+
+    @property
+    def files(self) -> list[str]:
+        return [str(self.folder / name) for name in self.emission.files] if self.folder else []
+
+    @property
+    def command(self) -> str:
+        """The command that starts the tool with the files."""
+        return f"cd {shlex.quote(str(self.folder))} && {self.emission.command}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "tool": self.tool,
+            "plan": self.plan.model_dump(mode="json"),
+            "files": self.files,
+            "command": self.command,
+            "notes": list(self.emission.notes),
+            "loss": self.loss.as_dict() if self.loss else None,
+        }
 
 
 def search_for_tool(tool: str, question: Question) -> tuple[PlanAnswer, EmittedPlan | None]:
@@ -68,7 +88,9 @@ def search_for_tool(tool: str, question: Question) -> tuple[PlanAnswer, EmittedP
     tool_question = replace(question, stack=STACKS[STACK_NAMES.get(tool, tool)], for_trainer=False)
     first = search(tool_question)
     answer, emitted = _best_supported(tool, tool_question, first)
-    return answer, replace(emitted, loss=_loss(emitted, first)) if emitted else None
+    if emitted and (error := refusal_by(tool, first.ranked[0], first.question)):
+        emitted = replace(emitted, loss=SlowerBy(why=error.what, times=slower(emitted.plan, first.ranked[0])))
+    return answer, emitted
 
 
 def refusal_by(tool: str, plan: Plan, question: Question) -> UserError | None:
@@ -78,12 +100,6 @@ def refusal_by(tool: str, plan: Plan, question: Question) -> UserError | None:
     except UserError as error:
         return error
     return None
-
-
-def _loss(emitted: EmittedPlan, first: PlanAnswer) -> SlowerBy | None:
-    best = first.ranked[0]
-    error = refusal_by(emitted.tool, best, first.question)
-    return SlowerBy(why=error.what, times=slower(emitted.plan, best)) if error else None
 
 
 def _best_supported(tool: str, question: Question, answer: PlanAnswer) -> tuple[PlanAnswer, EmittedPlan | None]:
@@ -123,34 +139,8 @@ def _without(question: Question, refusal: UserError) -> Iterator[Question]:
         yield replace(question, recipe=question.recipe.model_copy(update={"plan": plan}))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenPlan:
-    """The files of an emitted plan, and the command that starts the tool with them."""
-
-    emitted: EmittedPlan
-    folder: Path
-
-    @property
-    def files(self) -> list[str]:
-        return [str(self.folder / name) for name in self.emitted.emission.files]
-
-    @property
-    def command(self) -> str:
-        return f"cd {shlex.quote(str(self.folder))} && {self.emitted.emission.command}"
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "tool": self.emitted.tool,
-            "plan": self.emitted.plan.model_dump(mode="json"),
-            "files": self.files,
-            "command": self.command,
-            "notes": list(self.emitted.emission.notes),
-            "loss": self.emitted.loss.as_dict() if self.emitted.loss else None,
-        }
-
-
-def write_files(emitted: EmittedPlan, folder: Path, *, force: bool) -> WrittenPlan:
-    """Write the files of `emitted` to `folder`. Existing files are overwritten only with `force`."""
+def write_files(emitted: EmittedPlan, folder: Path, *, force: bool) -> EmittedPlan:
+    """Write the files to `folder`, and return the plan with it. Existing files are overwritten only with `force`."""
     paths = {folder / name: text for name, text in emitted.emission.files.items()}
     existing = [path for path in paths if path.exists() or path.is_symlink()]
     if existing and not force:
@@ -163,7 +153,7 @@ def write_files(emitted: EmittedPlan, folder: Path, *, force: bool) -> WrittenPl
     except OSError as error:
         raise UserError("A015", f"the files for {emitted.tool} cannot be written: {error.strerror}", where=str(folder),
                         fix="choose a folder that you can write to with --output DIR") from None  # fmt: skip
-    return WrittenPlan(emitted=emitted, folder=folder)
+    return replace(emitted, folder=folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

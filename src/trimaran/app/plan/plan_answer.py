@@ -24,7 +24,7 @@ from trimaran.planner.search.goals import choose, no_fit_error, search
 from trimaran.runs.run_directory import plan_tree
 
 if TYPE_CHECKING:
-    from trimaran.app.plan.other_tools import EmittedPlan, WrittenPlan
+    from trimaran.app.plan.other_tools import EmittedPlan
     from trimaran.planner.measure.run_index import MeasuredPlan
     from trimaran.planner.reliability import Reliability
 
@@ -175,7 +175,7 @@ def trainer_plan(best: Plan, answer: PlanAnswer, arguments: Sequence[str]) -> Tr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """A plan request with its answer; `emitted` is the plan as config files of a tool, `written` their folder.
+    """A plan request with its answer; `emitted` is the plan as config files of a tool.
 
     measured: the fastest plan that a run measured for the same question.
     """
@@ -184,7 +184,6 @@ class PlanReport:
     answer: PlanAnswer
     terms: CostTerms
     emitted: "EmittedPlan | None" = None
-    written: "WrittenPlan | None" = None
     reliability: "Reliability | None" = None
     measured: "MeasuredPlan | None" = None
     trainer: "TrainerPlan | None" = None
@@ -201,8 +200,8 @@ class PlanReport:
 
     @property
     def next_command(self) -> str:
-        if self.written:
-            return self.written.command
+        if self.emitted and self.emitted.folder:
+            return self.emitted.command
         return _next_command(self.request, self.answer, self.best) if self.best else ""
 
     @property
@@ -223,7 +222,7 @@ class PlanReport:
     @property
     def caution(self) -> str:
         """A warning if `next_command` runs another plan than this one; '' otherwise."""
-        if self.best is None or self.written or _trains_here(self.best, self.answer):
+        if self.best is None or (self.emitted and self.emitted.folder) or _trains_here(self.best, self.answer):
             return ""
         return _tool_for(self.best, self.answer)[1]
 
@@ -270,7 +269,7 @@ def with_files(report: PlanReport, folder: Path | None, *, force: bool) -> PlanR
         return report
     from trimaran.app.plan.other_tools import write_files
 
-    return replace(report, written=write_files(report.emitted, folder or Path(report.emitted.tool), force=force))
+    return replace(report, emitted=write_files(report.emitted, folder or Path(report.emitted.tool), force=force))
 
 
 def with_goal(request: PlanRequest, goal: str) -> PlanRequest:
@@ -322,7 +321,7 @@ def as_dict(report: PlanReport, *, top: int) -> dict[str, Any]:
         **(cost.as_dict() if cost else {"goodput": None, "bill": None}),
         "reliability": asdict(report.reliability) if report.reliability else None,
         "measured": measured,
-        "emission": report.written.as_dict() if report.written else None,
+        "emission": report.emitted.as_dict() if report.emitted and report.emitted.folder else None,
         "next": report.next_command or None,
         "caution": report.caution or None,
         "trainer": report.trainer.as_dict() if report.trainer else None,
@@ -374,7 +373,6 @@ def pareto_set(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _trains_here(plan: Plan, answer: PlanAnswer) -> bool:
-    """Return whether `trimaran train` supports the plan and the model."""
     question, outline = answer.question, answer.question.outline
     if question.spec is None and outline and (len(outline.towers) > 1 or not outline.main.vocab):
         return False

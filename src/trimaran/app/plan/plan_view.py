@@ -179,11 +179,11 @@ def show_report(report: PlanReport, console: Console, *, top: int) -> None:
     _show_list(console, "what would change the answer", answer.hints)
     for warning in answer.warnings:
         console.print(Text.assemble(("\nwarning  ", ORANGE), warning))
-    if report.written is None:
+    emitted = report.emitted
+    if emitted is None or emitted.folder is None:
         return
-    emitted = report.written.emitted
     _headline(console, f"written for {emitted.tool}")
-    console.print(Text("\n".join(report.written.files)), soft_wrap=True)
+    console.print(Text("\n".join(emitted.files)), soft_wrap=True)
     if emitted.loss:
         console.print(Text(f"not the best plan: {emitted.loss}", style=ORANGE), soft_wrap=True)
     for note in emitted.emission.notes:
@@ -252,7 +252,6 @@ def _ranking_title(plans: Sequence[Plan], goal: str) -> str:
 
 
 def _numbers(plan: Plan, cluster: Cluster) -> list[Text]:
-    """Return the cells of a row: batch, memory with its occupancy, step time, throughput and MFU."""
     cells = [Text(_batch(plan))]
     if (prediction := plan.prediction) is None:
         return cells
@@ -277,7 +276,6 @@ def _recompute(plan: Plan) -> str:
 
 
 def _short(plan: Plan) -> str:
-    """Return a plan as short text."""
     parts = [_mesh(plan)]
     for name, value in (("shard", plan.sharding), ("recompute", _recompute(plan)), ("offload", plan.offload)):
         parts += [f"{name} {value}"] if value != "none" else []

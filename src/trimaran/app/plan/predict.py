@@ -63,7 +63,6 @@ def _stream(stream: BinaryIO) -> None:
 
 
 def _show(stream: BinaryIO) -> None:
-    """Print the answers as a table, with a progress bar on a terminal meanwhile."""
     from rich.progress import Progress
 
     from trimaran.app.show.clean_console import open_console

@@ -103,15 +103,15 @@ def _read_plan(path: Path) -> tuple[Plan, dict[str, Any]]:
         tree = load_json(read_regular_text(path))
         return Plan.model_validate(tree["plan"]), tree
     except OSError as error:
-        raise UserError("P080", f"the plan cannot be read: {error.strerror}", where=str(path), fix=PLAN_FIX) from None
+        what = f"the plan cannot be read: {error.strerror}"
     except TextError as error:
-        raise UserError("P080", f"this is not JSON: {error.what}", where=str(path), fix=PLAN_FIX) from None
+        what = f"this is not JSON: {error.what}"
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise UserError("P080", f"this is not a plan: {what}", where=str(path), fix=PLAN_FIX) from None
+        what = f"this is not a plan: {'.'.join(map(str, first['loc']))}: {first['msg']}"
     except (KeyError, TypeError):
-        raise UserError("P080", "this file has no plan", where=str(path), fix=PLAN_FIX) from None
+        what = "this file has no plan"
+    raise UserError("P080", what, where=str(path), fix=PLAN_FIX)
 
 
 def _fitted(plan: Plan, question: Question) -> SimulateRequest:
@@ -212,7 +212,6 @@ def _tokens(request: SimulateRequest, simulation: Simulation) -> float:
 
 
 def _counts(simulation: Simulation) -> Counter[str]:
-    """Return the failures in all runs by cause."""
     counts = Counter[str]()
     for history in simulation.histories:
         counts.update(history.by_cause)

@@ -117,7 +117,6 @@ def tune(
 
 
 def _refuse_nothing(result: "TuneResult", folder: Path) -> None:
-    """Raise if no plan could be measured."""
     if result.best is not None:
         return
     if result.stopped == "interrupted":

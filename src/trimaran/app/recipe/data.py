@@ -10,8 +10,9 @@ import yaml
 from pydantic import ValidationError
 
 from trimaran.app.recipe.options import Json, RecipeFile, Settings
+from trimaran.app.show.clean_console import open_console, progress_bar
 from trimaran.core import DataSection, Recipe, UserError, show_bytes, show_count
-from trimaran.data import TokenShards, pack
+from trimaran.data import TokenShards, cache_folder, pack, prepare
 from trimaran.machine.calibration import first_error
 
 data = typer.Typer(help="Inspect the data of a recipe; pack text into token shards.", rich_markup_mode=None)
@@ -41,8 +42,6 @@ def pack_data(
     trimaran data pack --source jsonl --path corpus.jsonl --out shards/corpus
     trimaran data pack --source text --path notes/ --tokenizer tokenizer.json --out shards/notes
     """
-    from trimaran.app.show.clean_console import open_console, progress_bar
-
     try:
         section = DataSection(source=source, path=path, tokenizer=tokenizer, text_field=text_field)
     except ValidationError as error:
@@ -95,8 +94,6 @@ def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: 
 def _inspect_text(asked: Recipe, *, as_json: bool) -> None:
     from trimaran.app.recipe.inspect_data import first_document, show_sample
     from trimaran.app.recipe.prepare_data import text_notices
-    from trimaran.app.show.clean_console import open_console, progress_bar
-    from trimaran.data import cache_folder, prepare
 
     with progress_bar(open_console(stderr=True)) as progress:
         shards = TokenShards.open(prepare(asked.data, cache=cache_folder(os.environ), progress=progress))
@@ -111,8 +108,6 @@ def _inspect_text(asked: Recipe, *, as_json: bool) -> None:
 def _inspect_samples(asked: Recipe, *, as_json: bool) -> None:
     from trimaran.app.recipe.inspect_data import describe, first_sample, show
     from trimaran.app.recipe.prepare_data import sample_notices
-    from trimaran.app.show.clean_console import open_console, progress_bar
-    from trimaran.data import cache_folder
     from trimaran.data.samples.prepare_samples import prepare_samples
     from trimaran.data.samples.sample_index import SampleIndex
     from trimaran.data.samples.tokenize_chat import choose_template

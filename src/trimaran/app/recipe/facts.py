@@ -197,16 +197,15 @@ def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split
         raise UserError("T003", f"'{named}' does not exist{meant}", where="--data",
                         fix="name a file or a folder, or a dataset on the Hub: OWNER/DATASET")  # fmt: skip
     source = _source_by_names(folder)
-    if source == "shards":
-        shards = TokenShards.open(folder).meta
-        typical = shards.num_tokens // max(1, shards.num_documents)
-        return DataFacts(named=named, source=source, num_samples=shards.num_documents, is_exact=True,
-                         median_tokens=typical, longest_tokens=typical)  # fmt: skip
-    if source in TOKEN_SOURCES:
+    if source == "shards" or source in TOKEN_SOURCES:
         section = DataSection(source=source, path=str(folder))
-        num_tokens, num_documents = count_tokens(section, find_files(section), tokenizer or load_tokenizer(None))
+        if source == "shards":
+            meta = TokenShards.open(folder).meta
+            num_tokens, num_documents = meta.num_tokens, meta.num_documents
+        else:
+            num_tokens, num_documents = count_tokens(section, find_files(section), tokenizer or load_tokenizer(None))
         length = num_tokens // max(1, num_documents)
-        return DataFacts(named=named, source=source, num_samples=num_documents, is_exact=source == "megatron",
+        return DataFacts(named=named, source=source, num_samples=num_documents, is_exact=source != "nanogpt",
                          median_tokens=length, longest_tokens=length)  # fmt: skip
     row = _first_row(source, folder)
     if row is not None and learns_rejected(row, ""):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from trimaran.app.recipe.options import Json
+from trimaran.app.show.clean_console import open_console, plain_table
 from trimaran.core import EXIT_DONE, EXIT_USER, Recipe, UserError, show_count
 from trimaran.core.plugins import KINDS, Plugin, installed_plugins, load
 from trimaran.models import PERCEPTION_PRESETS, PRESETS, VLM_PRESETS
@@ -29,8 +30,6 @@ def presets(as_json: Json = False) -> None:
                                for name, spec in table.items()}}  # fmt: skip
         typer.echo(json.dumps({key: asdict(spec) | {"parameters": spec.num_parameters} for key, spec in named.items()}))
         return
-    from trimaran.app.show.clean_console import open_console
-
     console = open_console()
     decoders = _preset_table("weights", "layers", "hidden", "heads/kv", "ffn", "experts", "vocab", "context")
     for name, spec in PRESETS.items():
@@ -58,8 +57,6 @@ def presets(as_json: Json = False) -> None:
 
 
 def _preset_table(*columns: str) -> "Table":
-    from trimaran.app.show.clean_console import plain_table
-
     table = plain_table(gap=1)
     table.add_column("preset", style="bold", no_wrap=True)
     for column in columns:
@@ -87,8 +84,6 @@ def plugins(as_json: Json = False) -> int:
     if not found:
         typer.echo("No plug-ins are installed. docs/guides/plugins.md shows how to write one.")
     else:
-        from trimaran.app.show.clean_console import open_console, plain_table
-
         table = plain_table(gap=1)
         for column in ("kind", "name", "package", "version", "state"):
             table.add_column(column, no_wrap=column != "state")

@@ -180,6 +180,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Warm = Annotated[
     bool, typer.Option("--warm", help="Start from the warm fork server, and start it if needed; see `trimaran warm`.")
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show only the result.")]
 NoCheck = Annotated[bool, typer.Option("--no-check", help="Skip the machine checks of `trimaran doctor`.")]
 
 

@@ -56,9 +56,14 @@ def read_plan_request(what: str | None, shortcuts: Mapping[str, object], setting
     file, model = _file_or_model(what)
     given = [_setting(field, value) for field, value in shortcuts.items() if value is not None]
     arguments = [*model, *given, *settings]
-    is_reference = bool(model) and _needs_reference(arguments)
-    if is_reference:
-        arguments.append(f"cluster={REFERENCE_CLUSTER}")
+    reference = f"cluster={REFERENCE_CLUSTER}"
+    is_reference = (
+        bool(model)
+        and not _names_cluster(arguments)
+        and detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES")).device.traits.shares_cores
+        and _is_large(read_question(None, [*arguments, reference]))
+    )
+    arguments += [reference] if is_reference else []
     question = read_question(file, arguments)
     if model:
         defaults = _defaults(question)
@@ -75,22 +80,11 @@ def read_plan_request(what: str | None, shortcuts: Mapping[str, object], setting
     return PlanRequest(question=question, file=file, settings=tuple(arguments), is_reference=is_reference)
 
 
-def _needs_reference(arguments: Sequence[str]) -> bool:
-    """Return whether a bare model is too large for this machine, which has no GPU, and no cluster is named."""
-    if _names_cluster(arguments):
-        return False
-    here = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if not here.device.traits.shares_cores:
-        return False
-    return _is_large(read_question(None, [*arguments, f"cluster={REFERENCE_CLUSTER}"]))
-
-
 def _names_cluster(settings: Sequence[str]) -> bool:
     return any(each.partition("=")[0].strip() == "cluster" for each in settings)
 
 
 def _is_large(question: Question) -> bool:
-    """Return whether the model is hardly to be trained on a CPU."""
     return question.outline is not None and question.outline.num_parameters >= MIN_REFERENCE_PARAMETERS
 
 
@@ -167,7 +161,6 @@ def _setting(field: str, value: object) -> str:
 
 
 def _is_plain(text: str) -> bool:
-    """Return whether YAML reads the text as itself."""
     try:
         return load_yaml(text) == text
     except TextError:

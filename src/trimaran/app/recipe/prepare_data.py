@@ -176,16 +176,13 @@ def bad_sample_notices(index: "SampleIndex") -> list[str]:
 
 
 def _template_notices(chat: "ChatTokenizer") -> list[str]:
-    own = chat.own_template
-    if own is None:
-        return [] if chat.is_named else [
-            f"the tokenizer has no chat template: conversations are written as {chat.template}; data.samples.template "
-            "names another"
-        ]  # fmt: skip
-    notices = []
-    if own.writes_date:
+    own, notices = chat.own_template, []
+    if own is None and not chat.is_named:
+        notices.append(f"the tokenizer has no chat template: conversations are written as {chat.template}; "
+                       "data.samples.template names another")  # fmt: skip
+    if own is not None and own.writes_date:
         notices.append("the chat template writes the date: it is always 26 Jul 2024 in training data")
-    if not own.ends_turns:
+    if own is not None and not own.ends_turns:
         notices.append("the chat template writes nothing after an answer: the model does not learn when to stop")
     return notices
 

@@ -217,28 +217,23 @@ def _name(file: str | None) -> str:
 def _read(file: str | None) -> str:
     if file is None:
         return ""
-    data = _read_bytes(file)
+    limit = MAX_RECIPE_BYTES + 1  # an endless file is not read forever
+    try:
+        if file == "-":
+            data = sys.stdin.buffer.read(limit)
+        else:
+            data = read_regular_bytes(file, follow_links=True, limit_bytes=limit)
+    except OSError as error:
+        near = did_you_mean(file, [str(each) for each in Path(file).parent.glob("*.y*ml")])
+        raise UserError("A003", f"the recipe cannot be read: {error.strerror}{near}", where=file,
+                        fix="name a YAML file, - for standard input, or none for the defaults") from None  # fmt: skip
+    fix = "name a YAML file; data belongs under data.path"
     if len(data) > MAX_RECIPE_BYTES:
-        raise UserError("A004", "the recipe is larger than 1 MiB", where=_name(file),
-                        fix="name a YAML file; data belongs under data.path")  # fmt: skip
+        raise UserError("A004", "the recipe is larger than 1 MiB", where=_name(file), fix=fix)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        raise UserError("A005", "the recipe is not UTF-8 text", where=_name(file),
-                        fix="name a YAML file; data belongs under data.path") from None  # fmt: skip
-
-
-def _read_bytes(file: str) -> bytes:
-    """Return at most one byte more than the limit, so that an endless file is not read forever."""
-    if file == "-":
-        return sys.stdin.buffer.read(MAX_RECIPE_BYTES + 1)
-    path = Path(file)
-    try:
-        return read_regular_bytes(path, follow_links=True, limit_bytes=MAX_RECIPE_BYTES + 1)
-    except OSError as error:
-        near = did_you_mean(file, [str(each) for each in path.parent.glob("*.y*ml")])
-        raise UserError("A003", f"the recipe cannot be read: {error.strerror}{near}", where=file,
-                        fix="name a YAML file, - for standard input, or none for the defaults") from None  # fmt: skip
+        raise UserError("A005", "the recipe is not UTF-8 text", where=_name(file), fix=fix) from None
 
 
 def row_sizes_of(recipe: Recipe, spec: Spec | None) -> RowSizes | None:

@@ -10,6 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 from trimaran.app.recipe.options import Json, RunName, Settings, complete_recipe, complete_run, find_run
+from trimaran.app.runs.stored_checkpoints import list_stored, show_stored, verify_stored
+from trimaran.app.show.clean_console import open_console, plain_table, progress_bar
 from trimaran.checkpoint.checkpoint_list import count_drafts, find_step, list_checkpoints, verify_present
 from trimaran.checkpoint.step_dirs import complete_steps, prune, step_of, step_path, steps_to_prune, without_manifest
 from trimaran.core import UserError, show_bytes
@@ -54,9 +56,6 @@ def list_all(run: RunName, as_json: Json = False) -> None:
     trimaran checkpoints list runs/stdlib-tiny --json
     trimaran checkpoints s3://bucket/my-run
     """
-    from trimaran.app.runs.stored_checkpoints import list_stored, show_stored
-    from trimaran.app.show.clean_console import open_console, plain_table
-
     if "://" in run:
         stored = list_stored(run)
         typer.echo(json.dumps({"store": stored})) if as_json else show_stored(stored)
@@ -105,9 +104,6 @@ def verify_run(
     trimaran checkpoints verify s3://bucket/my-run
     """
     if store or "://" in run:
-        from trimaran.app.runs.stored_checkpoints import verify_stored
-        from trimaran.app.show.clean_console import open_console, progress_bar
-
         url = run if "://" in run else find_run(run).read_recipe().checkpoint.store
         if not url:
             raise UserError("A001", "this run has no object store", where=run,
@@ -223,8 +219,6 @@ def import_folder(
     trimaran checkpoints import /data/fsdp/step-1000 --run-dir runs/mine --recipe mine.yaml
     trimaran resume runs/mine
     """
-    from trimaran.app.show.clean_console import open_console
-
     answer = _import(folder, run_dir, recipe, settings, step, open_console(stderr=True))
     if as_json:
         typer.echo(json.dumps(answer))
@@ -238,7 +232,6 @@ def _import(
 ) -> dict[str, Any]:
     from trimaran.app.recipe.recipe_files import with_model_tokenizer
     from trimaran.app.recipe.request import resolve
-    from trimaran.app.show.clean_console import progress_bar
     from trimaran.checkpoint.convert.dcp_read import DcpSource
     from trimaran.checkpoint.convert.import_dcp import find_imported_tensors
 
@@ -294,7 +287,6 @@ def _exclusive(run: RunDirectory) -> AbstractContextManager[Any]:
 
 
 def _other_nodes(path: Path) -> list[str]:
-    """Return the nodes that have files of a checkpoint on their own disks."""
     from trimaran.checkpoint.manifest import read_manifest
     from trimaran.checkpoint.step_files import files_elsewhere
 
@@ -306,8 +298,6 @@ def _other_nodes(path: Path) -> list[str]:
 
 def _damages(path: Path) -> list[str] | None:
     """Return the damages of a checkpoint; None if a live run has pruned it meanwhile."""
-    from trimaran.app.show.clean_console import open_console, progress_bar
-
     with progress_bar(open_console(stderr=True)) as progress:
         found = verify_present(path, lambda fraction: progress(f"verifying {path.name}", fraction))
     return None if found is None else [str(each) for each in found]

@@ -52,10 +52,8 @@ def _follow_in_panel(
             show_notes(state, console, notes)
             show_incidents(state, console, shown)
             show_findings(state, console, poller)
-            panel = draw(
-                state, width=console.width - len("^C"), height=console.height, extra=status_lines(state, poller)
-            )
-            live.update(panel, refresh=True)
+            lines, width = status_lines(state, poller), console.width - len("^C")
+            live.update(draw(state, width=width, height=console.height, extra=lines), refresh=True)
             if not ended:
                 drawing = time.monotonic() - began
                 time.sleep(min(max(FRAME_SECONDS, drawing / MAX_CPU_FRACTION), MAX_FRAME_SECONDS))
@@ -94,18 +92,14 @@ def show_log(lines: Iterable[LogLine], console: Console) -> None:
     """Print the log lines of the ranks, each with its rank."""
     for each in lines:
         is_warning = any(word in each.text for word in ("WARN", "Warning", "ERROR", "Error", "Traceback"))
-        console.print(
-            Text.assemble((f"[rank {each.rank}] ", "dim"), (each.text, ORANGE if is_warning else "dim")), soft_wrap=True
-        )
+        text = (each.text, ORANGE if is_warning else "dim")
+        console.print(Text.assemble((f"[rank {each.rank}] ", "dim"), text), soft_wrap=True)
 
 
 def show_notes(state: RunState, console: Console, shown: set[str]) -> None:
     """Print, once, whether the run uses the warm fork server that was asked for, and what comes from the store."""
-    for event in state.current_events("start"):
-        if (note := str(event.data.get("fork_server", ""))) and note not in shown:
-            shown.add(note)
-            print_plain(console, note)
-    for note in store_notes(state):
+    fork_servers = (str(event.data.get("fork_server", "")) for event in state.current_events("start"))
+    for note in filter(None, (*fork_servers, *store_notes(state))):
         if note not in shown:
             shown.add(note)
             print_plain(console, note)

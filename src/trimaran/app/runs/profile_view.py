@@ -49,7 +49,6 @@ def show_profile(answer: dict[str, Any], console: Console) -> None:
 
 
 def _show_ranges(recorded: dict[str, Any], console: Console) -> None:
-    """Print the phases of a rank that nsys has recorded, and the longest of its other ranges."""
     phases = [each for each in recorded["ranges"] if each["is_phase"]]
     others = [each for each in recorded["ranges"] if not each["is_phase"]][:MAX_ROWS]
     if not phases:

@@ -98,7 +98,6 @@ def _print_one(console: "Console", finding: Finding, run: RunDirectory) -> None:
 
 
 def _short(value: Any) -> str:
-    """Return a value of the evidence as short text."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):

@@ -208,12 +208,13 @@ class RunState:
     @property
     def num_estimated(self) -> int:
         """How many steps of a long past without an index were not read: sums and curves are estimates there."""
-        return 0 if self._only_status else self._ledger_reader.num_estimated
+        return 0 if self._only_status else self._ledger_reader.steps.num_estimated
 
     @property
     def long_lines(self) -> list[LongLine]:
         """The lines of metrics and events that are too long to be ours, and were skipped."""
-        return [*self._ledger_reader.long_lines, *self._reader.long_lines(*map(self.run.events, self._log_followers))]
+        events = map(self.run.events, self._log_followers)
+        return [*self._ledger_reader.steps.long_lines, *self._reader.long_lines(*events)]
 
     @property
     def steps(self) -> list[StepLine]:

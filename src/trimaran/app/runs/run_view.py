@@ -70,7 +70,6 @@ def draw(state: RunState, *, width: int, height: int | None = None, extra: Seque
 
 
 def _panel(state: RunState, width: int, rows: int, lines: Sequence[Text]) -> RenderableType:
-    """Return the panel with `rows` for the curve and `lines` at its end."""
     inner = width - 4
     parts: list[RenderableType] = [Text(str(state.plan), style="dim"), _progress(state, inner)]
     if state.steps and width >= WIDE_COLUMNS:

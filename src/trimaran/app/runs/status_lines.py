@@ -125,7 +125,6 @@ def _incidents(state: RunState) -> Iterator[Text]:
 
 
 def _change(state: RunState) -> Iterator[Text]:
-    """Yield what became of the last change of the plan."""
     if (event := state.last_change) is None:
         return
     fields = ", ".join(f"{name}={value}" for name, value in _tree(event.data.get("patch")).items())
@@ -139,7 +138,6 @@ def _change(state: RunState) -> Iterator[Text]:
 
 
 def _ranks(state: RunState) -> Iterator[Text]:
-    """Yield the spread over ranks, and the outliers."""
     ranks = _tree(state.latest.get("ranks"))
     parts = [Text.assemble((f"{label} ", "dim"), _spread(_tree(ranks.get(name)), show))
              for name, (label, show) in SPREADS.items() if _is_spread(_tree(ranks.get(name)))]  # fmt: skip
@@ -169,7 +167,6 @@ def _outlier(each: Tree) -> str:
 
 
 def _memory(state: RunState) -> Iterator[Text]:
-    """Yield how full the device is, and how fragmented."""
     memory = _tree(state.latest.get("memory"))
     used = memory.get("reserved", memory.get("allocated"))
     if not is_number(used):
@@ -195,7 +192,6 @@ def _links(state: RunState) -> Iterator[Text]:
 
 
 def _machines(state: RunState) -> Iterator[Text]:
-    """Yield hosts and GPUs of all nodes, with the range over them."""
     samples = list(state.samples.values())
     if not samples:
         return
@@ -219,7 +215,6 @@ def _machines(state: RunState) -> Iterator[Text]:
 
 
 def _ledger(state: RunState) -> Iterator[Text]:
-    """Yield the goodput, and the largest losses of time."""
     if (ledger := state.ledger) is None:
         return
     others = ("compute", "communication", "idle")

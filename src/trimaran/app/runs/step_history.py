@@ -78,7 +78,6 @@ class StepHistory:
         self._extents, self._whole = {}, {}
 
     def _fold(self, *, keep: int) -> None:
-        """Put all steps but the last `keep` into blocks."""
         self._clear()
         size, end = self._block_steps, len(self.steps) - keep
         for begin in range(0, end, size):
@@ -112,7 +111,6 @@ class StepHistory:
 
 
 def _single_extents(name: str, steps: Sequence[StepLine]) -> Iterator[Extent]:
-    """Yield the extents of single steps with finite values."""
     value_of = SCALARS[name]
     for step in steps:
         value = value_of(step)

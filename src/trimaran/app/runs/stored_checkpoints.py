@@ -16,10 +16,9 @@ def list_stored(url: str) -> dict[str, Any]:
     try:
         store = open_store(url)
         rows = [_row(store, each) for each in store.steps()]
-    except StoreError as error:
-        return {"url": url, "checkpoints": [], "error": str(error)}
-    except UserError as error:
-        return {"url": url, "checkpoints": [], "error": f"{error.what}; {error.fix}"}
+    except (StoreError, UserError) as error:
+        why = f"{error.what}; {error.fix}" if isinstance(error, UserError) else str(error)
+        return {"url": url, "checkpoints": [], "error": why}
     return {"url": url, "checkpoints": rows}
 
 

@@ -113,7 +113,6 @@ def _compare(state: RunState, console: Console) -> None:
 
 
 def _show_faults(state: RunState, console: Console) -> None:
-    """Print the incidents, restarts and lost steps, if there were any."""
     incidents = [incident for incident in state.incidents if incident.cause != "preempted"]
     if not incidents and not state.restarts:
         return
@@ -153,7 +152,10 @@ def explain_failure(state: RunState, console: Console, code: int = 1) -> int:
         data = failure.data
         raise UserError(data["code"], data["what"], where=data["where"], fix=data["fix"])
     what = f"{failure.data.get('type')}: {failure.data.get('message')}" if failure else "the ranks left no error"
-    rank = failure.rank if failure else next(iter(_crashed(state)), None)
+    # A killed process writes no event, but its log ends with a crash.
+    marks, ranks = ("Traceback", "Fatal Python error", "Segmentation fault"), range(state.plan.mesh.world_size)
+    crashed = (rank for rank in ranks if any(mark in text for text in tail(state.run.log(rank), 200) for mark in marks))
+    rank = failure.rank if failure else next(crashed, None)
     if (silent := state.silent_ranks) and any(word in what for word in PEER_IS_GONE):
         rank, what = silent[0], f"rank {silent[0]} died without an error: it was killed, or crashed in native code"
     if code < 0 or (state.status == "vanished" and state.attempts.attempts):
@@ -174,10 +176,3 @@ def explain_failure(state: RunState, console: Console, code: int = 1) -> int:
     if state.status == "vanished" and complete_steps(state.run.checkpoints):
         console.print(Text.assemble("next  ", (next_commands(state)[0], "bold")), soft_wrap=True)
     return code
-
-
-def _crashed(state: RunState) -> list[int]:
-    """Return the ranks whose log ends with a crash; a killed process writes no event."""
-    marks = ("Traceback", "Fatal Python error", "Segmentation fault")
-    ranks = range(state.plan.mesh.world_size)
-    return [rank for rank in ranks if any(mark in text for text in tail(state.run.log(rank), 200) for mark in marks)]

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,13 @@ def curve(values: Sequence[float], *, width: int, height: int) -> list[str]:
     rows = [round((high - value) / ((high - low) or 1) * top) for value in columns]
     step = (2 * width - 1) / max(1, len(rows) - 1)
     cells = [[_BLANK] * width for _ in range(height)]
-    for x, y in _line([(round(index * step), row) for index, row in enumerate(rows)]):
+    points = [(round(index * step), row) for index, row in enumerate(rows)]
+    dots = [points[0]]  # on the straight lines between neighbouring points
+    for (x0, y0), (x1, y1) in pairwise(points):
+        length = max(abs(x1 - x0), abs(y1 - y0), 1)
+        dots += [(round(x0 + (x1 - x0) * part / length), round(y0 + (y1 - y0) * part / length))
+                 for part in range(1, length + 1)]  # fmt: skip
+    for x, y in dots:
         cells[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
     return ["".join(map(chr, row)) for row in cells]
 
@@ -46,15 +52,6 @@ def stacked_bar(parts: Mapping[str, float], colors: Mapping[str, str], *, width:
         bar.append("█" * (end - drawn), style=colors[name])
         drawn = end
     return bar
-
-
-def _line(points: Sequence[tuple[int, int]]) -> Iterable[tuple[int, int]]:
-    """Yield every dot on the straight lines between neighbouring points."""
-    yield points[0]
-    for (x0, y0), (x1, y1) in pairwise(points):
-        length = max(abs(x1 - x0), abs(y1 - y0), 1)
-        for part in range(1, length + 1):
-            yield round(x0 + (x1 - x0) * part / length), round(y0 + (y1 - y0) * part / length)
 
 
 def intervals(counts: Sequence[int], number: int) -> Iterator[tuple[int, int, int]]:

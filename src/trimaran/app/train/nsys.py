@@ -173,16 +173,10 @@ def summaries(request: NsysRequest) -> list[dict[str, Any]]:
     """Return the NVTX ranges of each recorded rank by time, from `nsys stats`; without rows if it cannot say."""
     found = []
     for rank in request.ranks:
-        rows = read_nsys_stats(_stats(request.nsys, request.report(rank)))
+        command, text = [request.nsys, *STATS, str(request.report(rank))], ""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=STATS_SECONDS, check=False)
+            text = done.stdout if done.returncode == 0 else ""
+        rows = read_nsys_stats(text)
         found.append({"rank": rank, "ranges": [each.as_dict() for each in rows]})
     return found
-
-
-def _stats(nsys: str, report: Path) -> str:
-    try:
-        done = subprocess.run(
-            [nsys, *STATS, str(report)], capture_output=True, text=True, timeout=STATS_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from trimaran.app.recipe.options import Json, Settings, complete_run_or_recipe, find_run, refuse_missing_ranks
+from trimaran.app.show.clean_console import open_console
 from trimaran.core import UserError
 from trimaran.core.regular_files import read_regular_text
+from trimaran.runs import RunDirectory, RunReader, last_step, writing
 from trimaran.runs.lease import is_running
 from trimaran.runs.run_requests import MAX_STEPS, ProfileRequest, find_traces, withdraw_request, write_request
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from trimaran.runs import RunDirectory, RunReader
 
 POLL_SECONDS = 0.1
 T = TypeVar("T")
@@ -52,8 +52,6 @@ def profile(
     trimaran profile runs/stdlib-tiny --memory
     trimaran profile recipes/stdlib-tiny.yaml --nsys --ranks all
     """
-    from trimaran.app.show.clean_console import open_console
-
     if nsys and (memory or merge):
         raise UserError("A001", "--nsys makes a recording of its own", where="trimaran profile",
                         fix="leave out --memory and --merge")  # fmt: skip
@@ -80,14 +78,12 @@ def _show(answer: dict[str, Any], *, as_json: bool) -> None:
         typer.echo(json.dumps(answer))
         return
     from trimaran.app.runs.profile_view import show_profile
-    from trimaran.app.show.clean_console import open_console
 
     show_profile(answer, open_console())
 
 
 def record_with_nsys(source: str, settings: Sequence[str], *, steps: int, ranks: str, dry_run: bool) -> dict[str, Any]:
     """Record a short run of `source` with nsys, and return what `--nsys --json` prints."""
-    from trimaran.app.show.clean_console import open_console
     from trimaran.app.train.nsys import nsys_request, planned_commands, record, summaries
 
     request = nsys_request(source, settings, steps=steps, ranks=ranks, needs_nsys=not dry_run)
@@ -100,9 +96,8 @@ def record_with_nsys(source: str, settings: Sequence[str], *, steps: int, ranks:
     return answer | {"nsys": summaries(request)}
 
 
-def merge_newest_traces(run: "RunDirectory") -> dict[str, Any]:
+def merge_newest_traces(run: RunDirectory) -> dict[str, Any]:
     """Merge the newest traces of all ranks, and return what `--merge --json` prints."""
-    from trimaran.runs import writing
     from trimaran.runs.read.traces import load_trace, merge, write_merged
 
     found = find_traces(run)
@@ -117,7 +112,7 @@ def merge_newest_traces(run: "RunDirectory") -> dict[str, Any]:
     return {"run_dir": str(run.path), "merged": str(path), "step": step, "ranks": [*found[step]], "clocks": clocks}
 
 
-def _files(run: "RunDirectory", request: ProfileRequest, console: "Console") -> list[Path]:
+def _files(run: RunDirectory, request: ProfileRequest, console: "Console") -> list[Path]:
     """Return the files that the ranks wrote for `request`, or the newest traces of a finished run."""
     if is_running(run):
         return request_profile(run, request, console)
@@ -131,15 +126,13 @@ def _files(run: "RunDirectory", request: ProfileRequest, console: "Console") -> 
     return chosen
 
 
-def _no_profile(run: "RunDirectory", what: str) -> UserError:
+def _no_profile(run: RunDirectory, what: str) -> UserError:
     return UserError("D010", what, where=str(run.path), fix="run `trimaran profile RUN` while it trains, or name the "
                      "steps in advance: `trimaran train --profile 10:13`")  # fmt: skip
 
 
-def request_profile(run: "RunDirectory", request: ProfileRequest, console: "Console") -> list[Path]:
+def request_profile(run: RunDirectory, request: ProfileRequest, console: "Console") -> list[Path]:
     """Send `request` to the ranks of a live run and return the files they write. Ctrl-C withdraws the request."""
-    from trimaran.runs import RunReader, writing
-
     wanted = request.ranks_of(run.read_plan().mesh.world_size)
     reader = RunReader(run).follow(*map(run.events, wanted), backlog=0)
     with writing(run):
@@ -163,15 +156,13 @@ def request_profile(run: "RunDirectory", request: ProfileRequest, console: "Cons
 
 
 def wait_for_answer(
-    run: "RunDirectory",
+    run: RunDirectory,
     answer: Callable[[], T | None],
     console: "Console",
     waiting: Callable[[], str],
     ended: UserError,
 ) -> T:
     """Return the answer of the ranks of a running run once there is one; raise `ended` if the run ends before."""
-    from trimaran.runs import last_step
-
     shown = 0.0
     with console.status("") as status:
         while (found := answer()) is None:
@@ -184,8 +175,7 @@ def wait_for_answer(
     return found
 
 
-def _has_answered(reader: "RunReader", request: ProfileRequest, rank: int, paths: dict[int, Path]) -> bool:
-    """Read the new events of `rank`; return whether it has answered."""
+def _has_answered(reader: RunReader, request: ProfileRequest, rank: int, paths: dict[int, Path]) -> bool:
     run = reader.run
     for event in reader.events(rank):
         data = event.get("data", {})
@@ -199,7 +189,6 @@ def _has_answered(reader: "RunReader", request: ProfileRequest, rank: int, paths
 
 
 def _read(files: list[Path], *, memory: bool) -> dict[str, Any]:
-    """Return the contents of the files, summarised."""
     if memory:
         return {"memory": [json.loads(read_regular_text(each)) for each in files]}
     from trimaran.runs.read.traces import load_trace, summarise

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from trimaran.app.recipe.options import (
     RUNS,
     Json,
     NoCheck,
+    Quiet,
     Settings,
     Warm,
     complete_run,
@@ -23,7 +23,8 @@ from trimaran.app.recipe.options import (
     program_name,
 )
 from trimaran.core import Plan, Recipe, UserError, fixed_field_changes, parse_recipe
-from trimaran.runs import RunDirectory, create_run, holds_run, open_run
+from trimaran.runs import RunDirectory, create_run, holds_run, open_run, read_holder
+from trimaran.runs.lease import held_lease_error, is_running
 from trimaran.runs.run_directory import run_paths
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def resume(
     run: Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)],
     settings: Settings = None,
     as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show only the result.")] = False,
+    quiet: Quiet = False,
     no_check: NoCheck = False,
     warm: Warm = False,
     run_dir: Annotated[
@@ -96,13 +97,8 @@ def resume(
         from trimaran.app.train.torchrun_rank import resume_as_rank
 
         return resume_as_rank(request, found, replan=replan, as_json=as_json, check=not no_check)
-    from trimaran.runs.lease import POLL_SECONDS, LeaseWatch, held_lease_error
-
-    watch = LeaseWatch(found)
-    while not isinstance(holder := watch.poll(), int):
-        if watch.certain:
-            raise held_lease_error(found, holder)
-        time.sleep(POLL_SECONDS)
+    if is_running(found) and (holder := read_holder(found)) is not None:
+        raise held_lease_error(found, holder)
     refuse_other_machine(request.cluster)
     if not no_check:
         from trimaran.app.machine.machine_check import refuse_unfit_machine
@@ -114,7 +110,6 @@ def resume(
 
 
 def _open(run: str, run_dir: Path | None) -> RunDirectory:
-    """Return the run of that name, or a run directory for the run in that store."""
     if "://" in run:
         found = open_stored_run(run.rstrip("/"), run_dir)
         typer.echo(f"{found.path} is the run directory of {run}", err=True)

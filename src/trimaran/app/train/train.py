@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from trimaran.app.plan.plan import plan_as_dict
-from trimaran.app.recipe.options import RUNS, Json, NoCheck, RecipeFile, Settings, Warm, complete_autopilot
+from trimaran.app.recipe.options import RUNS, Json, NoCheck, Quiet, RecipeFile, Settings, Warm, complete_autopilot
 from trimaran.app.recipe.recipe_files import has_hub_data, with_local_files, with_model_tokenizer
 from trimaran.app.recipe.request import (
     Request,
@@ -44,7 +44,7 @@ def train(
     run_dir: NewFolder = None,
     settings: Settings = None,
     as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show only the result.")] = False,
+    quiet: Quiet = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check data and plan, build a rank without weights; start nothing.")
     ] = False,
@@ -137,7 +137,6 @@ def refuse_bad_profile(request: Request) -> None:
 
 
 def _prepare_nodes(request: Request, path: Path, *, as_json: bool, check: bool) -> int:
-    """Create the run directory of a run on several nodes, and print the command for each of them."""
     from trimaran.app.recipe.prepare_data import prepare_data
 
     recipe = prepare_data(request.recipe) if request.recipe.data.epochs else request.recipe
@@ -154,7 +153,6 @@ def _prepare_nodes(request: Request, path: Path, *, as_json: bool, check: bool) 
 
 
 def _dry_run(request: Request, path: Path, *, as_json: bool) -> int:
-    """Check the data, build ranks of the plan without weights, and show the plan and the command."""
     from trimaran.app.recipe.prepare_data import check_all_data, check_ranks, show_check
     from trimaran.app.runs.live import print_plain
     from trimaran.app.show.clean_console import open_console, progress_bar

@@ -15,7 +15,6 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from trimaran.runs.journal import LongLine
 from trimaran.runs.read.run_reader import RunReader
 from trimaran.runs.read.step_index import (
     MAX_UNINDEXED_BYTES,
@@ -119,7 +118,8 @@ class LedgerReader:
     """Reads the files of a run incrementally.
 
     `read` returns the ledger. A caller that needs the steps as well calls `poll`, then `new_steps`, then `compute`, so
-    that each line is read once. The last `num_lines` steps are then single ones, also of a long run.
+    that each line is read once. The last `num_lines` steps are then single ones, also of a long run. `steps` knows
+    which lines were not read.
     """
 
     def __init__(
@@ -138,17 +138,7 @@ class LedgerReader:
         self._attempts: list[AttemptTimes] = []
         self._supervised = False
         self._reader, unindexed = RunReader(self._run), self._max_unindexed_bytes
-        self._steps = StepReader(self._run, self._num_lines, max_unindexed_bytes=unindexed, limits=self._limits)
-
-    @property
-    def num_estimated(self) -> int:
-        """How many steps were not read: the index lacks them, and neighbouring steps stand for them."""
-        return self._steps.num_estimated
-
-    @property
-    def long_lines(self) -> list[LongLine]:
-        """The lines of the metrics that were skipped because they are too long."""
-        return self._steps.long_lines
+        self.steps = StepReader(self._run, self._num_lines, max_unindexed_bytes=unindexed, limits=self._limits)
 
     def reopen(self) -> None:
         """Begin anew: `new_steps` starts from the first step, and finds an index that was written meanwhile."""
@@ -183,7 +173,7 @@ class LedgerReader:
         """Count the new steps, and yield them; of a long past, blocks of steps that one attempt did."""
         attempt: AttemptTimes | None = None
         first = after = 0  # `attempt` did the steps from `first` on and before `after`
-        for step in self._steps.new(self._is_of_one_attempt):
+        for step in self.steps.new(self._is_of_one_attempt):
             number = step.first if isinstance(step, StepBlock) else step.step
             if not first <= number < after:
                 attempt, first, after = self._attempt_of_step(number)
@@ -303,7 +293,6 @@ def _add_step(attempt: AttemptTimes, step: StepLine) -> None:
 
 
 def _add_block(attempt: AttemptTimes, block: StepBlock) -> None:
-    """Add the seconds of a block of steps to its attempt."""
     attempt.seconds = [before + added for before, added in zip(attempt.seconds, block.seconds, strict=True)]
     attempt.highest, attempt.last = max(attempt.highest, block.highest), max(attempt.last, block.time)
 
@@ -316,7 +305,6 @@ def _is_event(line: Line) -> bool:
 
 
 def _number(tree: Any, name: str) -> float:
-    """Return the number `name` of `tree`; 0 if there is none."""
     found = tree.get(name) if isinstance(tree, dict) else None
     return found if isinstance(found, int | float) else 0.0
 

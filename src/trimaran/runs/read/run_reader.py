@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from trimaran.core.regular_files import read_regular_text, write_atomically
 from trimaran.runs.journal import LineFollower, LongLine, parse_lines
 from trimaran.runs.line_files import lines_from_end
 from trimaran.runs.read.step_lines import StepLine, read_step
+from trimaran.runs.record_types import DAMAGED
 from trimaran.runs.run_directory import RunDirectory
 from trimaran.runs.run_records import Attempts, parse_decision, read_incidents
 
@@ -126,10 +128,9 @@ class RunTail:
                 self._reader.skip_to(path, _first_after(self._since, path))
 
     def _read_position(self) -> float:
-        try:
+        with suppress(*DAMAGED):
             return float(json.loads(read_regular_text(self._position_file))["time"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return 0.0
+        return 0.0
 
 
 def _first_after(since: float, path: Path) -> int:

@@ -323,7 +323,6 @@ def _parse(line: bytes, metrics: int) -> IndexedBlock | None:
 
 
 def _check(metrics: int, begin: int, end: int) -> int:
-    """Return the checksum of the end of a block."""
     return zlib.crc32(os.pread(metrics, min(CHECKED_BYTES, end - begin), max(begin, end - CHECKED_BYTES)))
 
 
@@ -379,7 +378,6 @@ class StepReader:
         yield from filter(None, map(read_step, self._lines.new()))
 
     def _indexed(self, is_wanted: Callable[[StepBlock], bool]) -> Iterator[StepLine | StepBlock]:
-        """Yield the steps up to the last block of the index."""
         first_line = last_step(self._run) - self._num_lines
         with open_regular_file(self._run.metrics) as metrics:
             for block in read_index(self._run.metrics, self._run.metrics_index, after=self._lines.offset):
@@ -423,7 +421,6 @@ class StepReader:
 
 
 def _lines_between(metrics: BinaryIO, begin: int, end: int) -> Iterator[StepLine]:
-    """Yield the steps of the lines in a range of bytes."""
     metrics.seek(begin)
     while begin < end:
         line, size = next_line(metrics)

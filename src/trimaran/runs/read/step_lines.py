@@ -93,7 +93,6 @@ def _parse_json(line: bytes) -> StepLine | None:
 
 
 def _finite_numbers(tree: dict[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of `tree`."""
     numbers = {name: each for name, each in tree.items() if isinstance(each, int | float)}
     return {name: each for name, each in numbers.items() if -math.inf < each < math.inf}
 

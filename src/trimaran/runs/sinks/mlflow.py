@@ -73,7 +73,6 @@ class MlflowSink(ScalarSink):
         return self._run_id
 
     def _experiment(self) -> str:
-        """Return the id of the experiment, which is created if there is none of this name."""
         found = self._client.get_experiment_by_name(self._section.experiment)
         return found.experiment_id if found else self._client.create_experiment(self._section.experiment)
 

@@ -49,9 +49,7 @@ class PrometheusSink:
     def step(self, line: Line) -> None:
         with self.series.lock:
             self._training.step(line)
-            self._decisions.poll()
-        self._show_time(self._ledger.poll())
-        self._serve()
+        self._update()
 
     def event(self, line: Line) -> None:
         with self.series.lock:
@@ -65,9 +63,7 @@ class PrometheusSink:
     def sample(self, line: Line) -> None:
         with self.series.lock:
             self._machines.take(line)
-            self._decisions.poll()
-        self._show_time(self._ledger.poll())
-        self._serve()
+        self._update()
 
     def close(self) -> None:
         """Stop serving, and write the final values to a file, because they may never be scraped."""
@@ -83,6 +79,12 @@ class PrometheusSink:
         file = self._run.path / "telemetry" / "metrics.prom"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_to_textfile(str(file), self.series.registry)
+
+    def _update(self) -> None:
+        with self.series.lock:
+            self._decisions.poll()
+        self._show_time(self._ledger.poll())
+        self._serve()
 
     def _show_time(self, ledger: Ledger | None) -> None:
         """Set the ledger's series. Not done during a scrape, because reading the ledger takes time."""

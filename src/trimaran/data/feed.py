@@ -124,9 +124,17 @@ class QuarantiningFeed(ABC):
 
     share: DataShare
     quarantined: frozenset[int]
+    num_rows: int  # of an epoch
 
     @abstractmethod
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]: ...
+
+    def rows_in(self, epochs: float) -> int:
+        return max(1, round(epochs * self.num_rows))
+
+    def steps_in(self, epochs: float) -> int:
+        """Return the number of steps in so many epochs; the last step may have blank rows."""
+        return -(-self.rows_in(epochs) // self.share.global_batch)
 
     def num_quarantined(self, step: int) -> int:
         return len(self.quarantined.intersection(self.samples(step, range(self.share.dp)))) if self.quarantined else 0

@@ -178,17 +178,9 @@ class SampleFeed(QuarantiningFeed):
         self._table, self.packing, self._sample_sizes = rows.table, rows.packing, rows.sample_sizes
         self._packer = SamplePacker(options.rules, self.packing.seq_len, options.vocabulary)
         self._extra_cost = self._sample_sizes.extra_cost(options.cost, self.packing.seq_len)
-        self._end = self._rows_in(epochs) if epochs else None
+        self.num_rows = len(self.packing)
+        self._end = self.rows_in(epochs) if epochs else None
         self._assignments: dict[int, RowAssignment] = {}
-
-    @property
-    def num_rows(self) -> int:
-        """Rows per epoch."""
-        return len(self.packing)
-
-    def steps_in(self, epochs: float) -> int:
-        """Return the number of steps in so many epochs; the last step may have empty rows."""
-        return -(-self._rows_in(epochs) // self.share.global_batch)
 
     def samples(self, step: int, data_ranks: Sequence[int]) -> tuple[int, ...]:
         batch = self._assign(step)
@@ -277,6 +269,3 @@ class SampleFeed(QuarantiningFeed):
 
     def _lengths(self, row: np.ndarray) -> np.ndarray:
         return np.minimum(self._sample_sizes.lengths[row], self.packing.seq_len)
-
-    def _rows_in(self, epochs: float) -> int:
-        return max(1, round(epochs * self.num_rows))

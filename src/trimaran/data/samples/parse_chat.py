@@ -284,7 +284,10 @@ def _pair(
     if is_messages(asked):
         repeated = is_messages(answered) and answered[: len(asked)] == asked
         yield from (replace(_turn(turn, finder, split), learnt=False) for turn in asked if not repeated)
-    elif not (is_messages(answered) and any(_asks(each, asked) for each in answered)):
+    elif not is_messages(answered) or not any(  # an answer may be a complete conversation, with this question
+        each.get("from", each.get("role")) in ("user", "human") and each.get("value", each.get("content")) == asked
+        for each in answered
+    ):
         beside = {name: row[name] for name in CONTEXTS if name != question and row.get(name)}
         if wrong := next((name for name, text in beside.items() if not isinstance(text, str)), ""):
             raise BadSampleError(f"the field '{wrong}' beside the question is not a text")
@@ -293,12 +296,6 @@ def _pair(
         yield from (_turn(turn, finder, split) for turn in answered)
     else:
         yield _ParsedTurn("assistant", _content(answered, finder, split))
-
-
-def _asks(message: Mapping[str, Any], question: Any) -> bool:
-    """Return whether the message is the user's, with this question: an answer may be a complete conversation."""
-    is_user = message.get("from", message.get("role")) in ("user", "human")
-    return is_user and message.get("value", message.get("content")) == question
 
 
 def _history(value: Any) -> list[Any]:
@@ -332,7 +329,16 @@ def _turn(turn: Mapping[str, Any], finder: ImageFinder, split: bool) -> _ParsedT
         fields["tool_calls"] = _written_calls(fields.pop("function_call"))
     parts = _content(content, finder, split)
     if fields.get("tool_calls"):
-        fields["tool_calls"] = [_tool_call(each) for each in _listed(fields["tool_calls"], "tool_calls")]
+        calls: list[dict[str, Any]] = []
+        for call in _listed(fields["tool_calls"], "tool_calls"):
+            # Templates expect arguments as an object, and not as JSON text, as in OpenAI's API.
+            function = call.get("function", call)
+            changed = dict(call)
+            if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+                changed = {**function, "arguments": parsed_json(function["arguments"])}
+                changed = {**call, "function": changed} if "function" in call else changed
+            calls.append(changed)
+        fields["tool_calls"] = calls
     if role in TOOL_ROLES or role == "developer":
         fields["role"] = "developer" if role == "developer" else "tool"
     if content is None and "content" in turn:
@@ -347,15 +353,6 @@ def _written_calls(content: Any) -> list[dict[str, Any]]:
     if not calls or not all(isinstance(each, Mapping) and isinstance(each.get("name"), str) for each in calls):
         raise BadSampleError('a tool call is not JSON such as {"name": "...", "arguments": {...}}')
     return [{"type": "function", "function": dict(each)} for each in calls]
-
-
-def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object, as templates expect, and not JSON text, as in OpenAI's API."""
-    function = call.get("function", call)
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return dict(call)
-    changed = {**function, "arguments": parsed_json(function["arguments"])}
-    return {**call, "function": changed} if "function" in call else changed
 
 
 def _content(content: Any, finder: ImageFinder, split: bool) -> list[TurnPart]:

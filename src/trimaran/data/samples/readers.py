@@ -19,7 +19,6 @@ from trimaran.data.text.source_files import (
     JSON_SUFFIXES,
     NOT_ROWS,
     FractionAt,
-    TextFile,
     csv_rows,
     data_suffix,
     files_with_progress,
@@ -59,28 +58,21 @@ def json_rows(file: Path, fraction_at: FractionAt) -> Iterator[tuple[int, Any, f
     try:
         with open_text_file(file) as opened:
             if data_suffix(file) == ".json" and opened.stream.peek(4096).lstrip().startswith(b"["):
-                yield from _list_entries(opened, fraction_at)
+                data = opened.stream.read(MAX_JSON_BYTES + 1)
+                size, is_large = opened.position(), len(data) > MAX_JSON_BYTES
+                reason = "this JSON list is too large for memory: write one object per line"
+                rows = BadSampleError(reason) if is_large else parse_json(data)
+                if isinstance(rows, BadSampleError):
+                    yield 0, rows, fraction_at(size)
+                    return
+                for number, row in enumerate(rows, start=1):
+                    yield number, row, fraction_at(size * number // len(rows))
                 return
             for number, line in enumerate(opened.lines(), start=1):
                 if line.strip():
                     yield number, parse_json(line), fraction_at(opened.position())
     except OSError as error:
         yield 0, BadSampleError(f"the file cannot be read: {error.strerror}"), fraction_at(0)
-
-
-def _list_entries(opened: TextFile, fraction_at: FractionAt) -> Iterator[tuple[int, Any, float]]:
-    data = opened.stream.read(MAX_JSON_BYTES + 1)
-    size = opened.position()
-    rows = (
-        parse_json(data)
-        if len(data) <= MAX_JSON_BYTES
-        else BadSampleError("this JSON list is too large for memory: write one object per line")
-    )
-    if isinstance(rows, BadSampleError):
-        yield 0, rows, fraction_at(size)
-        return
-    for number, row in enumerate(rows, start=1):
-        yield number, row, fraction_at(size * number // len(rows))
 
 
 def parse_json(text: bytes | str) -> Any:

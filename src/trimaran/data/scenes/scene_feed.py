@@ -69,7 +69,7 @@ class SceneFeed(QuarantiningFeed):
     ) -> None:
         assert len(scenes) > 0
         self._scenes, self._seed, self.quarantined = scenes, seed, quarantined
-        self.share = share
+        self.share, self.num_rows = share, len(scenes)
 
     def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
         scenes, valid, rules = [], [], self._scenes.rules
@@ -109,7 +109,7 @@ class SceneFeed(QuarantiningFeed):
 
     def steps_in(self, epochs: float) -> int:
         """Return the number of steps in so many epochs; the last step may extend into the next epoch."""
-        return -(-round(epochs * len(self._scenes)) // self.share.global_batch)
+        return -(-round(epochs * self.num_rows) // self.share.global_batch)
 
 
 def scene_feeds(

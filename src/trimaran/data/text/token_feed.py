@@ -1,6 +1,5 @@
 """Batches of packed text: sequences of one length, in the order of the seed."""
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -31,7 +30,8 @@ class TokenFeed(QuarantiningFeed):
         assert len(sequences) > 0
         self._sequences, self._seed, self._reader = sequences, seed, reader or SampleReader()
         self.quarantined = self._reader.quarantined
-        self._num_rows = self._rows_in(epochs) if epochs else None
+        self.num_rows = len(sequences)
+        self._end = self.rows_in(epochs) if epochs else None
         self.share = share
         self._ordered_steps = max(1, ORDERED_ROWS // (share.micro_batch * share.grad_accum))
         self._ordered: tuple[range, list[tuple[int, ...]]] = (range(0), [])  # steps, and this rank's samples of each
@@ -39,13 +39,6 @@ class TokenFeed(QuarantiningFeed):
     def with_share(self, share: DataShare) -> "TokenFeed":
         """Return a feed of the same samples that deals them out as `share` says."""
         return TokenFeed(self._sequences, seed=self._seed, share=share, reader=self._reader)
-
-    def steps_in(self, epochs: float) -> int:
-        """Return the number of steps in so many epochs; the last step may have blank rows."""
-        return math.ceil(self._rows_in(epochs) / self.share.global_batch)
-
-    def _rows_in(self, epochs: float) -> int:
-        return max(1, round(epochs * len(self._sequences)))
 
     def load(self, step: int, at: Callable[[int], None]) -> LoadedArrays:
         shape = (self.share.grad_accum, self.share.micro_batch, self._sequences.seq_len)
@@ -78,6 +71,6 @@ class TokenFeed(QuarantiningFeed):
         """Return the sample ids of the ranks in each of the steps."""
         indices = self.share.rows_of(steps, data_ranks)
         ids = self._sequences.first + positions(self._seed, indices, len(self._sequences))
-        if self._num_rows is None:
+        if self._end is None:
             return [*map(tuple, ids.tolist())]
-        return [tuple(row[inside].tolist()) for row, inside in zip(ids, indices < self._num_rows, strict=True)]
+        return [tuple(row[inside].tolist()) for row, inside in zip(ids, indices < self._end, strict=True)]

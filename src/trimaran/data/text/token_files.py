@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from trimaran.core import DataSection, UserError, check_regular_file
+from trimaran.data.text.source_files import reading
 from trimaran.data.text.tokenizer import Tokenizer
 
 TOKEN_SOURCES = ("megatron", "nanogpt")
@@ -152,12 +153,9 @@ def _open_raw(file: Path, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _bytes_of(file: Path) -> np.ndarray:
-    try:
+    with reading(file):
         check_regular_file(file, follow_links=True)
         return np.asarray(np.memmap(file, np.uint8, mode="r")) if file.stat().st_size else np.empty(0, np.uint8)
-    except OSError as error:
-        raise UserError("T004", f"this cannot be read: {error.strerror}", where=str(file),
-                        fix="check the name, the permissions and the disk") from None  # fmt: skip
 
 
 def _check_ids(ids: np.ndarray, tokenizer: Tokenizer, file: Path) -> None:

@@ -50,14 +50,14 @@ class HeldState:
 
     def __init__(self, shards: Sequence[TensorShard], *, step: int) -> None:
         self.step, self.progress = step, {}
-        self._shards = {
+        self.shards = {
             (shard.key, (tuple(shard.start), tuple(shard.tensor.shape))): shard
             for shard in shards
             if shard.tensor.numel()
         }
         rows = [
             [shard.key, meta_of(shard).dtype, list(shard.shape), list(shard.start), list(shard.tensor.shape)]
-            for shard in self._shards.values()
+            for shard in self.shards.values()
         ]
         self.holders: dict[tuple[str, Region], list[int]] = defaultdict(list)
         metas: dict[str, TensorMeta] = {}
@@ -75,10 +75,7 @@ class HeldState:
 
     def values(self, key: str, held: Region, start: tuple[int, ...], size: tuple[int, ...]) -> Any:
         """Return a region of what this rank holds, as a view."""
-        return self._shards[key, held].tensor[window(start, size, held[0])]
-
-    def holds(self, key: str, held: Region) -> bool:
-        return (key, held) in self._shards
+        return self.shards[key, held].tensor[window(start, size, held[0])]
 
 
 @torch.no_grad()
@@ -106,7 +103,7 @@ def hand_over(
         for region, start, size in regions:
             region_held = (region.start, region.size)
             target: Any = shard.tensor[window(start, size, shard.start)]
-            if held.holds(shard.key, region_held):
+            if (shard.key, region_held) in held.shards:
                 _copy(held.values(shard.key, region_held, start, size), target, device)
                 continue
             if memory is not None and shard.key in memory.index:

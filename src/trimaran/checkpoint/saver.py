@@ -178,10 +178,7 @@ class Saver:
 
     def results(self) -> list[SaveResult]:
         """Return the results since the last call."""
-        found = []
-        while not self._results.empty():
-            found.append(self._results.get())
-        return found
+        return [self._results.get() for _ in range(self._results.qsize())]
 
     def close(self) -> None:
         """End the thread. No save may follow."""

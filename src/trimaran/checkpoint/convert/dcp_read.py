@@ -9,7 +9,7 @@ import mmap
 import pickletools
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,6 +24,7 @@ from trimaran.core import UserError, open_regular_file
 from trimaran.parallel import DTYPE_NAMES, VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion
 
 MARK = object()
+LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 METADATA_FILE = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
 MAX_PICKLE_BYTES = 64 << 10
@@ -131,26 +132,40 @@ def read_pickle(program: bytes, *, names: Collection[str], where: str) -> Any:
 
 
 def _execute(opcode: str, argument: Any, stack: list[Any], memo: dict[int, Any], names: Collection[str]) -> None:
-    """Change the stack and the memo of the pickle machine as an instruction says."""
+    """Change the stack and the memo of the pickle machine as an instruction says. Frequent ones are first."""
     match opcode:
-        case (
-            "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "SHORT_BINUNICODE" | "BINUNICODE" | "BINUNICODE8"
-        ):
+        case _ if opcode in LITERALS:
             stack.append(argument)
+        case "MEMOIZE" | "BINPUT" | "LONG_BINPUT":
+            memo[len(memo) if argument is None else argument] = _top(stack)
         case "BINGET" | "LONG_BINGET":
             stack.append(memo[argument])
-        case "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
-            memo[len(memo) if argument is None else argument] = _top(stack)
         case "MARK":
             stack.append(MARK)
+        case "EMPTY_DICT":
+            stack.append(PickledDict([]))
+        case "BUILD":
+            call, state = _pop(stack, 2)
+            if not isinstance(call, PickledCall) or call.state is not None:
+                raise UnsafePickleError("it sets the state of something that is not a new object")
+            call.state = state
+            stack.append(call)
+        case "REDUCE" | "NEWOBJ":
+            function, inputs = _pop(stack, 2)
+            if not isinstance(function, GlobalName) or not isinstance(inputs, tuple):
+                raise UnsafePickleError("it calls something that is not a name")
+            stack.append(PickledCall(function.text, inputs))
+        case "SETITEM" | "SETITEMS":
+            flat = _pop(stack, 2) if opcode == "SETITEM" else _pop_to_mark(stack)
+            if not isinstance(_top(stack), PickledDict):
+                raise UnsafePickleError("it sets items of something that is not a dict")
+            stack[-1].pairs.extend(zip(flat[::2], flat[1::2], strict=True))
         case "NONE":
             stack.append(None)
         case "NEWTRUE" | "NEWFALSE":
             stack.append(opcode == "NEWTRUE")
         case "EMPTY_LIST":
             stack.append([])
-        case "EMPTY_DICT":
-            stack.append(PickledDict([]))
         case "EMPTY_TUPLE":
             stack.append(())
         case "TUPLE1" | "TUPLE2" | "TUPLE3":
@@ -162,11 +177,6 @@ def _execute(opcode: str, argument: Any, stack: list[Any], memo: dict[int, Any],
             if not isinstance(_top(stack), list):
                 raise UnsafePickleError("it appends to something that is not a list")
             stack[-1].extend(values)
-        case "SETITEM" | "SETITEMS":
-            flat = _pop(stack, 2) if opcode == "SETITEM" else _pop_to_mark(stack)
-            if not isinstance(_top(stack), PickledDict):
-                raise UnsafePickleError("it sets items of something that is not a dict")
-            stack[-1].pairs.extend(zip(flat[::2], flat[1::2], strict=True))
         case "GLOBAL" | "STACK_GLOBAL":
             module, name = argument.split(" ", 1) if opcode == "GLOBAL" else _pop(stack, 2)
             is_named = isinstance(module, str) and isinstance(name, str)
@@ -174,17 +184,6 @@ def _execute(opcode: str, argument: Any, stack: list[Any], memo: dict[int, Any],
             if full not in names:
                 raise UnsafePickleError(f"it refers to {full[:100]!r}")
             stack.append(GlobalName(full))
-        case "REDUCE" | "NEWOBJ":
-            function, inputs = _pop(stack, 2)
-            if not isinstance(function, GlobalName) or not isinstance(inputs, tuple):
-                raise UnsafePickleError("it calls something that is not a name")
-            stack.append(PickledCall(function.text, inputs))
-        case "BUILD":
-            call, state = _pop(stack, 2)
-            if not isinstance(call, PickledCall) or call.state is not None:
-                raise UnsafePickleError("it sets the state of something that is not a new object")
-            call.state = state
-            stack.append(call)
         case "BINPERSID":
             stack.append(PersistentId(*_pop(stack, 1)))
         case "PROTO" | "FRAME":
@@ -244,7 +243,18 @@ class DcpSource:
         tree = read_pickle(contents[:], names=METADATA_NAMES, where=str(folder / METADATA_FILE))
         try:
             self.index, self._lengths, self.skipped_keys = _parse_metadata(tree)
-            self._check_sizes()
+            # Does the metadata fit the files? Memory is allocated before they are read.
+            num_bytes = 0
+            for key, entry in self.index.items():
+                if wrong := coverage_error(entry):
+                    raise ValueError(f"{key}: {wrong}")
+                num_bytes += prod(entry.meta.shape) * VALUE_BYTES[entry.meta.dtype]
+            sizes = {file: self._path(file).stat().st_size for file in {file for file, _ in self._lengths}}
+            for (file, offset), length in self._lengths.items():
+                if offset + length > sizes[file]:
+                    raise ValueError(f"{file} is shorter than the metadata says")
+            if num_bytes > sum(sizes.values()):
+                raise ValueError("the tensors are larger than the files")
         except ValueError as error:
             raise self._damaged(str(error), METADATA_FILE) from None
         except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -282,20 +292,6 @@ class DcpSource:
             raise self._damaged("the file is empty", name)
         return path
 
-    def _check_sizes(self) -> None:
-        """Raise ValueError if the metadata does not fit the files: memory is allocated before the files are read."""
-        num_bytes = 0
-        for key, entry in self.index.items():
-            if wrong := coverage_error(entry):
-                raise ValueError(f"{key}: {wrong}")
-            num_bytes += prod(entry.meta.shape) * VALUE_BYTES[entry.meta.dtype]
-        sizes = {file: self._path(file).stat().st_size for file in {file for file, _ in self._lengths}}
-        for (file, offset), length in self._lengths.items():
-            if offset + length > sizes[file]:
-                raise ValueError(f"{file} is shorter than the metadata says")
-        if num_bytes > sum(sizes.values()):
-            raise ValueError("the tensors are larger than the files")
-
     def _damaged(self, what: str, file: str) -> UserError:
         return UserError("K022", f"the checkpoint is damaged: {what}", where=str(self.folder / file),
                          fix="copy the checkpoint again, or use another one")  # fmt: skip
@@ -304,7 +300,16 @@ class DcpSource:
 def _parse_metadata(tree: Any) -> tuple[TensorIndex, dict[tuple[str, int], int], list[str]]:
     """Return the tensors, the length of each chunk on disk, and the keys of values that are not tensors."""
     fields = _fields(tree, "Metadata")
-    locations = dict(_storage_locations(fields["storage_data"]))
+    locations: dict[tuple[str, tuple[int, ...]], StorageLocation] = {}
+    for place, value in fields["storage_data"].pairs:
+        at, storage = _fields(place, "MetadataIndex"), _fields(value, "_StorageInfo")
+        if storage.get("transform_descriptors"):
+            raise ValueError("it is compressed or encrypted, which is not supported")
+        if at.get("offset") is not None:
+            location = StorageLocation(storage["relative_path"], storage["offset"], storage["length"])
+            if not isinstance(location.file, str) or not _is_count(location.offset) or not _is_count(location.length):
+                raise ValueError("an invalid storage location")
+            locations[_string(at["fqn"]), _sizes(at["offset"])] = location
     index: TensorIndex = {}
     skipped_keys = []
     for key, value in fields["state_dict_metadata"].string_items().items():
@@ -323,18 +328,6 @@ def _parse_metadata(tree: Any) -> tuple[TensorIndex, dict[tuple[str, int], int],
         regions = tuple(TensorRegion(start, size, location.file, location.offset) for start, size, location in filled)
         index[key] = IndexEntry(TensorMeta(DTYPE_NAMES[dtype], _sizes(tensor["size"])), regions)
     return index, {(each.file, each.offset): each.length for each in locations.values()}, skipped_keys
-
-
-def _storage_locations(table: PickledDict) -> Iterator[tuple[tuple[str, tuple[int, ...]], StorageLocation]]:
-    for key, value in table.pairs:
-        index, storage = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
-        if storage.get("transform_descriptors"):
-            raise ValueError("it is compressed or encrypted, which is not supported")
-        if index.get("offset") is not None:
-            location = StorageLocation(storage["relative_path"], storage["offset"], storage["length"])
-            if not isinstance(location.file, str) or not _is_count(location.offset) or not _is_count(location.length):
-                raise ValueError("an invalid storage location")
-            yield (_string(index["fqn"]), _sizes(index["offset"])), location
 
 
 def _fields(call: Any, class_name: str) -> dict[str, Any]:

@@ -118,10 +118,7 @@ class StoreUploads:
 
     def results(self) -> list[UploadResult]:
         """Return the results since the last call; only rank 0 has any."""
-        found = []
-        while not self._results.empty():
-            found.append(self._results.get())
-        return found
+        return [self._results.get() for _ in range(self._results.qsize())]
 
     def _order(self, what: str, step: int) -> None:
         with self._condition:

@@ -127,9 +127,9 @@ class BatchAgreement:
         self._calls.note(f"{where} of step {step}")
         gathered = all_gather_int64(np.array([num_rows, digest(batch)], dtype=np.int64))
         if (gathered != gathered[0]).any():
-            raise UserError("P045", f"ranks hold different global batches in step {step}: {_difference(gathered)}"
-                            + (f" (they agreed in step {self._agreed_at})" if self._agreed_at >= 0 else ""),
-                            where=where, fix=CAUSES)  # fmt: skip
+            agreed = f" (they agreed in step {self._agreed_at})" if self._agreed_at >= 0 else ""
+            what = f"ranks hold different global batches in step {step}: {_difference(gathered)}{agreed}"
+            raise UserError("P045", what, where=where, fix=CAUSES)
         self._agreed_at = step
 
 

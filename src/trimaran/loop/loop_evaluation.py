@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -89,8 +88,7 @@ def write_weights(file: str | Path, weights: Mapping[str, Tensor]) -> Path:
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}-", delete=False) as draft:
-                temporary = Path(draft.name)
+            temporary = path.with_name(f".{path.stem}-{os.urandom(6).hex()}")
             try:
                 save_file({name: each.contiguous() for name, each in weights.items()}, temporary)
                 with temporary.open("rb") as written:

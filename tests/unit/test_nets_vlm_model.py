@@ -69,7 +69,7 @@ def test_packed_images_are_encoded_as_if_each_were_alone(spec: VlmSpec) -> None:
     grids = [torch.tensor([[each.shape[1] // 4, each.shape[2] // 4]], dtype=torch.int32) for each in images]
     together = module.encode(torch.cat(patches), torch.cat(grids))
     alone = torch.cat([module.encode(*each) for each in zip(patches, grids, strict=True)])
-    assert together.shape == (sum(map(len, patches)) // merge**2, spec.feature_width * spec.num_projections)
+    assert together.shape == (sum(map(len, patches)) // merge**2, spec.feature_width * module.num_projections)
     assert torch.allclose(together, alone, atol=1e-5)
 
 

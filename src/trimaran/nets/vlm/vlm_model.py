@@ -77,7 +77,7 @@ class Vlm(nn.Module):
             features = self._vision_features(stream, tokens, images)
             if self.projector is None:
                 return features, torch.zeros((), device=tokens.device)
-            rows, *deep = self._project(features, tokens, images).chunk(self.spec.num_projections, -1)
+            rows, *deep = self._project(features, tokens, images).chunk(self.num_projections, -1)
             placed, stream = (rows, self.context.shard(image_token_index(tokens, self.spec.image_token))), ()
         assert self.language is not None, "a stage after the projector has decoder layers"
         rotation = None
@@ -109,6 +109,11 @@ class Vlm(nn.Module):
         return torch.cat([out, *later], -1) if later else out, balance
 
     @property
+    def num_projections(self) -> int:
+        """How many projectors there are, with those of deepstack."""
+        return 1 + len(self.spec.projector.deepstack)
+
+    @property
     def num_pending(self) -> tuple[int, int]:
         """How many tensors of deepstack accompany the language stream into this stage, and out of it."""
         taps, first = len(self.spec.projector.deepstack), self.spec.vision.layers + 1
@@ -121,7 +126,7 @@ class Vlm(nn.Module):
         assert self.vision.is_complete
         layout = layout_patches(self.spec.vision, self.spec.projector.merge, patches, grids)
         stream = self.vision(patches=patches, layout=layout)
-        return layout.merged_patches(stream, self.spec.projector.merge, self.spec.num_projections)
+        return layout.merged_patches(stream, self.spec.projector.merge, self.num_projections)
 
     def max_vision_length(self, tokens: Tensor) -> int:
         """Return the maximum length of the vision stream of a micro-batch: all its tokens may be image tokens."""
@@ -138,11 +143,11 @@ class Vlm(nn.Module):
         if (features := images.get("features")) is not None:
             # Cached features as the projector takes them; one unused row of zeros if there are none.
             if self.projector is None:  # the vision layers have nothing to do
-                width = self.spec.vision.hidden * self.spec.num_projections
+                width = self.spec.vision.hidden * self.num_projections
                 return torch.zeros(1, self.max_vision_length(tokens), width, device=tokens.device)
             if features.dtype == torch.uint16:
                 features = features.view(torch.bfloat16)  # they come from numpy, which has no bf16
-            width = self.spec.feature_width * self.spec.num_projections
+            width = self.spec.feature_width * self.num_projections
             return features.float() if len(features) else torch.zeros(1, width, device=tokens.device)
         local = self.image_assignment.local_images(self._images(tokens, images), self._black_image(tokens))
         layout = layout_patches(vision, merge, local.patches, local.grids, host_grids=local.host_grids)
@@ -155,7 +160,7 @@ class Vlm(nn.Module):
                 x = self.vision(*stream, patches=local.patches, layout=layout)
         if self.projector is None:
             return F.pad(x, (0, 0, 0, self.max_vision_length(tokens) - layout.length))
-        return layout.merged_patches(x, merge, self.spec.num_projections)
+        return layout.merged_patches(x, merge, self.num_projections)
 
     def _project(self, features: Tensor, tokens: Tensor, images: Mapping[str, Tensor | None]) -> Tensor:
         assert self.projector is not None

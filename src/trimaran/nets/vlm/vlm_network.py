@@ -174,7 +174,7 @@ class VlmNetwork(Network):
     def stream_shape(self, inputs: Mapping[str, Tensor], *, tp: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """See `Network`. Up to the projector it is the padded vision stream. Tensors of deepstack accompany both."""
         tokens, held, projector = inputs["tokens"], self.module.held, self.spec.vision.layers
-        vision = (1, self.module.max_vision_length(tokens), self.spec.vision.hidden * self.spec.num_projections)
+        vision = (1, self.module.max_vision_length(tokens), self.spec.vision.hidden * self.module.num_projections)
         rows, length = len(tokens), self.context.shard(tokens).shape[1] // tp
         into, out = ((rows, length, self.spec.hidden * (1 + each)) for each in self.module.num_pending)
         return vision if held.start <= projector else into, vision if held.stop <= projector else out

@@ -118,7 +118,7 @@ def build_feature_cache(
         message[-1] = [*STORED_DTYPES].index(names[read_regular_text(note, follow_links=True)])
     dist.broadcast(torch.frombuffer(message, dtype=torch.uint8), src=0)
     dtype, tokens = [*STORED_DTYPES.values()][message[-1]], measure_images(index.image_sizes, encoder.rules).tokens
-    width = encoder.spec.feature_width * encoder.spec.num_projections
+    width = encoder.spec.feature_width * (1 + len(encoder.spec.projector.deepstack))
     features = FeatureCache(cache / "features" / message[:-1].decode(), tokens, width=width, dtype=dtype)
     for rank, size in ((rank_info.rank, rank_info.world_size), (rank_info.local_rank, rank_info.local_world_size)):
         missing = features.missing()

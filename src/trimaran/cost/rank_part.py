@@ -235,12 +235,16 @@ def _part(
         copies = last and tower.prediction_layers > 0 and not tower.tied
         embedding_here = tower.embedding_rows(tp) * tower.hidden if first or copies else 0
         head_here = 0 if not last or (tower.tied and is_complete) else tower.head_rows(tp) * tower.hidden
-        dense = sum(group.count * _dense(group.block, tp) for group in blocks)
-        dense += embedding_here + head_here + (tower.extras if last else 0)
-        experts = sum(
-            group.count * (group.block.expert_weights if isinstance(group.block, OutlineLayer) else 0)
-            for group in blocks
-        ) // (tp * ep)
+        dense = embedding_here + head_here + (tower.extras if last else 0)
+        experts = 0
+        for group in blocks:  # routers, norms and biases are not split
+            if isinstance(block := group.block, Opaque):
+                dense += group.count * block.parameters
+            else:
+                split_weights, whole = block.dense_weights // tp, block.router_weights + block.joining_weights
+                dense += group.count * (split_weights + whole + block.extras)
+                experts += group.count * block.expert_weights
+        experts //= tp * ep
         layers = sum(group.count for group in blocks)
         held = Holding(tower, dense, experts, embedding_here + head_here, layers, is_trained=not tower.frozen)
         holdings += _frozen_and_trained(held, blocks, (embedding_here, head_here), tp) if tower.frozen else [held]
@@ -295,13 +299,6 @@ def packed_linears(layer: OutlineLayer) -> tuple[LinearShape, ...]:
     if layer.adapter is None or not layer.adapter.is_4bit:
         return ()
     return tuple(linear for linear in linears_of(layer) if linear.inputs % PACKED_BLOCK == 0)
-
-
-def _dense(block: OutlineLayer | Opaque, tp: int) -> int:
-    """Return the parameters of one block on a tensor-parallel rank. Routers, norms and biases are not split."""
-    if isinstance(block, Opaque):
-        return block.parameters
-    return block.dense_weights // tp + block.router_weights + block.joining_weights + block.extras
 
 
 def max_in_flight(schedule: str, *, ranks: int, pp_rank: int, rounds: int, count: int) -> float:

@@ -217,12 +217,6 @@ def is_internvl(spec: VlmSpec) -> bool:
     )
 
 
-def fits_transformers(spec: VlmSpec) -> bool:
-    """Return whether transformers' InternVL, too, has the features of `spec`, which `is_internvl`."""
-    vision = spec.vision
-    return vision.table_side == vision.tile_side and (not vision.block.qk_norm or vision.block.norm_eps == QK_NORM_EPS)
-
-
 def internvl_config(spec: VlmSpec) -> dict[str, Any]:
     """Return the fields of transformers' InternVL."""
     vision, block = spec.vision, spec.vision.block

@@ -11,10 +11,10 @@ from trimaran.models.from_hf import spec_from_hf, spec_to_hf
 from trimaran.models.internvl import (
     CHAT,
     OWN_LAYOUT,
+    QK_NORM_EPS,
     cannot_read,
     chat_config,
     chat_layout,
-    fits_transformers,
     internvl_config,
     internvl_spec,
     is_internvl,
@@ -335,8 +335,11 @@ def disk_form(spec: VlmSpec) -> Form:
             return "qwen2_5_vl"
     if _is_qwen_3(spec):
         return "qwen3_vl_moe" if spec.language.block.experts else "qwen3_vl"
-    if is_internvl(spec) and (spec.layout or fits_transformers(spec)):
-        return spec.layout or OWN_LAYOUT
+    if is_internvl(spec):
+        vision = spec.vision  # transformers has no field for the epsilon of these norms
+        has_its_norms = not vision.block.qk_norm or vision.block.norm_eps == QK_NORM_EPS
+        if spec.layout or (vision.table_side == vision.tile_side and has_its_norms):
+            return spec.layout or OWN_LAYOUT
     return "llava" if _is_llava(spec) else OWN
 
 

@@ -13,7 +13,7 @@ from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
 from trimaran.cost import Job
 from trimaran.cost.collective import ring_of, send_seconds
 from trimaran.cost.gradient_traffic import TrafficPath, traffic_path_on, unit_seconds
-from trimaran.cost.roofline import rates_of
+from trimaran.cost.job import ELEMENT_BYTES
 from trimaran.cost.simulate.pipeline_order import Order, pipeline_order
 from trimaran.cost.stage_time import StageTime, rank_times_of, stage_inputs_on, stage_times_of
 from trimaran.cost.step_time import COPIES, StepTime, rank_compute_of, step_time_of, with_joined_units
@@ -300,11 +300,9 @@ def _sends(job: Job, cluster: Cluster, plan: Plan, order: Order, demands: Demand
     if plan.mesh.pp == 1:
         return ()
     main, levels = job.outline.main, cluster.levels
-    element_bytes = rates_of(cluster.device, plan.precision).element_bytes
-    sent = element_bytes * job.positions(main, plan) * main.hidden / plan.mesh.tp
-    blocks = [block for block, _ in main.runs]
-    if isinstance(blocks[-1], Opaque):
-        sent = blocks[-1].output_bytes * plan.micro_batch
+    sent = ELEMENT_BYTES[plan.precision] * job.positions(main, plan) * main.hidden / plan.mesh.tp
+    if isinstance(last := main.runs[-1][0], Opaque):
+        sent = last.output_bytes * plan.micro_batch
     seconds = send_seconds(sent, ring_of(levels, plan.mesh.pp, max(1, levels[-1].devices // plan.mesh.pp)))
     owners = order.rank_of_stage
     return tuple(

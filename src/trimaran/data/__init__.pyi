@@ -32,7 +32,7 @@ from .sample_feed import (
     slowest_rank_cost as slowest_rank_cost,
 )
 from .samples.parse_chat import CAPTIONS as CAPTIONS, IMAGES as IMAGES, ImageFinder as ImageFinder, read_row as read_row
-from .samples.prepare_samples import prepare_samples as prepare_samples
+from .samples.prepare_samples import estimate_rows as estimate_rows, prepare_samples as prepare_samples
 from .samples.raw_sample import (
     FrameChoice as FrameChoice, ImageLocation as ImageLocation, RawSample as RawSample, SourceFiles as SourceFiles,
     Turn as Turn,
@@ -41,7 +41,6 @@ from .samples.readers import (
     json_rows as json_rows, read_samples as read_samples, read_tar as read_tar, sample_of as sample_of,
     text_of as text_of,
 )
-from .samples.row_estimate import estimate_rows as estimate_rows
 from .samples.sample_index import (
     SampleIndex as SampleIndex, repeat_ids as repeat_ids,
     repeats_per_epoch as repeats_per_epoch,

@@ -252,7 +252,7 @@ def row_sizes_of(recipe: Recipe, spec: Spec | None) -> RowSizes | None:
         return None
     if any(each.path is not None and is_hub_name(each.path) for each in sources):
         return None
-    from trimaran.data.samples.row_estimate import estimate_rows
+    from trimaran.data.samples.prepare_samples import estimate_rows
 
     try:
         return estimate_rows(with_model_tokenizer(recipe).data, recipe_image_rules(recipe))

@@ -1,4 +1,4 @@
-"""Tokenizes one or several sample sources into an index, once, in a cache."""
+"""Tokenizes one or several sample sources into an index, once, in a cache; or the first samples, for an estimate."""
 
 import hashlib
 import json
@@ -9,14 +9,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
-from trimaran.core import DataSection, ImageRules, MixtureSource, UserError, open_regular_file
+from trimaran.core import DataSection, ImageRules, MixtureSource, RowSizes, UserError, open_regular_file
 from trimaran.data import drawn_shapes
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.row_fields import PREFERENCE_REASON, preference_error
+from trimaran.data.row_packing import slots_per_row
 from trimaran.data.samples.raw_sample import (
     DEFAULT_CHOICE,
     FrameChoice,
@@ -28,7 +31,7 @@ from trimaran.data.samples.raw_sample import (
 )
 from trimaran.data.samples.readers import READERS, read_samples
 from trimaran.data.samples.sample_index import MIXTURE, MixtureEntry, SampleIndex, SourceMixture
-from trimaran.data.samples.source_part import FORMAT, PartWriter, SamplePart
+from trimaran.data.samples.source_part import FORMAT, PartWriter, SamplePart, TokenizedSample
 from trimaran.data.samples.tokenize_chat import NO_IMAGES_REASON, ChatTokenizer
 from trimaran.data.text.array_folder import drafted
 from trimaran.data.text.bad_lines import ceil_share
@@ -36,6 +39,7 @@ from trimaran.data.text.pack_text import Progress, in_batches
 from trimaran.data.text.source_files import any_byte_order_mark, find_files
 from trimaran.data.text.tokenizer import load_tokenizer
 from trimaran.data.vision.decode import BadImageError, upright_size
+from trimaran.data.vision.image_grid import measure_images
 
 BATCH_SAMPLES = 1024
 BATCH_IMAGE_BYTES = 256 << 20
@@ -46,6 +50,8 @@ COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 HEAD_BYTES = 1 << 16
 MAX_ASPECT_RATIO = 200
 NUM_THREADS = 8
+NUM_ESTIMATED_SAMPLES = 256  # of each source
+PACKED_FRACTION = 0.98  # of a row's tokens that best-fit packing fills
 
 
 def size_threads() -> ThreadPoolExecutor:
@@ -288,3 +294,53 @@ def _size(head: bytes, name: str) -> tuple[int, int]:
         reason = too_long if min(width, height) > 0 else "it is empty"
         raise BadSampleError(f"an image of {width} x {height} pixels, {reason}: {name}")
     return width, height
+
+
+def estimate_rows(section: DataSection, rules: ImageRules | None) -> RowSizes | None:
+    """Return what a row of `section` holds on average; None if no sample can be read.
+
+    Only the first samples of each source are read, and of each image only its first bytes. Data in which later samples
+    have other sizes is therefore estimated wrongly. Raises UserError if the data is missing.
+    """
+    tokenizer = ChatTokenizer(load_tokenizer(section.tokenizer), section.samples.template, rules, section.seq_len)
+    tables = []
+    for source in sources_of(section):
+        raw = list(islice(read_samples(find_source_files(section, source, rules)), NUM_ESTIMATED_SAMPLES))
+        with size_threads() as threads:
+            outcomes = list(tokenize_batch(raw, tokenizer, threads))
+        samples = [each for outcome in outcomes if not isinstance(outcome, BadSampleError) for each in outcome]
+        fraction = raw[-1].fraction_read if len(raw) == NUM_ESTIMATED_SAMPLES else 1.0
+        total = len(samples) / fraction if fraction > 0 else float(len(samples))
+        sizes = np.array([each for sample in samples for each in _sizes(sample, rules, section.seq_len)])
+        share = source.weight or total * (source.epochs or 1.0)
+        if len(sizes):
+            tables.append((sizes, np.full(len(sizes), share / len(sizes))))
+    if not tables:
+        return None
+    sizes, weights = (np.concatenate(each) for each in zip(*tables, strict=True))
+    lengths, images, patches, pairs = sizes.T
+    rows = {
+        "pack": lengths / (PACKED_FRACTION * section.seq_len),
+        "bucket": 1.0 / slots_per_row(lengths.astype(np.int64), section.seq_len),
+        "pad": np.ones(len(lengths)),
+    }[section.samples.batching]
+    num_rows, num_patches = float(weights @ rows), float(weights @ patches)
+    return RowSizes(
+        images=float(weights @ images) / num_rows,
+        patches=num_patches / num_rows,
+        image_patches=float(weights @ pairs) / max(1.0, num_patches),
+        attended_tokens=float(weights @ lengths**2) / (num_rows * section.seq_len),
+        num_samples=len(sizes),
+    )
+
+
+def _sizes(sample: TokenizedSample, rules: ImageRules | None, seq_len: int) -> Iterator[tuple[float, ...]]:
+    """Yield tokens, images, patches and pairs of patches of a sample, if it fits a row."""
+    length, images = len(sample.tokens), np.array([each[1:] for each in sample.images])
+    patches = pairs = 0
+    if rules is not None and len(images):
+        measured = measure_images(images, rules)
+        length += int((measured.tokens - 1).sum())
+        patches, pairs = int(measured.patches.sum()), int(measured.patch_pairs.sum())
+    if length <= seq_len or not patches:  # a sample whose images would be cut is left out
+        yield min(length, seq_len), len(images), patches, pairs

@@ -227,7 +227,8 @@ def test_a_compiled_block_saves_what_the_mode_says_and_the_cost_model_predicts(m
     job = Job(outline=outline_of(spec), seq_len=TOKENS.shape[1], stack=STACKS["trimaran"])
     layer, inputs = job.outline.main.runs[0][0], memory_inputs_of(job, parse_cluster("1xH100"), plan)
     assert isinstance(layer, OutlineLayer)
-    predicted = layer_bytes(layer, inputs.saved, 2, 1, 1, False).of(mode)  # with the block's input, without its output
+    # With the block's input, without its output.
+    predicted = getattr(layer_bytes(layer, inputs.saved, 2, 1, 1, False), mode)
     if mode in ("elementwise", "selective"):
         assert graphs.returned_bytes[0] == TOKENS.numel() / 2 * predicted, "of one of two micro-batches"
 

@@ -115,8 +115,8 @@ def gather_for_parts(model: nn.Module, before_call: Callable[[], None]) -> None:
         raise UserError("P136", f"this model cannot be sharded: {error}", where="prepare(sharding=...)",
                         fix="use wrap=... with modules that share no weights") from None  # fmt: skip
     root = UnitCalls(model, before_call)
-    model.register_forward_pre_hook(functools.partial(root.note, 1), prepend=True)
-    model.register_forward_hook(functools.partial(root.note, -1), always_call=True)
+    model.register_forward_pre_hook(root.note_enter, prepend=True)
+    model.register_forward_hook(root.note_leave, always_call=True)
     root.wrap_methods(model)
     for part in _outside_of_units(model):
         if not isinstance(part, WITHOUT_FORWARD):
@@ -174,10 +174,13 @@ class UnitCalls:
         self._unit, self._state, self._before_call = unit, unit._get_fsdp_state(), before_call
         self._depth = 0
 
-    def note(self, change: int, *_: Any) -> None:
-        """Note that the unit's own forward begins (1) or ends (-1)."""
+    def note_enter(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._depth += change
+            self._depth += 1
+
+    def note_leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._depth -= 1
 
     def enter_part(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return None if torch.compiler.is_compiling() else self._enter(args, kwargs)

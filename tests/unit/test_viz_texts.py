@@ -84,7 +84,7 @@ def test_every_template_of_the_planner_has_a_translation() -> None:
     files = [SOURCE / "planner" / "hints.py", SOURCE / "planner" / "search" / "rejections.py"]
     calls = [each for file in files for each in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
              if isinstance(each, ast.Call) and getattr(each.func, "id", "") == "templated"]  # fmt: skip
-    templates = {each.args[0].value for each in calls if isinstance(each.args[0], ast.Constant)}
+    templates = {str(each.args[0].value) for each in calls if isinstance(each.args[0], ast.Constant)}
     payloads = {*PAYLOAD_AXES, *DATA_PAYLOADS, "computing slowed by collectives", "communication"}
     others = {INEXACT, "optimizer", "parameters", "activations", "allocator", "{payload} on {link}"}
     assert len(templates) > 30

@@ -5,7 +5,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -116,28 +116,22 @@ def combined(first: FittedRates | None, second: FittedRates) -> FittedRates:
     """Return the factors of both after each other, with the date and the runs of the second."""
     if first is None:
         return second
-    names = dict.fromkeys([*first.links, *second.links])
-    none = LinkFactors()
+    none, links = LinkFactors(), {}
+    for name in dict.fromkeys([*first.links, *second.links]):
+        one, other = first.links.get(name, none), second.links.get(name, none)
+        latency = _bounded(one.latency * other.latency)
+        links[name] = LinkFactors(bandwidth=_bounded(one.bandwidth * other.bandwidth), latency=latency)
+    known = {(each.run, each.plan) for each in second.runs}
+    runs = (*(each for each in first.runs if (each.run, each.plan) not in known), *second.runs)
     return FittedRates(
         date=second.date,
         matmul={each: _bounded(first.matmul.get(each, 1.0) * second.matmul.get(each, 1.0))
                 for each in dict.fromkeys([*first.matmul, *second.matmul])},
         memory=_bounded(first.memory * second.memory),
         host=_bounded(first.host * second.host),
-        links={name: _both(first.links.get(name, none), second.links.get(name, none)) for name in names},
-        runs=_known_runs(first.runs, second.runs),
+        links=links,
+        runs=runs[-MAX_SOURCES:],  # the latest
     )  # fmt: skip
-
-
-def _both(first: LinkFactors, second: LinkFactors) -> LinkFactors:
-    return LinkFactors(
-        bandwidth=_bounded(first.bandwidth * second.bandwidth), latency=_bounded(first.latency * second.latency)
-    )
-
-
-def _known_runs(first: Iterable[SourceRun], second: tuple[SourceRun, ...]) -> tuple[SourceRun, ...]:
-    names = {(each.run, each.plan) for each in second}
-    return (*(each for each in first if (each.run, each.plan) not in names), *second)[-MAX_SOURCES:]
 
 
 def _bounded(factor: float) -> float:
@@ -342,7 +336,7 @@ def _measured_device(cluster: Cluster, calibration: Calibration) -> Device:
     tflops = {each: getattr(calibration, f"{each}_tflops") for each in (PRECISIONS[:1] if is_cpu else PRECISIONS)}
     rates = {precision: Flops(rate * fraction * 1e12) for precision, rate in tflops.items() if rate}
     if not is_cpu and device.name in DEVICES:
-        # Raise if a rate exceeds the device's data sheet by more than 10 %, which higher clocks cannot explain.
+        # Higher clocks explain no more than 10 % above the data sheet.
         for precision, rate in rates.items():
             if rate > 1.1 * (peak := device.peak(precision)):
                 raise UserError("C006", f"{precision}_tflops is {rate / 1e12:,.0f}, and {device.name} has at most "

@@ -100,15 +100,11 @@ def _groups(controller: str, cgroup: Path, membership: Path) -> list[Path]:
     """Return the root of a controller and the groups in it that this process belongs to; "" is cgroup v2."""
     memberships = [line.split(":", 2)[1:] for line in read_text(membership).splitlines()]
     paths = [path for controllers, path in memberships if controller in controllers.split(",")]
-    # In a container without its own namespace the path is the host's, and does not exist here.
-    return sorted(
-        {cgroup / controller} | {cgroup / controller / part for path in paths for part in _with_parents(path)}
-    )
-
-
-def _with_parents(path: str) -> list[str]:
-    parts = [part for part in path.split("/") if part]
-    return ["/".join(parts[:count]) for count in range(1, len(parts) + 1)] if ".." not in parts else []
+    groups = {cgroup / controller}
+    for parts in (path.strip("/").split("/") for path in paths):
+        if ".." not in parts:  # in a container without its own namespace the path is the host's, and not there
+            groups |= {cgroup.joinpath(controller, *parts[:count]) for count in range(1, len(parts) + 1)}
+    return sorted(groups)
 
 
 def _number(path: Path) -> int | None:

@@ -193,7 +193,6 @@ def _batch_fields(plan: Plan, batch: int, patched: _Patched) -> dict[str, int]:
 def _completed_mesh(new: Plan, old: Plan, patched: _Patched) -> Mesh:
     has_replicas, has_shards = (patched.has(f"mesh.{axis}") for axis in ("dp_replicate", "dp_shard"))
     if not has_replicas and not has_shards:
-        # The mesh with as many data ranks as the other axes leave, sharded as before or as the patch says.
         sharding_is_set = patched.has("sharding")
         mesh, world_size = new.mesh, old.mesh.world_size
         inner = mesh.tp * mesh.pp * mesh.cp

@@ -110,19 +110,14 @@ def job_of(text: str, stack: str) -> Job:
     """Return the model of a line, trained by `stack`: a preset by its name, or a shape; or an adapter of either."""
     given = json.loads(text)
     flat, where = ({"preset": given}, "model") if isinstance(given, str) else (given, "model.preset")
-    adapter = _adapter(flat.pop("adapter", None))
+    adapter = flat.pop("adapter", None)
     outline, seq_len = _preset(flat, where) if "preset" in flat else _shape(flat)
-    outline = with_adapter(outline, adapter) if adapter else outline
+    if adapter is not None:
+        section = _read(AdapterSection, json.dumps(adapter), "model.adapter", strict=False)
+        if section.towers or section.path:
+            raise _line_error("an adapter of a line has no towers and no path", "model.adapter")
+        outline = with_adapter(outline, section)
     return Job(outline=outline, seq_len=seq_len, stack=find_stack(stack))
-
-
-def _adapter(fields: Any) -> AdapterSection | None:
-    if fields is None:
-        return None
-    section = _read(AdapterSection, json.dumps(fields), "model.adapter", strict=False)
-    if section.towers or section.path:
-        raise _line_error("an adapter of a line has no towers and no path", "model.adapter")
-    return section
 
 
 def _preset(flat: dict[str, Any], where: str) -> tuple[Outline, int]:
@@ -263,25 +258,18 @@ def _mesh(fields: dict[str, Any], world_size: int, default_sharding: str) -> Mes
         default_sharding = "parameters"
     sharding = fields.setdefault("sharding", default_sharding)
     inner = {"tp": section.tp, "pp": section.pp, "cp": section.cp, "ep": section.ep}
-    replicas, shards = section.dp_replicate, section.dp_shard
     parts = [degree for degree in (section.dp_replicate, section.dp_shard) if degree]
     product = math.prod(parts)
     if section.dp and (section.dp % product or (len(parts) == 2 and section.dp != product)):
         text = " x ".join(map(str, parts))
         raise _line_error(f"dp {section.dp} counts all data ranks, but its parts are {text}", "plan.mesh.dp",
                      "set dp to dp_replicate x dp_shard, or leave it out")  # fmt: skip
-    if replicas is None and shards is None:
-        total = section.dp or max(1, world_size // (section.tp * section.pp * section.cp))
-    else:
-        total = section.dp or (replicas or 1) * (shards or 1)
-    if sharding == "none":
-        return _read_mesh(dp_replicate=total, **inner)
-    shards = shards if shards and shards > 1 else total
-    return _read_mesh(dp_replicate=max(1, total // shards), dp_shard=shards, **inner)
-
-
-def _read_mesh(**degrees: int) -> Mesh:
-    return _read(Mesh, json.dumps(degrees), "plan.mesh")
+    total = section.dp or (product if parts else max(1, world_size // (section.tp * section.pp * section.cp)))
+    data = {"dp_replicate": total}
+    if sharding != "none":
+        shards = section.dp_shard if (section.dp_shard or 1) > 1 else total
+        data = {"dp_replicate": max(1, total // shards), "dp_shard": shards}
+    return _read(Mesh, json.dumps(data | inner), "plan.mesh")
 
 
 Section = TypeVar("Section", bound=BaseModel)

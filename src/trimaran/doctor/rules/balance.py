@@ -174,7 +174,7 @@ def imbalance(evidence: Evidence) -> Iterator[Finding]:
     measured = step_breakdown(evidence)
     if measured is None or evidence.plan.mesh.dp == 1:
         return
-    # The busiest rank's work over the mean, by the cost of rows, or else by tokens; None if unknown.
+    # By the cost of rows, or else by tokens.
     by_cost, by_tokens = [], []
     for step in steady_steps(evidence):
         slowest, cost = get_number(step, "rows", "slowest"), get_number(step, "rows", "cost")

@@ -258,7 +258,7 @@ def _slow_steps(
     CPU cores are shared with other programs, so on a CPU the node's samples must be there.
     """
     took, time = measured.step - measured.data - measured.checkpoint, prediction.time
-    # How many cores other processes use on the busiest node; 0 if at most half a core.
+    # Cores that other processes use, by node.
     found: dict[object, list[float]] = {}
     for sample in evidence.samples:
         cpu, cores, ranks = get_number(sample, "cpu"), get_number(sample, "cores"), sample.get("ranks")

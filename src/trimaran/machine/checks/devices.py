@@ -140,7 +140,6 @@ def gpu_links(facts: Facts) -> CheckResult:
     interconnect = facts.interconnect
     if interconnect is None or not (interconnect.topology or interconnect.peers):
         return info.skipped("--quick does not read links" if interconnect is None else "the driver reports no topology")
-    # Uneven links.
     # GPUs bridged in pairs are fine. A board with all-to-all NVLink must have it everywhere, with equal lane counts.
     pairs = _pairs(interconnect.topology)
     lanes = [sum(int(kind[2:]) for kind in row if kind.startswith("NV")) for row in interconnect.topology]

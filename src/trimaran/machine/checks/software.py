@@ -147,7 +147,6 @@ def _unusable(facts: Facts) -> list[Problem]:
         what = f"driver {versions.driver} supports CUDA {versions.driver_cuda}, but torch needs CUDA {torch_cuda[0]}"
         return [Problem(what, "upgrade the driver, or install torch for the driver's CUDA", is_fatal=True)]
     archs = facts.measured.archs if facts.measured else ()
-    # The devices' capabilities (`sm_90`) for which torch has no kernels.
     # Kernels run on the same major version with an equal or newer minor one; PTX (`compute_80`) on anything newer.
     matches = [re.match(r"(sm|compute)_(\d+)(\d)", arch) for arch in archs]
     kernels = [(each[1], int(each[2]), int(each[3])) for each in matches if each]

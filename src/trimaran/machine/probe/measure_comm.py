@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
@@ -89,7 +89,8 @@ def run_rank(request: Fields, rank: int, store_path: str) -> Fields:
     share = (1 - PAIR_TIME_FRACTION * has_pairs) / len(curves)
     for number, (name, collective) in enumerate(curves):
         this.report(f"{collective.replace('_', '-')} of {name}", number * share)
-        bad = _check(collective, groups[name], this)
+        group = groups[name]  # the check is also a warm-up
+        bad = int(this.agree(count_wrong(collective, group, device=this.device, dtype=this.dtype) if group else 0))
         wrong += [{"group": name, "collective": collective, "values": bad}] if bad else []
         curve, left_out = _measure_curve(collective, groups[name], this, seconds=request["seconds"] * share)
         points += [{"group": name, "collective": collective, **point} for point in curve]
@@ -137,12 +138,6 @@ def _open_groups(ranks: Sequence[Sequence[int]], this: CommRank) -> CommGroup | 
     return own
 
 
-def _check(collective: str, group: CommGroup | None, this: CommRank) -> int:
-    """Return how many values are wrong on the ranks of this kind of group, on every rank; also a warm-up."""
-    bad = count_wrong(collective, group, device=this.device, dtype=this.dtype) if group else 0
-    return int(this.agree(bad))
-
-
 def _measure_curve(
     collective: str, group: CommGroup | None, this: CommRank, *, seconds: float
 ) -> tuple[list[Fields], list[int]]:
@@ -183,7 +178,10 @@ def _rounds(call: Call, message: Message, group: CommGroup | None, this: CommRan
 def _measure_pairs(this: CommRank, *, seconds: float) -> list[Fields]:
     """Return how long a message takes in both directions of each pair; slow-looking ones are measured again."""
     num_bytes = min(PAIR_BYTES[this.device.type], max(this.request["sizes"]))
-    pairs, took = list(_pairs(this.world_size)), dict[tuple[int, int], float]()
+    world, took = this.world_size, dict[tuple[int, int], float]()
+    pairs = list(combinations(range(world), 2))
+    if len(pairs) > MAX_PAIRS:
+        pairs = [(rank, (rank + 1) % world) for rank in range(world)]
     share = seconds / (2 * len(pairs))
     for pair in pairs:
         took[pair] = _measure_pair(pair, num_bytes, this, seconds=share)
@@ -205,13 +203,6 @@ def _measure_pair(pair: tuple[int, int], num_bytes: int, this: CommRank, *, seco
         if len(rounds) > MIN_ROUNDS and this.agree(time.monotonic() - begin) > seconds:
             break
     return min(rounds[1:])
-
-
-def _pairs(world_size: int) -> Iterator[tuple[int, int]]:
-    if world_size * (world_size - 1) // 2 <= MAX_PAIRS:
-        yield from combinations(range(world_size), 2)
-    else:
-        yield from ((rank, (rank + 1) % world_size) for rank in range(world_size))
 
 
 def measure(request: Fields) -> Fields:

@@ -158,7 +158,6 @@ class NodeRendezvous:
         self._address, self._nodes, self._node = address, nodes, node
         self._seconds, self._round = seconds, 0
         self._store = open_store(address, seconds, is_master=node == 0)
-        # The host names of all nodes; raise when some did not join in time.
         self._put(f"name/{self._node}", socket.gethostname())
         if self._node == 0:
             end = time.monotonic() + self._seconds

@@ -56,7 +56,6 @@ def emit_accelerate(plan: Plan, question: Question) -> Emission:
         if plan.mesh.tp > 1 and plan.mesh.dp > 1 and plan.sharding == "none":
             raise refusal(TOOL, "tp with full replicas", "its parallelism_config does not allow that",
                           where="plan.sharding", fix="set it to parameters, or plan.mesh.tp to 1")  # fmt: skip
-        # The YAML fields for parallelism without DeepSpeed.
         kind = "FSDP" if plan.sharding != "none" else "MULTI_GPU" if plan.mesh.world_size > 1 else "NO"
         settings: dict[str, Any] = {"distributed_type": kind, "mixed_precision": MIXED_PRECISION[plan.precision]}
         if plan.precision == "fp8":  # one scale per tensor, recomputed in every step: torchao's default

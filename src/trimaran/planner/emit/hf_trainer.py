@@ -86,6 +86,7 @@ PEFT_IMPORT = "from peft import LoraConfig, get_peft_model\n"
 PEFT_WRAP = f'''    with open("{PEFT_FILE}") as file:
         model = get_peft_model(model, LoraConfig(**json.load(file)))
 '''
+OPTIMIZERS = {"fp32": "adamw_torch_fused", "8bit": "adamw_torch_8bit"}  # AdamW; the 8-bit one is torchao's
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -104,7 +105,7 @@ def emit_hf_trainer(plan: Plan, question: Question) -> Emission:
     else:
         refuse_settings(TOOL, recipe.train, states=("fp32", "8bit"))
         refuse_for_torch(TOOL, plan)
-        fields |= sharded(plan) | {"optim": optimizer(recipe.train)}
+        fields |= sharded(plan) | {"optim": OPTIMIZERS[recipe.train.optimizer.states]}
     if on_cpu:
         fields |= {"use_cpu": True}
     if plan.recompute == "full" and "fsdp" not in fields:
@@ -118,21 +119,17 @@ def emit_hf_trainer(plan: Plan, question: Question) -> Emission:
 def script(plan: Plan, question: Question) -> str:
     """Return the script. Trained weights are fp32; those below an adapter are frozen, in the compute precision."""
     has_adapter = question.recipe.model.adapter is not None
+    runs = question.outline.main.runs if question.outline else ()
+    operators = (block.operators for block, _ in runs if isinstance(block, OutlineLayer))
+    only_eager = any(each is not None and each.keeps_scores for each in operators)
     return TEXT.format(
         file=FILE,
         seq_len=question.recipe.data.seq_len,
         imports=PEFT_IMPORT * has_adapter,
         wrap=PEFT_WRAP * has_adapter,
         dtype=DTYPES[plan.precision] if has_adapter else "float32",
-        attention="eager" if keeps_scores(question) else "sdpa",
+        attention="eager" if only_eager else "sdpa",
     )
-
-
-def keeps_scores(question: Question) -> bool:
-    """Return whether transformers has only eager attention for the model."""
-    runs = question.outline.main.runs if question.outline else ()
-    operators = (block.operators for block, _ in runs if isinstance(block, OutlineLayer))
-    return any(each is not None and each.keeps_scores for each in operators)
 
 
 def notes(plan: Plan) -> list[str]:
@@ -186,11 +183,6 @@ def schedule(train: TrainSection) -> dict[str, Any]:
         kind, extra = "warmup_stable_decay", {"num_decay_steps": decay_steps, "decay_type": "linear",
                                               "min_lr_ratio": wanted.floor}  # fmt: skip
     return {"lr_scheduler_type": kind, "lr_scheduler_kwargs": extra, "warmup_steps": wanted.warmup_steps}
-
-
-def optimizer(train: TrainSection) -> str:
-    """Return the Trainer's name of AdamW with these moments. The 8-bit one is torchao's."""
-    return {"fp32": "adamw_torch_fused", "8bit": "adamw_torch_8bit"}[train.optimizer.states]
 
 
 def sharded(plan: Plan) -> dict[str, Any]:

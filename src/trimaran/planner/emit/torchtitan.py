@@ -135,14 +135,11 @@ def own_flavor(module: str, spec: ModelSpec) -> str:
         half = spec.ffn / 2 / int(8 * spec.hidden / 3)  # of Llama's default width
         return LLAMA.format(**common, half=half, factor=rope.factor, low=rope.low_freq_factor,
                             high=rope.high_freq_factor, original=rope.original_max_seq_len)  # fmt: skip
-    return QWEN.format(**common, head_dim=spec.head_dim, qk_norm=block.qk_norm, tied=spec.tied, experts=_experts(spec))
-
-
-def _experts(spec: ModelSpec) -> str:
-    if (experts := spec.block.experts) is None:
-        return ""
-    return EXPERTS.format(ffn=experts.ffn, num_experts=experts.num_experts, shared=experts.shared_ffn // experts.ffn,
-                          top_k=experts.top_k, normalize=experts.normalize_top_k)  # fmt: skip
+    text, experts = "", block.experts
+    if experts:
+        text = EXPERTS.format(ffn=experts.ffn, num_experts=experts.num_experts, top_k=experts.top_k,
+                              shared=experts.shared_ffn // experts.ffn, normalize=experts.normalize_top_k)  # fmt: skip
+    return QWEN.format(**common, head_dim=spec.head_dim, qk_norm=block.qk_norm, tied=spec.tied, experts=text)
 
 
 TOOL = "torchtitan"
@@ -179,10 +176,10 @@ def emit_torchtitan(plan: Plan, question: Question) -> Emission:
     known = flavor_of(spec)
     name, flavor = FLAVORS[known] if known else (MODULE, spec.name)
     assets = str(absolute_path(recipe.model.path)) if recipe.model.path else f"./assets/hf/{spec.name}"
-    tree = {
-        "model": model(plan, name, flavor, assets),
-        **job(plan, question, spec),
-    }
+    # In fp8 each tensor has one scale, recomputed in every step.
+    fp8 = {"converters": ["quantize.linear.float8"]} if plan.precision == "fp8" else {}
+    model = {"name": name, "flavor": flavor, "hf_assets_path": assets, **fp8}
+    tree = {"model": model, **job(plan, question, spec)}
     if not known:
         tree["experimental"] = {"custom_import": MODULE}
     files = {FILE: headline(TOOL, plan, question) + toml(tree)}
@@ -238,12 +235,6 @@ def job(plan: Plan, question: Question, spec: ModelSpec) -> dict[str, dict[str, 
         "debug": {"seed": recipe.train.seed, "deterministic": recipe.train.deterministic},
         **fp8,
     }
-
-
-def model(plan: Plan, name: str, flavor: str, assets: str) -> dict[str, Any]:
-    """Return the model's section. In fp8 each tensor has one scale, recomputed in every step."""
-    fp8 = {"converters": ["quantize.linear.float8"]} if plan.precision == "fp8" else {}
-    return {"name": name, "flavor": flavor, "hf_assets_path": assets, **fp8}
 
 
 def training(plan: Plan, question: Question) -> dict[str, Any]:

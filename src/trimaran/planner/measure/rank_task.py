@@ -125,7 +125,7 @@ def run_rank(task: RankTask, environment: Mapping[str, str], *, limit_seconds: f
                 first = answer.error
                 raise UserError(first["code"], first["what"], where=first["where"], fix=first["fix"])
             return answer
-        # The answer for a process that ended without one: a signal, or the last line of its output.
+        # It ended without an answer: by a signal, or with an error in its last line.
         text = files[2].read_bytes()[-MAX_LOG_BYTES:].decode(errors="replace")
         if code == -signal.SIGKILL:
             message = "the system killed it (SIGKILL), most likely because the host's memory was full"

@@ -261,7 +261,7 @@ class Tuner:
             self._try(self._first, "the planner's first choice", is_first=True)
         while True:
             tried = self.tried()
-            # Add the neighbours of the fastest plans so far, and of the first choice if nothing could be measured.
+            # Neighbours of the fastest plans so far, or of the first choice if nothing could be measured.
             measured = [each for each in tried.values() if each.outcome == "measured" and each.seconds]
             bases = sorted(measured, key=lambda each: each.seconds or 0.0)[:NUM_BASES]
             for base in [each.candidate for each in bases] or [self._first]:

@@ -100,7 +100,6 @@ def _parallelism(section: FieldReader) -> bool:
 
 def _fsdp(reader: FieldReader, section: FieldReader, num_nodes: int, num_devices: int, *, has_axes: bool) -> None:
     """Read FSDP's section. Both versions are read; hybrid strategies shard inside each machine."""
-    # The field with the sharding strategy, and its name.
     # FSDP2 has a boolean instead, and accelerate takes names and numbers for both versions.
     given = {name: section.take(name) for name in ("fsdp_reshard_after_forward", "fsdp_sharding_strategy")}
     names = set()

@@ -60,7 +60,7 @@ def read_into(reader: FieldReader, *, precision: str = "") -> None:
         reader.pin("train_micro_batch_size_per_gpu", micro, micro_batch=micro)
     if steps:
         reader.pin("gradient_accumulation_steps", steps, grad_accum=steps)
-    # Read activation checkpointing. The section configures DeepSpeed's function; it has no switch of its own.
+    # The section configures DeepSpeed's activation checkpointing; it has no switch of its own.
     section = reader.section("activation_checkpointing")
     given = {name: section.take(name) for name in ("partition_activations", "cpu_checkpointing", "number_checkpoints")}
     if any(given.values()):

@@ -173,7 +173,6 @@ def check_comm(plan: Plan, steps: int) -> None:
 
 def check_precision(plan: Plan, spec: Spec | None, cluster: Cluster) -> None:
     """Raise unless the device supports the plan's precision, and the model has layers for fp8."""
-    # Raise unless all devices support the precision.
     for device in cluster.devices:
         has = {*ALWAYS_SUPPORTED[device.kind], *device.peak_flops}
         if plan.precision not in has:
@@ -193,7 +192,6 @@ def check_fp8_recipe(plan: Plan, cluster: Cluster) -> None:
     """Raise unless all devices have the matmuls of the plan's fp8 recipe."""
     recipe = plan.fp8.recipe
     if plan.fp8.all_gather:
-        # Raise unless FSDP gathers weights that fp8 layers read.
         reasons = {
             f"precision is {plan.precision}": plan.precision != "fp8",
             "weights are not sharded": plan.sharding == "none",

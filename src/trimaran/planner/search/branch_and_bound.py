@@ -318,7 +318,8 @@ class _Search:
             plan, memory = fitting
             is_nearly_full = evaluator.occupancy(memory) > NEARLY_FULL_FRACTION
             pinned = memory.host / evaluator.cluster.host_bytes
-            found = FoundPlan(evaluator.candidate_seconds(candidate, choice, memory), plan, is_nearly_full, pinned)
+            seconds = evaluator.bare_seconds(candidate, choice) * (1 + evaluator.slowdown(memory))
+            found = FoundPlan(seconds, plan, is_nearly_full, pinned)
             if self.found.is_useful(found):
                 if not is_legal(plan, self.space.question):
                     continue

@@ -64,10 +64,6 @@ class PlanEvaluator:
     def _seconds_of(self, plan: Plan) -> float:
         return sum(step_time_of(self.job, self.cluster, plan).terms.values())
 
-    def candidate_seconds(self, candidate: Candidate, choice: RecomputeChoice, memory: Memory) -> float:
-        """Return the step time of a candidate's plan, which needs this memory."""
-        return self.bare_seconds(candidate, choice) * (1 + self.slowdown(memory))
-
     def bare_seconds(self, candidate: Candidate, choice: RecomputeChoice) -> float:
         """Return the step time of a candidate's plan if its device had free memory."""
         if (cached := self._bare_seconds.get((candidate, choice))) is None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from copy import copy
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -101,7 +101,7 @@ class Space:
         self._shardings: dict[tuple[int, int, bool, tuple[str, ...]], list[StateSharding]] = {}
         self._schedules: dict[int, tuple[tuple[str, tuple[int, ...]], ...]] = {}
         self._recompute_choices: dict[tuple[MicrobatchSplit, int, bool], tuple[RecomputeChoice, ...]] = {}
-        self._divisible: dict[tuple[int, int, int, str, tuple[str, ...]], bool] = {}
+        self._divides = cache(self._are_divisible)
 
     @cached_property
     def _max_tokens(self) -> float:
@@ -368,7 +368,6 @@ class Space:
         if (axis == "tp" and self.has_packed_weights) or (axis == "ep" and not self._has_experts):
             return False
         if question.for_trainer and question.recipe.model.kind.is_hf:
-            # Whether the planner may split a Hugging Face model along the axis, by what its code says.
             facts, spec = self.question.facts, self.question.spec
             if vision_of(spec) is not None:
                 return False
@@ -383,28 +382,17 @@ class Space:
             return (self.pins.comm.context,)
         return CONTEXTS
 
-    def _divides(self, tp: int, cp: int, ep: int, context: str, replicated: tuple[str, ...] = ()) -> bool:
-        """Return whether the degrees divide what they split, pinned ones too. Errors are raised elsewhere."""
-        key = tp, cp, ep, context, replicated
-        if key not in self._divisible:
-            self._divisible[key] = self._are_divisible(*key)
-        return self._divisible[key]
-
     def _are_divisible(self, tp: int, cp: int, ep: int, context: str, replicated: tuple[str, ...]) -> bool:
-        question = self.question
-        outline, recipe = question.outline, question.recipe
+        """Return whether the degrees divide what they split, pinned ones too. Errors are raised elsewhere."""
+        question, outline, recipe = self.question, self.question.outline, self.question.recipe
         assert outline is not None
-        if (
-            question.for_trainer
-            and question.facts is not None
-            and not accepts_axes(question.facts, tp=tp, cp=cp, ep=ep)
-        ):
+        facts = question.facts if question.for_trainer else None
+        if facts is not None and not accepts_axes(facts, tp=tp, cp=cp, ep=ep):
             return False
         mesh, towers = mesh_of(dp_replicate=ep, tp=tp, cp=cp, ep=ep), towers_of((), (), replicated)
         comm = comm_of(NO_PINS.comm, context, NO_PINS.comm.overlap, NO_PINS.comm.regather)
         plan = NO_PINS.model_copy(update={"mesh": mesh, "comm": comm, "towers": self.pins.towers or towers})
         if question.for_trainer and question.spec is not None and len(question.spec.tower_names) > 1:
-            # Whether our trainer can split a model of several towers like this.
             # Opaque blocks, such as a perception model's convolutions, stay unsplit on every tensor-parallel rank.
             try:
                 check_axes(plan, self.question.recipe, question.spec)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import ModelSection, UserError, did_you_mean
-from trimaran.core.recipe import PredictionSection
 from trimaran.core.regular_files import expand_user
 from trimaran.models.any_spec import Spec
 from trimaran.models.config_fields import changed, read_json, refuse_unknown, wrong_value
@@ -43,8 +42,16 @@ def spec_of(section: ModelSection) -> Spec | None:
                 folder = model_folder(section.path)
                 config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
                 decoder = _decoder_in(folder, config, section.shape)
-            wanted = section.multi_token_prediction
-            return decoder if wanted is None else _predicting(decoder, section, wanted)
+            if (wanted := section.multi_token_prediction) is None:
+                return decoder
+            from trimaran.models.from_hf import has_prediction_layers  # noqa: PLC0415
+
+            if not has_prediction_layers(decoder):
+                raise _no_prediction(f"{decoder.family or decoder.name} has no layers that predict later tokens")
+            if section.adapter is not None:
+                raise _no_prediction("an adapter trains no new layers")
+            prediction = PredictionSpec(layers=wanted.layers, weight=wanted.weight)
+            return replace(decoder, block=replace(decoder.block, prediction=prediction))
         case "vlm":
             spec = vlm_of(section)
         case "perception":
@@ -71,31 +78,21 @@ def _decoder_in(folder: Path, config: Mapping[str, Any], shape: Mapping[str, Any
 def _hf_of(section: ModelSection) -> Spec | None:
     """Return the shape of a Hugging Face model; None if no spec of ours describes it."""
     from trimaran.models.from_hf import lacks_expert_field, unsupported  # noqa: PLC0415
-    from trimaran.models.vlm_config import FOREIGN  # noqa: PLC0415
+    from trimaran.models.internvl import with_image_tokens  # noqa: PLC0415
+    from trimaran.models.vlm_config import FOREIGN, vlm_from_disk  # noqa: PLC0415
 
     assert section.path is not None, "a section of family hf without a path is refused"
     folder = model_folder(section.path)
     config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
     if config.get("model_type") in FOREIGN:
-        return foreign_vlm(config, folder)
+        try:  # what our image pipeline does not support can still be planned; training it raises the reason
+            config = with_image_tokens(config, folder)
+            return replace(vlm_from_disk(config, where=str(folder / "config.json")), name=repo_name(folder))
+        except UserError:
+            return None
     if unsupported(config) or lacks_expert_field(config):
         return None
     return _decoder_in(folder, config, section.shape)
-
-
-def foreign_vlm(config: Mapping[str, Any], folder: Path) -> VlmSpec | None:
-    """Return the shape of a Hugging Face vision-language model; None if our image pipeline does not support it.
-
-    It can still be planned; training it raises the reason.
-    """
-    from trimaran.models.internvl import with_image_tokens  # noqa: PLC0415
-    from trimaran.models.vlm_config import vlm_from_disk  # noqa: PLC0415
-
-    try:
-        config = with_image_tokens(config, folder)
-        return replace(vlm_from_disk(config, where=str(folder / "config.json")), name=repo_name(folder))
-    except UserError:
-        return None
 
 
 def vlm_of(section: ModelSection) -> VlmSpec:
@@ -134,18 +131,6 @@ def _sections(pairs: int) -> tuple[int, int, int]:
     """Return Qwen2-VL's M-RoPE sections of `pairs`: a quarter for time, the rest for row and column."""
     row = 3 * pairs // 8
     return pairs - 2 * row, row, row
-
-
-def _predicting(spec: ModelSpec, section: ModelSection, wanted: PredictionSection) -> ModelSpec:
-    """Return the decoder with layers that predict later tokens, if its architecture has them."""
-    from trimaran.models.from_hf import has_prediction_layers  # noqa: PLC0415
-
-    if not has_prediction_layers(spec):
-        raise _no_prediction(f"{spec.family or spec.name} has no layers that predict later tokens")
-    if section.adapter is not None:
-        raise _no_prediction("an adapter trains no new layers")
-    prediction = PredictionSpec(layers=wanted.layers, weight=wanted.weight)
-    return replace(spec, block=replace(spec.block, prediction=prediction))
 
 
 def _no_prediction(reason: str) -> UserError:

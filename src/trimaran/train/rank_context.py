@@ -111,7 +111,7 @@ class Instruments:
         )
 
     def watch_memory(self, context: RankContext, state: CheckpointState) -> CompareReplicas:
-        """Let the guard watch memory between updates; return the check of replicas. Not with other engines."""
+        """Let the guard watch memory between updates; return the check of replicas. Other engines have neither."""
         if context.plan.engine_traits.keeps_states_elsewhere:
             return lambda step: None
         device = context.rank_info.device

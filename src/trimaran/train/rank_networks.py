@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import nn
 
 from trimaran.core import Plan, Recipe
 from trimaran.models import Spec, model_folder, spec_of, stage_ranges, stages_of_rank, weight_files
@@ -92,52 +93,39 @@ def shard_networks(
     recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None] = lambda: None
 ) -> Stages:
     """Return sharded stages on the meta device, each with a function that fills it (on meta: checks the disk)."""
+    attachment, spec = attachment_of(recipe), None
+    whole: Network | None = None
+    read_weights: Callable[[nn.Module, torch.device], None] | None = None
     match recipe.model.kind.built_by:
         case "transformers":
             from trimaran.train.foreign_networks import open_hf_stages  # noqa: PLC0415  other families do not need it
 
-            attachment = attachment_of(recipe)
             networks, whole, read_weights = open_hf_stages(recipe, plan, ranks, report_progress)
-
-            def fill(network: Network, device: torch.device) -> None:
-                read_weights(network.module, device)
-                attachment.fill(network, whole)
-
-            for network in networks:
-                _shard_network(network, whole, recipe, plan, ranks)
-            return [(network, partial(fill, network)) for network in networks]
         case "plugin":
             from trimaran.train.foreign_networks import open_family_network  # noqa: PLC0415  few runs have such a model
 
-            network = open_family_network(recipe)
-            _shard_network(network, None, recipe, plan, ranks)
-
-            def fill(device: torch.device) -> None:
-                to_empty(network.module, device)
-                fill_base(network, recipe, None, report_progress)
-
-            return [(network, fill)]
+            networks = (open_family_network(recipe),)
         case "trimaran":
-            return _shard_own(recipe, plan, ranks, report_progress)
+            spec = spec_of(recipe.model)
+            assert spec is not None, "our own networks always have a spec"
+            if recipe.train.precision:
+                from trimaran.models import module_names, refuse_unmatched  # noqa: PLC0415  few recipes override it
 
-
-def _shard_own(recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None]) -> Stages:
-    attachment, spec = attachment_of(recipe), spec_of(recipe.model)
-    assert spec is not None, "our own networks always have a spec"
-    if recipe.train.precision:
-        from trimaran.models import module_names, refuse_unmatched  # noqa: PLC0415  few recipes override a precision
-
-        refuse_unmatched(recipe.train.precision, module_names(spec))
-    ranges = stage_ranges(spec, plan, seq_len=recipe.data.seq_len)
-    with torch.device("meta"):
-        whole = network_of(spec) if attachment.needs_whole else None
-        here = stages_of_rank(plan.pipeline.schedule, plan.mesh.pp, ranks.rank("pp"), len(ranges))
-        networks = tuple(network_of(spec, ranges[stage]) for stage in here)
+                refuse_unmatched(recipe.train.precision, module_names(spec))
+            ranges = stage_ranges(spec, plan, seq_len=recipe.data.seq_len)
+            with torch.device("meta"):
+                whole = network_of(spec) if attachment.needs_whole else None
+                here = stages_of_rank(plan.pipeline.schedule, plan.mesh.pp, ranks.rank("pp"), len(ranges))
+                networks = tuple(network_of(spec, ranges[stage]) for stage in here)
 
     def fill(network: Network, device: torch.device) -> None:
-        to_empty(network.module, device)
-        fill_base(network, recipe, spec, report_progress)
-        attachment.fill(network, whole)
+        if read_weights is not None:
+            read_weights(network.module, device)
+        else:
+            to_empty(network.module, device)
+            fill_base(network, recipe, spec, report_progress)
+        if not recipe.model.kind.is_plugin:  # of a plug-in's network all weights are filled by now
+            attachment.fill(network, whole)
 
     for network in networks:
         _shard_network(network, whole, recipe, plan, ranks)

@@ -164,6 +164,9 @@ class TensorPeak:
     reserved: int = 0
     first_step_ns: int = 0  # where the steps of the peak `steps` begin, on the clock of the profiler
 
+    def mark_steps(self) -> None:
+        self.first_step_ns = time.time_ns()
+
 
 @contextmanager
 def measured_tensors() -> Iterator[TensorPeak]:
@@ -236,7 +239,7 @@ def measure_rank(
                 peak.reserved = torch.cuda.max_memory_reserved(info.device)
                 torch.cuda.reset_peak_memory_stats(info.device)
             else:
-                peak.first_step_ns = time.time_ns()
+                peak.mark_steps()
                 run.train(loader, MEMORY_STEPS)
                 recording.close()
             measured = run.train(loader, steps)

@@ -50,7 +50,9 @@ def network(spec: ModelSpec, plan: Plan, seq_len: int) -> Iterator[str]:
     if spec.kv_heads != spec.heads:
         yield f"--group-query-attention --num-query-groups {spec.kv_heads}"
     yield f"--seq-length {seq_len} --max-position-embeddings {spec.max_seq_len}"
-    yield from positions(block.rope)
+    yield f"--position-embedding-type rope --rotary-base {int(block.rope.theta)}"
+    if block.rope.factor != 1:
+        yield f"--use-rope-scaling --rope-scaling-factor {block.rope.factor}"
     yield f"--normalization RMSNorm --norm-epsilon {block.norm_eps} --swiglu --disable-bias-linear"
     for flag, wanted in (
         ("--add-qkv-bias", block.qkv_bias),
@@ -60,23 +62,12 @@ def network(spec: ModelSpec, plan: Plan, seq_len: int) -> Iterator[str]:
         if wanted:
             yield flag
     yield f"--padded-vocab-size {tp * rows_per_rank(spec.vocab, tp)} --attention-dropout 0 --hidden-dropout 0"
-    yield from mixture(spec, plan)
-
-
-def positions(rope: Rope) -> Iterator[str]:
-    yield f"--position-embedding-type rope --rotary-base {int(rope.theta)}"
-    if rope.factor != 1:
-        yield f"--use-rope-scaling --rope-scaling-factor {rope.factor}"
-
-
-def mixture(spec: ModelSpec, plan: Plan) -> Iterator[str]:
-    """Yield the experts. Without normalised weights the softmax comes before the top-k."""
-    if (experts := spec.block.experts) is None:
+    if (experts := block.experts) is None:
         return
     yield f"--num-experts {experts.num_experts} --moe-router-topk {experts.top_k} --moe-ffn-hidden-size {experts.ffn}"
     if experts.shared_ffn:
         yield f"--moe-shared-expert-intermediate-size {experts.shared_ffn}"
-    if not experts.normalize_top_k:
+    if not experts.normalize_top_k:  # the softmax comes before the top-k
         yield "--moe-router-pre-softmax"
     yield f"--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff {experts.balance}"
     if experts.z_loss:
@@ -110,7 +101,7 @@ def emit_megatron(plan: Plan, question: Question) -> Emission:
     refuse_plan(plan, question)
     seq_len = question.recipe.data.seq_len
     lines = [*network(spec, plan, seq_len), *ranks(plan), *stages(plan, spec, seq_len), *batch(plan, train)]
-    lines += [*precision(plan), *recompute(plan, spec, seq_len), *optimizer(plan, train), *learning_rate(train)]
+    lines += [*recompute(plan, spec, seq_len), *optimizer(plan, train)]
     lines += ['--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER"', '--data-path "$DATA"',
               '--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500']  # fmt: skip
     start = torchrun(cluster, '"$MEGATRON/pretrain_gpt.py"')
@@ -181,13 +172,12 @@ def stages(plan: Plan, spec: ModelSpec, seq_len: int) -> Iterator[str]:
 
 
 def batch(plan: Plan, train: TrainSection) -> Iterator[str]:
-    """Yield the batch. The loss is divided by the tokens of the global batch."""
+    """Yield batch and precision. The loss is divided by the tokens of the global batch.
+
+    The loss scale starts and changes as ours; fp8 has one scale per tensor.
+    """
     yield f"--micro-batch-size {plan.micro_batch} --global-batch-size {plan.global_batch} --calculate-per-token-loss"
     yield f"--train-iters {train.steps} --seed {train.seed % 2**31}"
-
-
-def precision(plan: Plan) -> Iterator[str]:
-    """Yield the precision. The loss scale starts and changes as ours; fp8 has one scale per tensor."""
     match plan.precision:
         case "bf16":
             yield "--bf16"
@@ -217,7 +207,7 @@ def recompute(plan: Plan, spec: ModelSpec, seq_len: int) -> Iterator[str]:
 
 
 def optimizer(plan: Plan, train: TrainSection) -> Iterator[str]:
-    """Yield AdamW's constants and the location of its states."""
+    """Yield AdamW's constants, the location of its states, and the learning-rate schedule."""
     constants = train.optimizer
     yield f"--optimizer adam --adam-beta1 {constants.beta1} --adam-beta2 {constants.beta2} --adam-eps {constants.eps}"
     yield f"--weight-decay {constants.weight_decay} --clip-grad {train.clip_norm}"
@@ -227,10 +217,6 @@ def optimizer(plan: Plan, train: TrainSection) -> Iterator[str]:
         yield "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"
     if constants.states == "bf16":
         yield "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-
-
-def learning_rate(train: TrainSection) -> Iterator[str]:
-    """Yield the learning-rate schedule."""
     wanted = train.schedule
     yield f"--lr {train.lr} --min-lr {train.lr * wanted.floor} --lr-warmup-iters {wanted.warmup_steps}"
     yield f"--lr-decay-style {DECAYS[wanted.kind]} --lr-decay-iters {train.steps}"

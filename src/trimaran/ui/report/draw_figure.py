@@ -165,7 +165,7 @@ def _draw_frame(
     events = {mark.kind: mark.label.split(":", 1)[0] for mark in reversed(figure.marks)}
     stats = [tag("li", None, tag("span", None, name), value) for name, value in figure.stats]
     kind = {"class": "wide" if figure.stacked or figure.broad else None}
-    return tag("figure", kind | about, tag("figcaption", None, tag("h3", None, figure.title)),
+    return tag("figure", {**kind, **about}, tag("figcaption", None, tag("h3", None, figure.title)),
                legend([*named, *((name, kind) for kind, name in events.items())]), frame, tag("output", None),
                tag("ul", {"class": "stats"}, *stats) if stats else "")  # fmt: skip
 

@@ -56,7 +56,7 @@ def choose_values(
     faster, so it is preferred. Raises UserError if nothing fits.
     """
     adapters: list[Method] = ["lora", "qlora"] if cluster.device.traits.has_kernels else ["lora"]
-    tried = [method or "full", *(adapters if method is None and model.has_weights else ())]
+    tried: list[Method] = [method or "full", *(adapters if method is None and model.has_weights else [])]
     for each in tried:
         device = cluster.device.kind
         targets = STEP_TOKENS if data.is_samples else CORPUS_STEP_TOKENS

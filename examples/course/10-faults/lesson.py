@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from trimaran.app.drill.find_processes import find_processes
+from trimaran.app.drill.inject import find_processes
 from trimaran.runs import RunDirectory
 
 RECIPE = Path(__file__).parent / "recipe.yaml"

@@ -3,8 +3,7 @@
 A fault then costs the steps since the last checkpoint on disk.
 """
 
-from trimaran.autopilot.policy import Situation
-from trimaran.autopilot.proposal import Proposal
+from trimaran.autopilot import Proposal, Situation
 
 FIELD, SHORT_SECONDS = "checkpoint.memory", 5.0
 

@@ -267,7 +267,7 @@ def _mesh(fields: dict[str, Any], world_size: int, default_sharding: str) -> Mes
     total = section.dp or (product if parts else max(1, world_size // (section.tp * section.pp * section.cp)))
     data = {"dp_replicate": total}
     if sharding != "none":
-        shards = section.dp_shard if (section.dp_shard or 1) > 1 else total
+        shards = section.dp_shard if section.dp_shard and section.dp_shard > 1 else total
         data = {"dp_replicate": max(1, total // shards), "dp_shard": shards}
     return _read(Mesh, json.dumps(data | inner), "plan.mesh")
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -11,9 +10,6 @@ from trimaran.core import Plan
 from trimaran.nets import Network, full_tensor
 from trimaran.parallel.joint_layers import matmul_weights
 from trimaran.parallel.tensor_shards import SplitWeight, goes_to_disk, split_fp32
-
-if TYPE_CHECKING:
-    pass
 
 HALF_BYTES = 2
 

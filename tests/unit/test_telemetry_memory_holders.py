@@ -94,7 +94,6 @@ def test_devices_are_kept_apart() -> None:
     assert (found["allocated"], found["holders"], found["unknown"]) == (8 * MIB, [], 8 * MIB)
 
 
-
 def test_downsampling_keeps_the_highest_and_the_lowest_points() -> None:
     points = [(float(i), 500) for i in range(100_000)]
     points[31_337], points[77_777] = (31_337.0, 9000), (77_777.0, 1)

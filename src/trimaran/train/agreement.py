@@ -28,7 +28,11 @@ RANK_REQUESTS: tuple[RankRequest, ...] = ("stop", "save", "profile", "change")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDecision:
-    """What to do after a step, on every rank. `refusal`: why its update was not applied, unless expected."""
+    """What to do after a step, the same on every rank.
+
+    `refusal` says why the update of the step was not applied; None if it was applied, and after an overflow that the
+    loss scale expects (see `Guard.read`). `bad_data`: too many samples could not be used.
+    """
 
     stop: bool = False
     save: bool = False
@@ -51,6 +55,7 @@ class StepDecision:
 
     @property
     def loop_exit(self) -> "LoopExit | None":
+        """How the training loop exits because of this decision; None if it continues."""
         match self.refusal:
             case RefusedStep(action="rewind"):
                 return LoopExit(step=self.refusal.good_step, reason="rewind", refusal=self.refusal)
@@ -128,7 +133,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """The numbers of a step on the host, what any rank requested, and the loader's counts (`rows`)."""
+    """The numbers of a step on the host, the same on every rank.
+
+    `requests`: what any rank requested. `loss_scaled`: the step used a loss scale. `rows`: the loader's counts, summed
+    over all ranks.
+    """
 
     numbers: StepNumbers
     requests: StepDecision
@@ -138,7 +147,11 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCheck:
-    """Decides after every step, the same on every rank. `search` returns fields of the `skip` event."""
+    """Decides after every step, the same on every rank. Every rank calls every method, in the same order.
+
+    `compare_replicas` finds differences between the weights of replicas, and `search` the origin of a NaN or Inf: it
+    returns fields of the `skip` event.
+    """
 
     plan: Plan
     guard: Guard
@@ -167,7 +180,11 @@ class StepCheck:
         return replace(record.requests, bad_data=self.guard.bad_samples.too_many(record.rows), refusal=refusal)
 
     def replicas_in_sync(self, step: int) -> bool:
-        """Whether all replicas should hold the same (synchronised) weights after `step` steps."""
+        """Whether all replicas should hold the same weights after `step` steps.
+
+        With local steps, replicas train alone and synchronise every `comm.sync_every` steps. With fragments, only the
+        synchronised weights are the same then. Checkpoints hold the weights of each replica.
+        """
         return step % self.plan.comm.sync_every == 0
 
     @property

@@ -20,7 +20,7 @@ MAX_WAITS = 100  # steps that a change waits for a checkpoint that is due or bei
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedChange:
-    """A valid request with its recipe and plan. `in_place`: networks, optimizer and process groups stay."""
+    """A request that passed all checks. `in_place`: the networks, the optimizer and the process groups stay."""
 
     request: ChangeRequest
     recipe: Recipe
@@ -50,7 +50,11 @@ def change_from_dict(tree: Mapping[str, Any]) -> CheckedChange:
 
 
 class ChangeFile:
-    """The request file of a run on rank 0, checked in a thread; on the other ranks there is never a request."""
+    """The request file of a run, as rank 0 sees it. On the other ranks there is never a request.
+
+    A request is read and checked in a thread while training continues. An invalid one is refused at once; no step waits
+    for it.
+    """
 
     def __init__(self, run: RunDirectory, journal: Journal, environment: Mapping[str, str]) -> None:
         self._run, self._journal, self._environment = run, journal, environment
@@ -98,6 +102,7 @@ class ChangeFile:
         return self._is_ready
 
     def take(self, step: int) -> CheckedChange | None:
+        """Return the request that the ranks agreed on after `step` steps; None on other ranks than 0."""
         self.step, self._is_taken = step, True
         return self._checked if isinstance(self._checked, CheckedChange) else None
 
@@ -131,9 +136,9 @@ class ChangeFile:
                 os.unlink(self._path)
 
     def drop(self, why: str, status: ChangeStatus = "failed", *, step: int | None = None) -> None:
-        """Answer a pending request: its ranks are gone, or the run is done.
+        """Answer a pending request: the ranks that it was meant for are gone, or the run is done.
 
-        `step`: the last one, if not `self.step`.
+        `step` is the last finished step. The default is the last one given to `is_requested` or `take`.
         """
         self.step = self.step if step is None else step
         if self._path and os.path.exists(self._path):
@@ -145,7 +150,10 @@ class ChangeFile:
                 self.answer(request, status, error=UserError("S044", why, where=self._path, fix=fix))
 
     def _was_made(self, request: ChangeRequest) -> bool:
-        """Return whether the ranks died between the change and its answer. Writes the recipe if it is missing."""
+        """Return whether the ranks died after they made the change and before they answered it.
+
+        The plan is written before the recipe. If the recipe is missing, it is written here.
+        """
         from trimaran.planner.change_plan import change_run, patch_between  # noqa: PLC0415  few runs need the planner in a rank
 
         recipe, plan = self._run.read_recipe(), self._run.read_plan()

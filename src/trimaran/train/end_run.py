@@ -60,9 +60,10 @@ def planned_parts(parts: WorkerParts) -> list[str]:
 
 
 def evaluate_and_sample(parts: WorkerParts, journal: Journal, step: int) -> dict[str, str]:
-    """Evaluate and generate a sample on every rank; return why a part was not done, by the kind of its event.
+    """Evaluate and generate a sample. Return why each skipped part was skipped, by the kind of its event.
 
-    Training is saved: no failure here fails the run, but the parts that follow it are left out.
+    Every rank takes part. Training is done and saved, so a failure here does not fail the run. After a failure ranks no
+    longer make the same calls, so the parts that follow are skipped.
     """
     do: dict[str, Callable[[], str]] = {
         "evaluation": lambda: STOPPED if parts.trainer.evaluator.run(step=step) else "",
@@ -86,7 +87,10 @@ def evaluate_and_sample(parts: WorkerParts, journal: Journal, step: int) -> dict
 
 
 class TokenLimit:
-    """Decides after each token, by the clock of rank 0 and stop requests, whether there is time for another."""
+    """Decides after each generated token, the same on every rank, whether there is time for another.
+
+    The clock of rank 0 decides; a stop request of any rank also ends the sampling.
+    """
 
     def __init__(self, seconds: float, stop: StopRequest, report_progress: Callable[[], None], *, rank: int) -> None:
         self._seconds, self._stop, self._report_progress = seconds, stop, report_progress

@@ -72,7 +72,10 @@ class EvaluatedNetwork:
 def held_out_loss(
     subject: EvaluatedNetwork, recipe: Recipe, *, batches: int | None, cache: Path, progress: Progress
 ) -> HeldOutLoss:
-    """Return the held-out loss of `recipe`, as the trainer computes it; `batches`: `train.evaluate.batches`."""
+    """Return the loss on the held-out data of `recipe`: that of the trainer, up to the rounding of its plan.
+
+    `batches` of `train.global_batch` sequences are evaluated; by default `train.evaluate.batches`, as the trainer does.
+    """
     network, plan = subject.network, subject.plan
     rows = gcd(plan.micro_batch, plan.global_batch)
     share = DataShare(rank=0, dp=1, micro_batch=rows, grad_accum=plan.global_batch // rows)

@@ -36,10 +36,11 @@ class FakeRank:
 
 @contextmanager
 def fake_rank(plan: Plan, rank: int, device: torch.device, *, backend: str = "fake") -> Iterator[FakeRank]:
-    """Be `rank` of the plan inside the block, with all its process groups, outside of which this process has none.
+    """Be `rank` of the plan inside the block, with every process group of the plan; none is left afterwards.
 
-    Tensors are on `device`, maybe meta. The `backend` needs no other process. A mesh or network of an earlier block
-    must not be used.
+    This process must not be in a process group. Tensors are on `device`: the meta device, a CPU or a GPU. `backend`
+    needs no other process: torch's fake one, or that of a rehearsal, whose collectives return numbers to train on.
+    Enter it once for each rank; a later block must not use a mesh or a network of an earlier one.
     """
     assert not dist.is_initialized(), "this process is in a process group already"
     world_size = plan.mesh.world_size
@@ -65,9 +66,10 @@ class BuildCheck:
 
 
 def check_build(recipe: Recipe, plan: Plan) -> BuildCheck:
-    """Build the first rank of the plan, and in a pipeline the last, on the meta device, from headers of weights.
+    """Build the first rank of the plan on the meta device, and with a pipeline also the last, under a fake group.
 
-    Raises the UserError that the worker would raise.
+    Raises the UserError that the worker would raise. Only the config and the headers of weights are read. A model that
+    transformers cannot build without its weights is not built.
     """
     started, world_size = time.monotonic(), plan.mesh.world_size
     refuse_missing_packages(plan)

@@ -19,7 +19,7 @@ from trimaran.train.foreign_networks import open_hf_network
 
 
 def find_hf_facts(section: ModelSection) -> HfFacts:
-    """Return the facts of a model built on the meta device. Raises WeightsNeededError if it cannot be."""
+    """Return the facts of a model built on the meta device. Raises WeightsNeededError if it needs weights for that."""
     try:
         network, _ = open_hf_network(section, seed=0, without_weights=True)
     except UserError as error:

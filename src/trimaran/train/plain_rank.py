@@ -34,7 +34,10 @@ class Training:
         self.parts, self.checkpointer = parts, checkpointer
 
     def run(self) -> LoopExit:
-        """Train through rewinds and changes of the plan, and return the last exit (a rewind: to no state)."""
+        """Train through rewinds and changes of the plan, and return the last exit.
+
+        It is that of a rewind only if there is no state to rewind to.
+        """
         _check_first_loss(self.parts, self.start)
         journal, start = self.parts.context.journal, self.start
         while True:

@@ -96,6 +96,7 @@ class Instruments:
         self.compilations.restart()
 
     def recorder(self, context: RankContext, networks: Sequence[Network]) -> StepRecorder:
+        """Return the recorder of the steps of a plan. Every rank must call it."""
         seconds = context.recipe.telemetry.sample_seconds
         table = RankTableWriter(context.run.rank_table, seconds=seconds) if _writes_lines(context) else None
         return StepRecorder(
@@ -111,7 +112,10 @@ class Instruments:
         )
 
     def watch_memory(self, context: RankContext, state: CheckpointState) -> CompareReplicas:
-        """Let the guard watch memory between updates; return the check of replicas. Other engines have neither."""
+        """Let the guard check that memory changes in updates only, and return the check of replicas.
+
+        With another engine neither is checked: it keeps its state where they do not look.
+        """
         if context.plan.engine_traits.keeps_states_elsewhere:
             return lambda step: None
         device = context.rank_info.device

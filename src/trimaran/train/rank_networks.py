@@ -59,9 +59,10 @@ def build_networks(
     ranks: RankMesh,
     report_progress: Callable[[], None] = lambda: None,
 ) -> tuple[Network, ...]:
-    """Return this rank's stages, sharded by the plan, and initialised shard by shard, the same under every plan.
+    """Return this rank's stages of the recipe's network, sharded by the plan. Without a pipeline there is one stage.
 
-    `report_progress` is called after each tensor read.
+    Every plan starts from the same weights. A network is sharded on the meta device and then initialised shard by
+    shard: no rank ever holds more than its shard. `report_progress` is called after each tensor read.
     """
     if plan.offloads_to_disk and not ranks.without_device:
         from trimaran.runs.disk_folder import check_disk_folder  # noqa: PLC0415  few plans offload to a disk
@@ -74,7 +75,10 @@ def build_networks(
 
 
 def build_empty_networks(recipe: Recipe, plan: Plan, rank_info: RankInfo, ranks: RankMesh) -> tuple[Network, ...]:
-    """Return `build_networks` without values, except a base in 4 bits, whose bytes depend on the plan."""
+    """Return the same as `build_networks`, with memory for the weights but without their values.
+
+    A frozen base in 4 bits gets its values: they are packed by shard, so another plan has other bytes.
+    """
     device, networks = _init_device(plan, rank_info), []
     for network, fill in shard_networks(recipe, plan, ranks):
         if attachment_of(recipe).packs:
@@ -92,7 +96,10 @@ def build_empty_networks(recipe: Recipe, plan: Plan, rank_info: RankInfo, ranks:
 def shard_networks(
     recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None] = lambda: None
 ) -> Stages:
-    """Return sharded stages on the meta device, each with a function that fills it (on meta: checks the disk)."""
+    """Return this rank's stages, sharded and on the meta device, and for each a function that gives it its weights.
+
+    That function takes the device of the weights. On the meta device it only checks that weights on disk fit.
+    """
     attachment, spec = attachment_of(recipe), None
     whole: Network | None = None
     read_weights: Callable[[nn.Module, torch.device], None] | None = None

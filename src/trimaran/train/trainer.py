@@ -55,7 +55,10 @@ class Trainer:
     reseed: Callable[[int], None]
 
     def train(self, saver: StepSaver, start: int, *, pause_after: int | None = None) -> LoopExit:
-        """Train from `start` to the end or until all ranks stop, rewind, change, or have done `pause_after` steps."""
+        """Train from step `start` until the recipe's last step, or until all ranks agree to stop, rewind or change.
+
+        `saver` saves the state. `pause_after`: also return once this many steps are done and replicas are in sync.
+        """
         if start < self.recipe.train.steps and FlagAllReduce(bool(self.requests.stop)).wait():
             return LoopExit(step=start, reason="stop")  # requested while the parts were built
         with self.loader_from(start) as loader, self.recorder.profiler.active(start):
@@ -119,7 +122,10 @@ class Trainer:
         return self._finish(loop_exit, done)
 
     def _read(self, pending: deque[PendingStep], loader: Loader, *, keep: int = 0) -> StepDecision:
-        """Record steps, but the last `keep`, and return the decision. A rewind drops the steps after its cause."""
+        """Record finished steps, all but the last `keep`, and return the decision that follows from them.
+
+        A rewind discards the steps after the one that caused it: they are trained again.
+        """
         decision = StepDecision()
         while len(pending) > keep:
             record = self.recorder.record(pending.popleft(), loader)

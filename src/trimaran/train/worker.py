@@ -125,6 +125,7 @@ def import_for(run: RunDirectory) -> None:
 def _train_rank(
     rank: PlainRank, journal: Journal, cache: Path, stop: StopRequest, change_file: ChangeFile
 ) -> tuple[int, dict[str, str]]:
+    """Return the exit code, and what was not done after training, with the reason; see `evaluate_and_sample`."""
     started, timer, recipe = time.monotonic(), StartupTimer(), rank.run.read_recipe()
     bound = bind_cores(rank.info.device) if rank.info.binds_cores else {}
     rank.join()

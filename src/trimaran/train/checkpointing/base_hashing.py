@@ -29,7 +29,11 @@ Identities = Mapping[str, Sequence[int]]  # by the name of a file, what `file_id
 
 
 class BaseHashing:
-    """The digest of the base, hashed by all ranks: one for each disk that holds a file, which must be equal."""
+    """The digest of the base, as `BaseDigest.as_dict` gives it, once all ranks have hashed their part of it.
+
+    Ranks that see the same file, by its identity, share its disk: one of them hashes it. Copies on several machines are
+    hashed on each of them and must be equal. Every rank must create one.
+    """
 
     def __init__(self, recipe: Recipe, link: SupervisorLink, cache: Path) -> None:
         section = recipe.model

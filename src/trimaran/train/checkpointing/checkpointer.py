@@ -37,7 +37,10 @@ from trimaran.train.checkpointing.tiers import (
 
 
 class Checkpointer:
-    """Saves the state to memory and disk, from a restored one of step `start`. All ranks make the same calls."""
+    """Saves the state of a rank to memory and disk while it trains. Every rank must make the same calls in order.
+
+    It starts from a restored state: see `resume`, `receive` and `take_over`. `start` is the step of that state.
+    """
 
     def __init__(
         self,
@@ -135,7 +138,10 @@ class Checkpointer:
         return self
 
     def rewind(self, ending: LoopExit) -> int | None:
-        """Restore the newest state of at most `ending.step` steps, rename later ones, and return its step, or None."""
+        """Restore the newest verified state of at most `ending.step` steps and return its step; None if there is none.
+
+        Checkpoints of later steps are renamed: they hold the state that the run rewinds from.
+        """
         self._wait_for_all(ending.step)
         with self._link.section("restore", ending.step) as report_progress:
             barrier()  # every rank must have committed its copies before the others look for them
@@ -188,7 +194,7 @@ class Checkpointer:
         self._returned_at = time.perf_counter()
 
     def finish(self, step: int) -> None:
-        """Save `step`, the last one, if `checkpoint.every` is not off, and return when it is on disk."""
+        """Save `step`, the last one, unless it is saved or `checkpoint.every` is off. Return when it is on disk."""
         section = self._inputs.recipe.checkpoint
         if not section.is_off and step not in (self.saves.requested_step, self.saves.saved_step):
             self._save(step)

@@ -57,7 +57,11 @@ class UnwrittenCheckpointError(UserError):
 
 
 class DiskSaves:
-    """Writes checkpoints with the other ranks. `saved_step` is the last complete one, -1 before the first."""
+    """Writes checkpoints together with the other ranks, and records their results. Every rank makes the same calls.
+
+    `saved_step` is the step of the last complete checkpoint, -1 before the first. `requested_step` is that of the last
+    one that was started.
+    """
 
     def __init__(
         self,
@@ -91,6 +95,7 @@ class DiskSaves:
         self.saver.begin(broadcast_json(newest_step(self._inputs.run.checkpoints)))
 
     def start(self, request: SaveRequest) -> None:
+        """Start to write a checkpoint. No other may be in progress."""
         self.requested_step = request.step
         self.saver.start(request)
         self.schedule.record_start()
@@ -128,7 +133,10 @@ class DiskSaves:
         )
 
     def save_before_discard(self, step: int, copier: Copier) -> None:
-        """Write the restored state, which only memory holds, before that memory is split into other slots."""
+        """Write the restored state, which only memory holds, before that memory is split into other slots.
+
+        Otherwise a rank that is killed before the first copy to the new slots would lose it.
+        """
         on_disk = self._layout.rank == 0 and step in complete_steps(self._inputs.run.checkpoints)
         if not self._inputs.recipe.checkpoint.is_off and not broadcast_json(on_disk):
             log.info("the state of step %d is written to disk first: the plan and its copies change", step)
@@ -267,7 +275,11 @@ def open_saver(inputs: CheckpointInputs, layout: RankLayout, uploads: "StoreUplo
 
 
 def refuse_small_disk(run: RunDirectory, layout: RankLayout, share_bytes: np.ndarray, *, own_disk: bool) -> None:
-    """Raise UserError if the next checkpoint (`share_bytes` by rank) does not fit on the fullest disk."""
+    """Raise UserError if the next checkpoint does not fit on the disk. Rank 0 checks for all ranks.
+
+    `share_bytes` are those of each rank. With `own_disk` the fullest disk decides. `app/train/session.py` checks before
+    the run whether all checkpoints that the recipe keeps fit.
+    """
     free, num_bytes = broadcast_json(shutil.disk_usage(run.path).free), int(share_bytes.sum())
     if own_disk:
         here = int(share_bytes[np.array(layout.nodes) == layout.node].sum())

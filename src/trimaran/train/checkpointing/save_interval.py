@@ -44,10 +44,10 @@ class SaveCost:
 
 
 def save_interval(cost: SaveCost, *, between: Seconds) -> Seconds:
-    """Return the time between the starts of two checkpoints, `between` the mean time between failures.
+    """Return the time between the starts of two checkpoints; `between` is the mean time between failures.
 
-    It is Daly's optimum, but at most half an hour, unless training stalls over 1 % of the time or the disk is busy over
-    half of it.
+    It is Daly's optimum, at most half an hour. It is longer if training would stall over 1 % of the time, or the disk
+    be busy over half of it.
     """
     best = best_interval(cost.stall, between, restart=Seconds(0.0))
     return Seconds(max(cost.stall / MAX_STALL_FRACTION, 2 * cost.write, min(best, MAX_INTERVAL)))
@@ -81,10 +81,10 @@ class LossBound:
 
 
 def copy_every(stall: Seconds, step: Seconds, *, lost_seconds: Seconds = UNBOUNDED) -> int:
-    """Return the number of steps between two copies that stall training this long.
+    """Return the number of steps between two copies, given the stall of a copy and the time of a step.
 
-    They take at most `MAX_COPY_FRACTION` of the time, or up to `MAX_BOUNDED_COPY_FRACTION` if a fault would cost more
-    than `lost_seconds`.
+    Copies take at most `MAX_COPY_FRACTION` of the time. If a fault could then cost more than `lost_seconds`, copies are
+    made more often. They never take more than `MAX_BOUNDED_COPY_FRACTION` of the time.
     """
     if not step:
         return 1
@@ -127,6 +127,7 @@ class StepSamples:
         self._since_copy = []
 
     def record_step(self, seconds: float) -> None:
+        """Record the duration of a step without the time that the host spent on a copy."""
         self._all.append(seconds)
         if len(self._since_copy) == REVIEW_DELAY_STEPS:
             self._others.append(seconds)
@@ -205,12 +206,14 @@ class CopySchedule:
         return self._steps_to_review == 1
 
     def record_step(self, seconds: float) -> None:
+        """Record the duration of a step, without the time spent on checkpoints. Must be called before `review`."""
         self._samples.record_step(seconds)
         self.step_seconds = self.step_seconds or Seconds(seconds)
         if self._steps_to_review > 1:
             self._steps_to_review -= 1
 
     def record_copy(self, step: int, host_seconds: float) -> None:
+        """Record a copy and how long the host spent on it. Every rank must call it at the same step."""
         self._last_step, self._last_spacing = step, step - self._last_step
         self._num_copies += 1
         self._host_seconds.append(host_seconds + self._exchange_seconds)
@@ -293,7 +296,10 @@ def when_to_copy(facts: StartFacts) -> CopyTime:
 
 
 class SaveSchedule:
-    """Decides on rank 0 when to save; ranks act `lead` steps later. State may be saved each `stride` steps."""
+    """Decides on rank 0 when to save a checkpoint. All ranks act on the decision `lead` steps later.
+
+    `stride` is the number of steps between two at which the state may be saved.
+    """
 
     def __init__(
         self,

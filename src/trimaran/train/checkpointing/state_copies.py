@@ -27,7 +27,11 @@ ASK_EVERY_STEPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPlan:
-    """The slots for a rank's share of the state. `fits`: its memory has such slots; `all_fit`: that of every rank."""
+    """The slots that a rank needs for its share of the state, which `copier` copies from host memory.
+
+    `share_bytes` are those of all ranks. `fits`: this rank's memory has such slots already. `all_fit`: that of every
+    rank does. Copies in other slots are lost.
+    """
 
     copier: Copier
     share_bytes: np.ndarray
@@ -79,7 +83,10 @@ class StateCopies:
         totals: SaveTotals,
         pinned: "DeviceCopier | None" = None,
     ) -> None:
-        """Split the memory of this rank into `slots`, then `begin`. `pinned`: a copier whose memory is reused."""
+        """Split the memory of this rank into `slots`. Must be followed by `begin`.
+
+        `pinned` is the copier of another plan whose pinned memory is used again.
+        """
         self._inputs, self._memories, self._saver, self._totals = inputs, memories, saver, totals
         self._link, self._layout, self._stride = inputs.link, memories.layout, inputs.plan.sync_every
         # A partner may write to the peer slots at any time. Else the memory can be allocated until the first copy.
@@ -208,7 +215,10 @@ class StateCopies:
         return self._writing
 
     def open_copy(self, step: int) -> MemorySource | None:
-        """Return the copy of `step`, if all ranks made it and are on one node. It is not verified."""
+        """Return the copy of `step` that all ranks made, if all are on one node and can read each other's memory.
+
+        Every rank must call it. The copy was made from the state that the ranks hold now: it is not verified.
+        """
         is_copied = self._pool.slot_of(step) is not None
         if not self._memories.outlive_ranks or self._layout.num_nodes > 1 or not all_true(is_copied):
             return None

@@ -112,7 +112,8 @@ class CheckpointInputs:
 class RankMemories:
     """The memory for copies that this rank can read, by local rank, and its own.
 
-    In `shared_layout` each rank is a node if there is no supervisor, which owns the memory of a node.
+    `layout` says which ranks are on which node; `shared_layout` says which can read each other's memory. The supervisor
+    owns the memory of a node. Without one, `shared_layout` has each rank on a node of its own.
     """
 
     layout: RankLayout
@@ -128,6 +129,7 @@ class RankMemories:
 
 
 def find_memories(inputs: CheckpointInputs) -> RankMemories:
+    """Return the memories of this rank's node. Every rank must call it."""
     rank, link = inputs.rank_info.rank, inputs.link
     layout = exchange_rank_layout(rank, inputs.rank_info.local_rank)
     if link.rank_memories:
@@ -191,10 +193,10 @@ class Tier(Protocol):
 
 
 class MemoryTier:
-    """The complete copies in memory, of at most `newest` steps.
+    """The complete copies in the memory of the nodes, of at most `newest` steps.
 
-    Metrics are written one step late, after the last `reported` one. Older copies come first if those of a later copy
-    may be lost, so that it is computed again.
+    `reported` is the last step with metrics. Metrics are written one step late, so a kill may lose those of the last
+    copy. An older copy is preferred then: the step is repeated and its metrics are written.
     """
 
     name: TierName = "memory"
@@ -232,9 +234,10 @@ class MemoryTier:
 
 
 class DiskTier:
-    """The checkpoints in `folder`, of at most `newest` steps.
+    """The checkpoints in `folder`, of at most `newest` steps. Damaged ones are renamed.
 
-    With `own_disk`, see `open_on_nodes`; files that no node has come from `memory` and `fetcher`.
+    `recipe` is compared with that of each checkpoint. `own_disk`: every node has its own files in its own `folder`, see
+    `open_on_nodes`. Files that no node has come from copies in `memory` and the store (`fetcher`).
     """
 
     name: TierName = "disk"
@@ -372,7 +375,11 @@ MAX_NAMED_CHECKPOINTS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredState:
-    """The restored state, none if `tier` is None, what was `refused` and why, and the slots' `incarnation`."""
+    """The state that was restored; none if `tier` is None. `refused` lists what could not be used, and why.
+
+    `incarnation` is that of the memory slots that hold the same state. `store_failed` says why the object store was not
+    asked.
+    """
 
     step: int = 0
     tier: TierName | None = None

@@ -56,6 +56,7 @@ class ShardKeys:
 
 
 def saved_settings(train: TrainSection) -> dict[str, Any]:
+    """Return the settings that are saved with the state, since the result depends on them."""
     return {"seed": train.seed, "global_batch": train.global_batch}
 
 

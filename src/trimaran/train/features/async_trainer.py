@@ -84,7 +84,10 @@ class AsyncState(TrainingState):
 
 
 class AsyncStepper(PlainStepper):
-    """Computes gradients of batches for the servers, one of which is on this rank. `counter` is on rank 0 only."""
+    """Computes gradients of batches with the weights of the servers. Evaluation and sampling are those of replicas.
+
+    `counter` is on rank 0 only. `divisor` is what the summed loss of a batch is divided by before backward.
+    """
 
     def __init__(self, context: StepperContext) -> None:
         """Create the server of this rank, and process groups: every rank must call it."""
@@ -149,9 +152,10 @@ NUM_FIRST_BATCHES = 2  # of each start: they may take longer, see `Section`
 
 @dataclass(slots=True, kw_only=True)
 class AsyncTrainer(Trainer):
-    """Trains without a barrier in each step; `feed` has the batches of one worker.
+    """Trains without a barrier in each step. `feed` returns the feed of batches of one worker, by their numbers.
 
-    At pauses all updates are applied and all weights are equal: then it saves, evaluates, and may stop.
+    Between two pauses the ranks exchange only the requests of `ServerConnections`. At a pause all updates are applied
+    and all modules have the same weights. Only then is state saved, held-out data evaluated, and a stop obeyed.
     """
 
     workers: AsyncStepper = field(init=False)
@@ -294,9 +298,10 @@ class AsyncFeature(Feature):
     """Workers that take batches one by one and send gradients to servers; the engine `async` has their stepper."""
 
     def wrap_load(self, load: Load, context: LoadContext) -> Load:
-        """Return a loader of batches by number, n being rows n*b to n*b + b - 1 for whoever takes it.
+        """Return a loader of batches by their numbers: n is rows n*b to n*b + b - 1 of the order, whoever takes it.
 
-        So the rows of a step are those of synchronous training.
+        b is the number of rows of one worker's part of a step. So the rows of a step are the same as in synchronous
+        training. Held-out data are split as usual.
         """
         if (kind := data_kind_of(context.recipe)) != "text":
             raise UserError("P095", f"engine async trains on text, not on {kind}: it does not limit bad samples",

@@ -1,4 +1,4 @@
-"""The checkpoint state of a network that DeepSpeed trains: views of its fp32 weights and moments, without a copy."""
+"""The DeepSpeed engine: its stepper, and its checkpoint state, which is views of fp32 weights and moments, no copy."""
 
 import logging
 import warnings
@@ -90,9 +90,10 @@ class ParameterRange:
 
 
 class ZeroTrainingState:
-    """The state under ZeRO, see `CheckpointState`: views of DeepSpeed's memory.
+    """The state under ZeRO 1 to 3, see `CheckpointState`. All shards are views of DeepSpeed's memory.
 
-    A rank's range of a parameter may begin inside a row: it is a few rectangular regions.
+    DeepSpeed concatenates parameters and assigns each rank a range, which may begin inside a row. The range of a
+    parameter is then a few rectangular regions.
     """
 
     def __init__(
@@ -222,9 +223,10 @@ class EngineModule:
 
 
 class DeepSpeedStepper:
-    """Runs each micro-batch through the engine, which owns the weights and skips fp16 overflows itself.
+    """Runs each micro-batch through the engine. The engine owns the weights; parameter names stay the network's.
 
-    Its `step` counts micro-batches. The guard's decision goes to the inner optimizer.
+    DeepSpeed counts micro-batches itself: its `step` is called after each, and updates the weights after the last. It
+    skips steps whose gradient overflows in fp16. The guard's decision goes to the inner optimizer as `found_inf`.
     """
 
     def __init__(self, context: StepperContext, engine: Any) -> None:
@@ -342,9 +344,10 @@ class DeepSpeedStepper:
 
 
 def build_stepper(context: StepperContext) -> DeepSpeedStepper:
-    """Return a stepper whose engine shards the CPU weights.
+    """Return the stepper that trains with DeepSpeed, which moves the unsharded CPU weights and shards them.
 
-    Its fp32 weights, derived from rounded ones, are replaced by ours.
+    DeepSpeed first rounds weights to the plan's precision and derives its fp32 weights from the rounded ones. Ours
+    replace them afterwards, so that every plan starts from the same weights.
     """
     network, train, plan = context.networks[0], context.train, context.plan
     device = context.ranks.axes.device_type

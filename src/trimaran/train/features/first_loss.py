@@ -72,7 +72,10 @@ class OwnLosses:
 
 @torch.no_grad()
 def check_first_loss(parts: WorkerParts) -> None:
-    """Raise UserError if the first loss is not that of the model's own forward, if that takes about a second."""
+    """Raise UserError if the first loss is not that of the model's own forward. Every rank must call it.
+
+    Does nothing where this takes more than about a second: see docs/guides/models.md.
+    """
     plan, rank_info, networks, ranks = parts.context.plan, parts.context.rank_info, parts.networks, parts.ranks
     stepper, objective, feed = parts.trainer.stepper, parts.training_data.objective, parts.trainer.feed()
     can_evaluate = isinstance(stepper, TorchStepper) and not plan.engine_traits.keeps_states_elsewhere
@@ -132,7 +135,10 @@ def refuse_difference(own: OwnLosses, ours: float, precision: str, architecture:
 
 
 def first_row(inputs: Inputs, most: int, *, multiple: int = 1) -> FirstRow | None:
-    """Return a row, cut to `most` tokens in each document, with several documents if there is one; or None."""
+    """Return a row of a micro-batch, cut to `most` tokens: one with several documents if there is one.
+
+    In a longer row each document is cut. None if the rows hold images or too few tokens.
+    """
     if any(name in inputs and len(inputs[name]) for name in ("patches", "features")):
         return None
     tokens, labels, documents = inputs["tokens"], inputs["labels"], inputs.get("documents")
@@ -165,6 +171,7 @@ def first_row(inputs: Inputs, most: int, *, multiple: int = 1) -> FirstRow | Non
 
 
 def _own_model(section: ModelSection) -> nn.Module | None:
+    """Return a new model of the folder, without weights; None if it cannot be built without them."""
     assert section.path is not None, "a Hugging Face model has a folder"
     options: dict[str, Any] = {"trust_remote_code": section.trust_remote_code, "seed": 0, "without_weights": True}
     try:
@@ -244,6 +251,7 @@ def _whole_weight(layer: nn.Module, tensor: Tensor, name: str, plan: Plan, ranks
 def _own_losses(
     model: nn.Module, weights: dict[str, Tensor], row: FirstRow, plan: Plan, device: torch.device
 ) -> OwnLosses | None:
+    """Return the losses of transformers' own forward; None if it does not run this way."""
     tokens, labels = row.inputs["tokens"][0], row.inputs["labels"][0]
     number = max(range(len(row.documents)), key=lambda each: len(row.documents[each]))
     longest = row.documents[number]

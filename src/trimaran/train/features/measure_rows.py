@@ -128,6 +128,7 @@ class _Passes:
         return self._time(count), most
 
     def _time(self, count: int) -> float:
+        """Return the mean seconds of `count` micro-batches, without waiting for other data ranks."""
         self._clock.restart()
         for index in range(count):
             self._run(self._batch.micro(index % self._plan.grad_accum))

@@ -1,7 +1,8 @@
-"""Says whether a NaN or Inf comes again when another rank computes the same batch: from the data, or from a device.
+"""Finds where a NaN or Inf began, and whether it comes again when another rank computes the same batch.
 
-The ranks of each data-parallel group send their batch to the next group, and all compute again. A group is all ranks
-that share a batch (tp, cp and pp), since none of them can compute it alone.
+If it does, the data are at fault, else a device. The ranks of each data-parallel group send their batch to the next
+group, and all compute again. A group is all ranks that share a batch (tp, cp and pp), since none of them can compute it
+alone.
 """
 
 import base64
@@ -31,7 +32,10 @@ def data_rank_of(rank: int, mesh: Mesh) -> int:
 
 
 def receive_neighbour_batch(batch: StepBatch, mesh: Mesh) -> StepBatch:
-    """Send this rank's host batch to the next of two or more data groups; return that of the one before."""
+    """Send this rank's batch, which is on the host, to the next data-parallel group; return that of the one before.
+
+    Every rank must call it, and there must be two groups or more.
+    """
     rank, here, width = dist.get_rank(), data_rank_of(dist.get_rank(), mesh), mesh.cp * mesh.tp
     receiver, sender = (rank + ((here + shift) % mesh.dp - here) * width for shift in (1, -1))
     if here % 2:  # in a ring, not all may send first
@@ -49,9 +53,11 @@ def receive_neighbour_batch(batch: StepBatch, mesh: Mesh) -> StepBatch:
 def judge_reproduction(
     first: dict[str, Any], again: dict[str, Any], suspects: Sequence[int], mesh: Mesh
 ) -> dict[str, Any]:
-    """Return the `reproduced` field of a `skip` event, its `on_rank` the rank that computed the batch again.
+    """Return the `reproduced` field of a `skip` event.
 
-    `first` was found with own batches, `again` with those of neighbours. `suspects` had a bad loss in the step.
+    `first` is what the ranks found with their own batches, `again` with those of their neighbours; empty if nothing.
+    `suspects` are the ranks with a bad loss in the step itself. `on_rank` is the rank that computed the batch again,
+    None if unknown.
     """
     ranks = [*first.get("ranks", ())] or [*suspects]
     sources = {data_rank_of(each, mesh) for each in ranks}
@@ -118,7 +124,11 @@ class NonfiniteOrigin:
 
 
 class NonfiniteSearch:
-    """Computes a refused step again, with the current weights, and finds where it first became NaN or Inf."""
+    """Computes a refused step again and finds where it first became NaN or Inf.
+
+    The same batch is loaded again and computed with the current weights. The refused step did not change them; a step
+    after it may have, a little.
+    """
 
     def __init__(
         self,
@@ -133,10 +143,11 @@ class NonfiniteSearch:
         self._reseed, self._device, self._mesh, self._left = reseed, device, mesh, MAX_SEARCHES
 
     def find(self, refusal: RefusedStep) -> dict[str, Any]:
-        """Return the fields `born` and `reproduced` of a `skip` event on every rank; empty without a search.
+        """Return the fields `born` and `reproduced` of a `skip` event, the same on every rank; empty without a search.
 
-        `born` is a `weight`, an `input`, an `output`, a `gradient` (not in a pipeline), or `not again`: all were finite
-        this time.
+        Every rank must call it. `born` is the origin, and `reproduced` is as in `judge_reproduction`. `what` is a
+        `weight`, an `input`, the `output` of a module, or the `gradient` of an output or a parameter. `not again`: this
+        time the same samples gave finite numbers everywhere. Gradients are not checked in a pipeline.
         """
         if not self._left:
             return {}
@@ -254,7 +265,10 @@ def unchanged_buffers(networks: Sequence[Network]) -> Iterator[None]:
 
 
 def _first_over_ranks(mine: NonfiniteOrigin | None) -> dict[str, Any]:
-    """Return the earliest origin of all ranks, with those that share it. A module with bad inputs is none."""
+    """Return the earliest origin of all ranks, on every rank, with the ranks that found it in the same module.
+
+    A module whose inputs were bad already is not the origin: that is elsewhere, such as on the pipeline stage before.
+    """
     short = asdict(mine) | {"module": mine.module[:MAX_NAME_CHARACTERS]} if mine else None
     origins = {rank: each for rank, each in enumerate(all_gather_json(short)) if each}
     if not origins:

@@ -1,4 +1,4 @@
-"""The checkpoint keys of replicas that train alone: what each has for itself, and their shared outer state."""
+"""Replicas that train alone for some steps: their checkpoint keys, their sums of a step, and the outer update."""
 
 import logging
 import math
@@ -87,10 +87,11 @@ def _outer_shard(each: OuterTensor) -> TensorShard:
 
 
 class ReplicaTotals(StepTotals):
-    """Sums a step over this replica (None: one rank) to update, and over all ranks for metrics and decisions.
+    """Sums the numbers of a step over the ranks of this replica, and over all ranks for the metrics and decisions.
 
-    Each replica refuses updates alone. The sum over all is read `LocalSteps.read_delay` steps later, so that steps hide
-    it.
+    Each replica divides its loss by its own tokens, clips by its own gradient norm, and refuses updates alone. The one
+    sum over all ranks is read `LocalSteps.read_delay` steps later, so that it overlaps those steps. `replica` is None
+    if a replica is one rank.
     """
 
     def __init__(

@@ -166,7 +166,11 @@ class ServerRows:
 
 @dataclass(frozen=True, slots=True)
 class GradientFacts:
-    """A gradient's update, batch, worker, version of weights, tokens, summed loss, and seconds by PHASES."""
+    """The facts that a worker sends with the gradient of a batch.
+
+    `loss` is summed over its valid `tokens`. `update` is the number of the update that it belongs to, `version` that of
+    the weights it was computed on. `seconds` are the worker's, by phase, in the order of PHASES.
+    """
 
     update: int
     batch: int
@@ -254,6 +258,7 @@ class ShardServer:
             self._changed.notify_all()
 
     def check(self) -> None:
+        """Raise if a thread of this rank has failed."""
         if self._failure is not None:
             raise RuntimeError(f"the parameter server failed: {self._failure}") from self._failure
 
@@ -295,6 +300,7 @@ class ShardServer:
 
     @torch.no_grad()
     def _apply(self, pushed: Sequence[tuple[GradientFacts, Tensor]]) -> None:
+        """Apply one update. The weights change under the lock, so that a pull is of one version."""
         batches = tuple(facts for facts, _ in pushed)
         tokens, total = max(1, sum(each.tokens for each in batches)), pushed[0][1]
         for _, gradients in pushed[1:]:
@@ -447,6 +453,7 @@ class ServerConnections:
         return Sending(values, dist.irecv(values, src=rank, group=self._group, tag=tag))
 
     def _answer(self, worker: int) -> None:
+        """Answer the requests of one other rank until it ends; the thread of that rank."""
         try:
             row = torch.zeros(NUM_FIELDS, dtype=torch.float64)
             while True:

@@ -82,7 +82,10 @@ class NextTokenModel:
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """Patches u8 [P, values] and grids [parts, 2] of an image at token `first`; `merge`**2 patches are a token."""
+    """An image of a sequence: its patches u8 [P, values], and the grids [parts, 2] of rows and columns of patches.
+
+    `first` is the index of its first token; `merge` x `merge` patches are one token.
+    """
 
     patches: np.ndarray
     grids: np.ndarray

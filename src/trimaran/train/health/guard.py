@@ -61,10 +61,11 @@ def too_many_bad_samples(bad_samples: BadSampleCount, run: RunDirectory, step: i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepNumbers:
-    """The numbers of a step on the host, the same on every rank.
+    """The numbers of one step once they are on the host, the same on every rank.
 
-    `suspects`: ranks whose part of the loss was bad. `corrupted`: those whose state changed without an update.
-    `rank_sums`: of `Meters.rank_counts`.
+    `refused`: the update was not applied. `suspects`: the ranks whose own part of the loss was bad. `batches_differ`:
+    ranks that share a batch did not load the same one. `corrupted`: the ranks whose weights or optimizer states changed
+    since the update before, though no update wrote to them. `rank_sums`: sums of `Meters.rank_counts` over all ranks.
     """
 
     step: int
@@ -130,6 +131,7 @@ class Guard:
         self._rewound: set[int] = set()  # not in the checkpoint state: a rewind must not undo it
 
     def watch_memory(self, check: ShardCheck) -> None:
+        """Refuse steps before which this check finds that memory has changed outside of an update."""
         self.shard_check = check
 
     @property
@@ -152,7 +154,10 @@ class Guard:
         return (loss.abs() <= min(MAX_FLOAT32, self.limit * max(1, num_valid))).logical_not()
 
     def read(self, numbers: StepNumbers, mesh: Mesh, samples: Samples, *, scaled: bool) -> RefusedStep | None:
-        """Record a step; return what was wrong, or None. With a loss scale (`scaled`) an overflow is expected."""
+        """Record a step; return what was wrong with it, or None. Every rank calls it for every step.
+
+        With a loss scale (`scaled`), a NaN or Inf gradient norm only makes the scale smaller, and is not reported.
+        """
         if not numbers.refused:
             self._good_steps += 1
             self._mean += (numbers.loss - self._mean) / min(self._good_steps, MEAN_LOSS_STEPS)
@@ -182,7 +187,10 @@ class Guard:
                            sample_ids=ids, action=action)  # fmt: skip
 
     def on_replica_difference(self, difference: ReplicaDifference) -> RefusedStep:
-        """Return what to do when replicas differ: rewind, or stop if a rewind from this step did not help."""
+        """Return what to do when replicas differ: rewind, or stop if a rewind from this step did not help.
+
+        Skipping does not help: the weights are wrong already.
+        """
         return RefusedStep(
             step=difference.step,
             good_step=difference.since,

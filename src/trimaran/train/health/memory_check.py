@@ -49,7 +49,11 @@ Contents = tuple[bytes, list[int], Tensor | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaDifference:
-    """Replicas that differ since step `since`: `ranks` from a majority, or all that hold it if not `known`."""
+    """Replicas that are no longer equal.
+
+    `ranks` differ from the majority. Without a majority they are all ranks that hold the tensor, and `known` is False.
+    `since` is the last step at which all replicas were equal.
+    """
 
     step: int
     ranks: tuple[int, ...]
@@ -116,7 +120,10 @@ class ReplicaCheck:
 
 
 def find_differing_ranks(table: np.ndarray) -> tuple[tuple[int, ...], bool, frozenset[int]]:
-    """Return the ranks and shards that differ, and whether from a majority, of [ranks, shards, (id, checksum)]."""
+    """Return the ranks that differ, whether a majority differs from them, and the ids of the shards that differ.
+
+    `table` is int64 [ranks, shards, 2]: id and checksum of each shard. The id 0 is padding.
+    """
     ids, checksums = table[..., 0], table[..., 1]
     differing: set[int] = set()
     known, differing_ids = True, set()
@@ -235,11 +242,14 @@ class ShardCheck:
 
     @property
     def num_parts(self) -> int:
-        """How many steps it takes to check everything once."""
+        """How many steps it takes to check everything once: each step checks a part. 1: every step checks all."""
         return len(self._parts)
 
     def record(self, weights: Sequence[Tensor] = ()) -> None:
-        """Record the contents after an update. Nothing is compared if one of the weights is elsewhere at `verify`."""
+        """Record the contents after an update.
+
+        If one of these weights is elsewhere at `verify`, nothing is compared: what was recorded is no longer in use.
+        """
         if not self._max_fraction:
             return
         began = self._now()
@@ -286,7 +296,10 @@ class ShardCheck:
         self._part = None
 
     def changed_keys(self) -> list[str]:
-        """Return what had changed at the last two calls of `verify`: a step's result is read one step later."""
+        """Return the keys of the tensors that had changed at the last two calls of `verify`. Waits for the device.
+
+        The result of a step is read one step later, so that the last call may be that of the step after it.
+        """
         keys = [key for part, before, after in self._verified for key in part.changed_keys(before, after)]
         return [key for key in keys if key not in self._left_out]
 

@@ -37,7 +37,10 @@ CacheFeatures = Callable[["SampleIndex", ImageRules, Path], "FeatureSource"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingData:
-    """Data and their `digest`. `training` returns the feed without these samples; `tokenizer`: None without text."""
+    """The data of a run. `training` returns the feed without the given quarantined samples.
+
+    `digest` identifies the data. `holdout` is None without held-out samples, `tokenizer` without text.
+    """
 
     training: Callable[[frozenset[int]], BatchFeed]
     holdout: BatchFeed | None
@@ -55,10 +58,10 @@ def load_training_data(
     cache_features: CacheFeatures | None = None,
     report_progress: Callable[[], None] = lambda: None,
 ) -> TrainingData:
-    """Return the recipe's data, prepared first.
+    """Return the recipe's data, prepared first if necessary. Raise if the network's vocabulary is too small for it.
 
-    Raise if the network's vocabulary is too small. `cache_features`: of a frozen tower, for
-    `data.samples.cache_features`.
+    `cache_features` returns cached features of a frozen tower, for a recipe with `data.samples.cache_features`.
+    `report_progress` is called for each chunk of a file that is prepared.
     """
 
     def progress(what: str, fraction: float) -> None:
@@ -109,7 +112,10 @@ def build_loader(recipe: Recipe, rank_info: RankInfo, feed: Callable[[], BatchFe
 
 
 def rank_loader_limits(rank_info: RankInfo, cgroup: Path = CGROUP) -> LoaderLimits:
-    """Return this rank's part of the machine's or container's memory and cores, but one, for itself."""
+    """Return this rank's fraction of the cores and the free memory of the machine, or of its container.
+
+    One core is left for the rank itself, which computes on it or launches its device's kernels from it.
+    """
     ranks = max(1, rank_info.local_world_size)
     allowed = len(os.sched_getaffinity(0))
     quota = cpu_quota(cgroup)

@@ -39,7 +39,10 @@ def token_losses(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> T
 
 
 def row_losses(logits: Tensor, labels: Tensor, *, grad_scale: float | None, smoothing: float = 0.0) -> Tensor:
-    """Return the loss of each row, 0 for `IGNORED`. Logits become their gradient times `grad_scale`, if given."""
+    """Return the cross-entropy of each row of `logits` [N, V], in fp32 or wider; 0 where the label is `IGNORED`.
+
+    The logits are overwritten with their gradient times `grad_scale`. With `grad_scale` None they are not changed.
+    """
     if logits.is_cuda and not smoothing:  # our kernel does not smooth
         from trimaran.train.loss.kernels import cross_entropy  # noqa: PLC0415  only CUDA builds have Triton
 
@@ -139,7 +142,10 @@ def chunk_rows(vocab: int, element_size: int) -> int:
 def head_losses(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, rows: int, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy [1], with gradients, and that of each row, for at most `rows` rows at a time."""
+    """Return the summed cross-entropy [1] of `hidden` [N, H] times `weight` [V, H], and that of each row [N], in fp32.
+
+    Matmuls are in the dtype of `hidden`. At most `rows` rows of logits exist at a time. Gradients flow through the sum.
+    """
     assert len(labels) == len(hidden), "each row has a label"
     return _HeadLoss.apply(hidden, weight, LabelRows(labels, rows, smoothing), torch.is_grad_enabled())
 
@@ -234,7 +240,10 @@ def later_loss_names(networks: Sequence[Network]) -> tuple[str, ...]:
 
 
 def later_loss_sums(networks: Sequence[Network], ranks: RankMesh) -> Tensor:
-    """Return the summed loss and count of each prediction layer since the last call, on one tp rank and stage."""
+    """Return [number of prediction layers, 2]: the summed loss and the count of this rank's labels since the last call.
+
+    The ranks of a tp group have the same loss, so only the first returns it. So does only the last pipeline stage.
+    """
     table = torch.zeros(len(later_loss_names(networks)), 2, dtype=torch.float64, device=ranks.device)
     for network in networks:
         decoder = network.module

@@ -18,7 +18,10 @@ PARTS = ("part_names", "score_names", "losses", "score")
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """The summed loss of a rank's micro-batch; `parts` [number of parts, 2] with counts, None without parts."""
+    """The loss of one micro-batch, summed over this rank's targets, not divided.
+
+    `parts` [number of parts, 2] holds the summed loss and the count of each part; None if the objective has no parts.
+    """
 
     total: Tensor
     parts: Tensor | None = None

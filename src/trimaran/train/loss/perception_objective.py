@@ -96,9 +96,10 @@ class PerceptionObjective:
         return loss.sum(dim=(1, 2, 3))
 
     def _box_losses(self, box_values: Tensor, boxes: Tensor, rows: Tensor) -> Tensor:
-        """Return a pseudo-Huber loss of each box, in its centre's cell.
+        """Return the error of each box's values, in the cell of its centre: a pseudo-Huber loss.
 
-        Gradients of L1 cancel but for rounding, which a normalising optimizer amplifies differently under every plan.
+        The gradients of a plain L1 loss are 1 and -1. They cancel except for rounding, and an optimizer that normalises
+        its updates would amplify that rounding differently under every plan.
         """
         x, y = _cells_of(boxes, self._rules).unbind(1)
         error = box_values[rows, :, x, y] - box_targets(boxes, self._rules)

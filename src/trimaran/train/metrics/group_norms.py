@@ -158,7 +158,10 @@ class GroupMeter:
 
     @torch.no_grad()
     def begin(self, gradients: GradientSquares | None = None) -> UpdateSnapshot | None:
-        """Return a snapshot before an update that is to be measured, else None. `gradients`: measured already."""
+        """Return a snapshot before an update that is to be measured; None if it is not.
+
+        `gradients` are those of all parameters of the groups, measured already; without it they are measured here.
+        """
         self._num_updates += 1
         if not self._every or (self._num_updates - 1) % self._every:
             return None
@@ -173,7 +176,10 @@ class GroupMeter:
 
     @torch.no_grad()
     def end(self, before: UpdateSnapshot | None, scale: float) -> Callable[[], dict[str, Any]]:
-        """Return a function for the norms of the update, one step later. `scale` is the loss scale."""
+        """Return a function that returns the norms of the update. Call it one step later.
+
+        Gradients were multiplied by the loss scale `scale`.
+        """
         if before is None:
             return dict
         now = self._sampled.read()

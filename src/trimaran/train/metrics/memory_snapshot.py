@@ -86,9 +86,10 @@ class MemorySnapshotter:
 
 
 class StepMemoryTracker:
-    """Tracks gradients before an update, and outputs of modules that backward still needs after a forward.
+    """Tracks memory that lives only within a step: gradients before an update, and the outputs of modules.
 
-    Not what operations save inside a module, nor a compiled module.
+    Activations are the outputs that are still held when the forward ends, because backward needs them. Tensors that
+    operations save inside a module are not tracked, nor is anything inside a compiled module.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -190,7 +191,11 @@ def _owner_on_device(device: torch.device, tensor: Tensor, kind: str, module: st
 
 
 def _owner(tensor: Tensor, kind: str, module: str, *, whole: bool = False) -> Iterator[MemoryOwner]:
-    """Yield the owner of a tensor's memory, if it has any, `whole` or, as gradients may share it, its own bytes."""
+    """Yield the owner of a tensor's memory; nothing if the tensor has none, as a freed FSDP parameter.
+
+    With `whole`, the owner holds the complete storage, as for a saved output. Otherwise only the tensor's own bytes,
+    because several gradients may share a storage.
+    """
     local = _local(tensor)
     storage = local.untyped_storage()
     try:

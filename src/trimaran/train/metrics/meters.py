@@ -35,9 +35,11 @@ PAGE_BYTES = resource.getpagesize()
 
 
 class RankStats:
-    """Compares the ranks of a pipeline stage on rank 0; every rank calls every method.
+    """Compares the ranks on rank 0. Every rank calls every method at every step.
 
-    Measures travel in a rank's row of the counts of a later step, which are all-reduced anyway.
+    A rank sends its measures of a step with the counts of a later step, which are all-reduced anyway. They are in the
+    row of that rank; all other rows are 0. Ranks are compared within their pipeline stage (consecutive ranks): the
+    ranks of a stage should do the same work.
     """
 
     def __init__(self, *, rank: int, num_ranks: int, pp: int = 1) -> None:

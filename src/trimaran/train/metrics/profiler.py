@@ -180,7 +180,10 @@ class Profiler:
 
     @contextmanager
     def active(self, start: int) -> Iterator[None]:
-        """Record requests in this context; wait for writes at its end. Write a snapshot on an out-of-memory error."""
+        """Record requests in this context, from the first step after `start` on; at its end, wait for all writes.
+
+        On an out-of-memory error, write a memory snapshot. On any error, the current recording is lost.
+        """
         self.between_steps(start)
         if self._ranges is not None and self._ranges_in_all_steps:
             self._ranges.install(start + 1)

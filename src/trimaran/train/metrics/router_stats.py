@@ -28,9 +28,10 @@ def copy_to_host_async(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def routing_counts(networks: Sequence[Network], device: torch.device) -> Tensor | None:
-    """Return this rank's training counts since the last call, layer by layer, flat; None without our MoE layers.
+    """Return this rank's counts since the last call, layer by layer, flat; None without our own MoE layers.
 
-    The sum over ranks is for `router_details`, whose ratios do not change if tp or recompute repeat counts.
+    Sum them over all ranks for `router_details`: layers of other stages are zero rows on this rank. Only training is
+    counted. If tp or recompute repeats counts, it does so for the whole layer: the ratios stay the same.
     """
     spec = _moe_spec(networks)
     if spec is None:
@@ -53,7 +54,10 @@ def router_details(counts: Tensor | None, networks: Sequence[Network]) -> Callab
 
 
 def balance_routers(networks: Sequence[Network], counts: Tensor | None, refused: Tensor) -> None:
-    """Update the biases of trained routers from global `routing_counts`, unless the step was refused."""
+    """Update the correction biases of trained routers from `routing_counts` of the global batch, once for each step.
+
+    A refused step changes nothing. Every rank has the same counts, so the ranks that hold a layer stay equal.
+    """
     spec = _moe_spec(networks)
     if spec is None or counts is None or not _experts(spec).router.correction_rate:
         return

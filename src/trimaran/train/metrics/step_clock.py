@@ -41,7 +41,11 @@ class StepSeconds(NamedTuple):
 
 
 def attribute(events: Iterable[PhaseEvent]) -> StepSeconds:
-    """Return the seconds of events, in the order of their ends, each without the spans inside it."""
+    """Return the seconds of these events, which are in the order of their ends.
+
+    An event counts without the spans inside it, so that laps add up to the step. A discarded lap does not count. The
+    time of a span that raised counts for the event around it.
+    """
     phases: dict[str, float] = defaultdict(float)
     comm: dict[str, float] = defaultdict(float)
     stages: dict[int, float] = defaultdict(float)

@@ -181,7 +181,10 @@ class StepRecorder:
 
 
 def loader_wait(stats: Mapping[str, Any], phases: Mapping[str, float]) -> dict[str, Any]:
-    """Return the `loader` field, if the device waited (data phase) long enough for the loader to adapt."""
+    """Return the `loader` field of the metrics; nothing if the wait is too short for the loader to change its setting.
+
+    A wait of the host costs nothing while the device is busy, so it counts only up to the time of the data phase.
+    """
     seconds = min(stats.get("last_seconds", 0.0), phases["data"])
     if seconds <= max(MIN_WAIT_FRACTION * sum(phases.values()), MIN_WAIT_SECONDS_PER_BATCH):
         return {}

@@ -92,7 +92,10 @@ def group_members() -> dict[str, list[int]]:
 
 
 def operations() -> list[dict[str, Any]]:
-    """Return this rank's last collectives by group, oldest first. With gloo `state` stays `scheduled`."""
+    """Return the last collectives that this rank has started, oldest first. `number` counts those of one group.
+
+    `state` stays `scheduled` with gloo; with NCCL it becomes `completed`, or `started` if torch times collectives.
+    """
     found = read_operations(_recorder._dump_fr_trace_json())
     if _has_nccl():
         found += read_operations(_recorder._dump_nccl_trace_json(), suffix=NCCL_SUFFIX)

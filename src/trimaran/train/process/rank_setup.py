@@ -75,7 +75,11 @@ def join_process_group(rank_info: RankInfo, link: SupervisorLink = NO_SUPERVISOR
 
 
 def agree_on_plugins(recipe: Recipe) -> None:
-    """Load the recipe's plug-ins. All ranks raise the same UserError if one lacks it or has another version."""
+    """Load the recipe's plug-ins that ranks use.
+
+    If a rank lacks one, cannot load it or has another version, all ranks raise the same UserError. Every rank must call
+    it, after joining the process group.
+    """
     if not used_plugins(recipe):
         return
     error: dict[str, Any] | None = None
@@ -98,7 +102,11 @@ def agree_on_plugins(recipe: Recipe) -> None:
 
 
 def bind_cores(device: torch.device) -> dict[str, int]:
-    """Bind this process, before its threads start, to the NUMA node of its GPU, unless bound; return what was."""
+    """Bind all threads of this process to the NUMA node of its GPU. Returns what was bound, for the `start` event.
+
+    Call it before threads and loader processes are started: they inherit it. A process that is already bound to one
+    NUMA node stays as it is, and so does a machine with only one.
+    """
     if DEVICE_TRAITS[device.type].shares_cores or not hasattr(os, "sched_setaffinity"):
         return {}
     found: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack these fields

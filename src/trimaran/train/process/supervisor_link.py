@@ -95,9 +95,10 @@ def read_supervisor_link(environment: Mapping[str, str]) -> SupervisorLink:
 
 
 class TokenStore(dist.Store):
-    """Does what torch's `TCPStore` does for the ranks of one attempt, thread-safe, over reused connections.
+    """Does what torch's `TCPStore` does, for the ranks of one attempt. Thread-safe.
 
-    Torch's C++ code does not keep the Python object alive, so this class does.
+    Connections to the supervisor are reused; a thread that waits for a key has its own. Torch's C++ code does not keep
+    the Python object of a store alive, so this class does, until the process ends.
     """
 
     timeout: timedelta  # stored and set by torch's C++ class

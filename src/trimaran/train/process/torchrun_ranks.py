@@ -25,9 +25,10 @@ READ_SECONDS = 10.0  # rank 0 waits this long for all ranks to read an error, si
 
 
 def check_machines(rank_info: RankInfo, check: Callable[[], None]) -> dist.Store | None:
-    """Run `check` on each machine; raise its error on every rank, through torchrun's store: joining may be impossible.
+    """Run `check` on the first rank of each machine; if it raises on one machine, raise its error on every rank.
 
-    Keep the store that it returns until all have joined: others may read rank 0's.
+    The ranks exchange errors through torchrun's store, since what is wrong with a machine may prevent it from joining
+    the process group. Returns that store. Keep it until the ranks have joined: others may still read from rank 0's.
     """
     error: dict[str, Any] = {}
     if rank_info.local_rank == 0:

@@ -154,7 +154,10 @@ class RehearsalGroup(_ProcessGroup):
 
 
 def _fill_with_message(tensor: Tensor) -> None:
-    """Fill with random numbers; with ones if whole: by them stages tell that shapes are known."""
+    """Fill a tensor with random numbers, in one or two kernels.
+
+    Whole numbers are ones: by them stages tell each other that the shapes of activations are known.
+    """
     if not tensor.is_floating_point():
         tensor.fill_(1)
         return

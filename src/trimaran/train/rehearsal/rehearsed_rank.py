@@ -157,7 +157,10 @@ def _recording(original: Callable[..., Any], recorder: PassRecorder) -> Callable
 
 @dataclass(slots=True)
 class TensorPeak:
-    """Peak bytes of a rank's tensors, in all and after the warm-up, and reserved. Not of loader threads."""
+    """Bytes of a rank's tensors at their peak, at the peak of the steps after the warm-up, and those reserved for them.
+
+    On a CPU, tensors that other threads allocate (loaders) are not counted, and nothing is reserved.
+    """
 
     whole: int = 0
     steps: int = 0
@@ -170,7 +173,10 @@ class TensorPeak:
 
 @contextmanager
 def measured_tensors() -> Iterator[TensorPeak]:
-    """Measure tensors that this thread and its backward allocate on the CPU, once in a process."""
+    """Measure the tensors that this thread, and the backward that it starts, allocate on the CPU inside the block.
+
+    A process can do so once: later records of torch's profiler may be empty.
+    """
     peak = TensorPeak()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         yield peak

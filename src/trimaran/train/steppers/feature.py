@@ -61,7 +61,11 @@ class UpdatePart:
 
 
 class Feature:
-    """An optional part of training; here it changes nothing. `writes_lines`: rank 0 writes metrics at once."""
+    """An optional part of training. The methods of this class change nothing.
+
+    `writes_lines`: rank 0 writes the metrics of each step when it is recorded. `seed_offset` is added to the seed of
+    what a rank draws while it trains.
+    """
 
     writes_lines = True
     seed_offset = 0

@@ -99,7 +99,10 @@ class PipelineStepper(TorchStepper):
         return self._reduced.numbers
 
     def details(self) -> DetailsReader:
-        """See `Stepper.details`. The bubble and `stage_seconds` (of a micro-batch) are means over the pipeline."""
+        """See `Stepper.details`. The measured bubble is the mean over the ranks of the pipeline.
+
+        `stage_seconds` is what forward and backward of one micro-batch take in each stage, `stage_layers` its blocks.
+        """
         read_schedule, others = self._read_schedule, super().details()
 
         def read() -> dict[str, Any]:
@@ -201,15 +204,20 @@ class PipelineStepper(TorchStepper):
 
 
 def _with_zero_input_gradient(out: Tensor, stream: Tensor) -> Tensor:
-    """Return the output with the stage's input in its graph, whose gradient of zeros the schedule sends.
+    """Return the output of a stage, in whose graph the stage's input has a gradient of zeros.
 
-    The sum of no elements is 0. torch 2.11 cannot split a backward that begins with an autograd function.
+    A schedule sends a gradient for every activation that it sent, so the input must be in the graph of the output. The
+    sum of no elements is 0 whatever the input holds. An autograd function would do the same, but torch 2.11 cannot
+    split a backward that begins with one.
     """
     return out + stream.flatten()[:0].sum().to(out.dtype)
 
 
 class _AttachBalanceLoss(torch.autograd.Function):
-    """Identity whose backward starts that of a stage's balance loss, which so is not sent to other stages."""
+    """Returns the activations unchanged; its backward also starts the backward of a stage's balance loss.
+
+    So the balance loss of a stage's experts need not be sent, and only one tensor passes between stages.
+    """
 
     @staticmethod
     def forward(ctx: Any, stream: Tensor, loss: Tensor, scale: Tensor) -> Tensor:

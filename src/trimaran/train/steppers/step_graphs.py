@@ -71,7 +71,10 @@ class StepGraphs:
         return bool(self._micro_batches)
 
     def micro_batches(self, batch: StepBatch) -> Sequence[MicroBatchGraphs]:
-        """Return each micro-batch's graphs, if any; call it before every step, while there are no gradients."""
+        """Return the graphs of each micro-batch of a step; empty if this step is computed without them.
+
+        Call it before every step, while no parameter has a gradient.
+        """
         signature = signature_of(batch)
         if signature != self._signature or (self.is_captured and self._addresses != self._current_addresses()):
             self._changes_left -= self.is_captured
@@ -172,7 +175,10 @@ def build_step_graphs(
 
 
 def has_known_code(module: nn.Module) -> bool:
-    """Return whether all modules are of packages whose forward does not depend on, say, a step counter."""
+    """Return whether all modules are of packages whose forward does the same at every step.
+
+    A capture cannot see that other code depends on something that changes from step to step, such as a counter.
+    """
     return all(type(each).__module__.partition(".")[0] in KNOWN_PACKAGES for each in module.modules())
 
 

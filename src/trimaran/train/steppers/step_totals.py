@@ -32,7 +32,10 @@ class LossPartSums:
             self._parts += losses.parts
 
     def sums(self, batch: StepBatch) -> Tensor | None:
-        """Return this rank's loss parts and loader's counts, flat, or None. All ranks have the same names."""
+        """Return what this rank adds to the loss parts and to the loader's counts, flat; None if there are none.
+
+        All ranks must have the same names in `batch.metrics`.
+        """
         held = []
         if self._parts is not None:
             # The ranks of a tp group have the same loss. In a pipeline only the last stage has one.
@@ -83,7 +86,11 @@ class ReducedStep:
 
 
 class StepTotals:
-    """Sums a step's numbers over all ranks: counts during the first forward, the rest once gradients are complete."""
+    """Sums the numbers of one step over all ranks. A single rank needs no collective.
+
+    The counts are needed for backward; their all-reduce overlaps the first forward. All other sums are computed by one
+    all-reduce, once the gradients are complete.
+    """
 
     def __init__(self, batch: StepBatch, ranks: RankMesh, guard: Guard, *, requests: Sequence[int]) -> None:
         self._batch, self._ranks, self._guard = batch, ranks, guard
@@ -135,6 +142,7 @@ class StepTotals:
         return [None if each is None else next(parts) for each in here]
 
     def _flags(self, loss: Tensor) -> Tensor:
+        """Return for each rank 1 if its own loss is bad, plus MEMORY_CHANGED if its memory has changed."""
         changed = self._guard.shard_check.verify() if self._guard.shard_check else None
         flag = self._guard.suspects(loss, self._batch.num_valid)
         if changed is not None:
@@ -156,9 +164,10 @@ class StepTotals:
 
 
 def batch_checksum_term(batch: StepBatch, ranks: RankMesh) -> int:
-    """Return a number that sums to 0 over the ranks of a batch if all loaded the same samples.
+    """Return a number whose sum over the ranks that share a batch is 0 if all of them loaded the same samples.
 
-    Otherwise a disk that fails on one rank would let replicas diverge.
+    A disk may fail on one rank only. That rank replaces the sample by one of the same shape, so nothing else would
+    fail, and replicated weights would diverge.
     """
     if num_sharing(ranks) == 1:
         return 0

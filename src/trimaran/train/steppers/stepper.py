@@ -45,11 +45,17 @@ class Stepper(Protocol):
         ...
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
-        """Clip by the global norm and update unless refused. Returns the norm before, and 1.0 if refused."""
+        """Clip by the global norm, update the weights unless the guard refuses the step, and clear the gradients.
+
+        Returns the norm before clipping, and 1.0 if the step was refused, else 0.0.
+        """
         ...
 
     def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
-        """Return a function that waits for the numbers of `step` and `update`; call it one step later."""
+        """Return a function that returns the numbers of `step`, followed by what `update` returned, for all ranks.
+
+        It waits until they are copied from the device. Called one step later, it has nothing to wait for.
+        """
         ...
 
     def details(self) -> DetailsReader:
@@ -57,7 +63,10 @@ class Stepper(Protocol):
         ...
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        """Return the summed loss, then scores, flat, in fp64. Summed over ranks, each token counts once."""
+        """Return the summed loss of the batch, followed by the objective's scores, flat, in fp64, on the device.
+
+        The sum over all ranks counts each token and each sequence once.
+        """
         ...
 
     def next_token_logits(self, ids: Tensor) -> Tensor:
@@ -79,7 +88,10 @@ class Stepper(Protocol):
         ...
 
     def state(self, train: TrainSection, *, without_base: bool = False) -> CheckpointState:
-        """Return what checkpoints hold, once, before the first step; `without_base` as in `TrainingState`."""
+        """Return the state that a checkpoint must hold for an exact resume. Called once, before the first step.
+
+        `without_base` leaves out frozen parameters, see `TrainingState`.
+        """
         ...
 
 
@@ -222,7 +234,10 @@ class PlainStepper(TorchStepper):
         return self.updater.scale * self._plan.mesh.data / totals.num_valid()
 
     def recompute_gradients(self, batch: StepBatch) -> Iterator[None]:
-        """Compute gradients again, unreduced if replicated, yield after each micro-batch, clear them at the end."""
+        """Compute the gradients of a batch again, yield after each micro-batch, and clear the gradients at the end.
+
+        Replicated gradients are not reduced, so that the caller sees which rank's are bad. Sharded ones must be.
+        """
         self.release_graphs()
         is_replicated = self._plan.sharding == "none" and not is_fsdp_module(self._network.module)
         for index in range(self._plan.grad_accum):
@@ -327,7 +342,10 @@ def loss_and_scores(objective: Objective, network: Network, output: Tensor, inpu
 
 
 def mask_duplicates(row: Tensor, ranks: RankMesh) -> Tensor:
-    """Return `loss_and_scores` with zeros for what another tp rank, or for scores cp rank, counts."""
+    """Return `loss_and_scores` with zeros for what another rank counts.
+
+    tp ranks have the same loss and scores; cp ranks have the same scores, but the losses of different positions.
+    """
     mask = torch.ones_like(row)
     mask[1:] = ranks.rank("cp") == 0
     return row * mask * (ranks.rank("tp") == 0)

@@ -20,7 +20,11 @@ MAX_REPORTED_NAMES = 64
 
 
 def watch_unused_parameters(optimizer: Optimizer, networks: Sequence[Network]) -> Callable[[], dict[str, Any]]:
-    """Return a function that reports once, as `unused`, parameters without a gradient (not zeros) at the first step."""
+    """Return a function that reports this rank's parameters without a gradient at the optimizer's first step.
+
+    It returns them once, under `unused`, and an empty dict before and afterwards. A gradient of zeros counts as one:
+    experts that received no token have it.
+    """
     names: list[str] = []
 
     def find_unused(*_: object) -> None:

@@ -100,7 +100,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RoundState:
-    """The last round: its group, contributors with their starts, and `savers` in the order in which they write."""
+    """State of the last round: the process group of its contributors (`group_of`: number and start of each).
+
+    `savers`: the replicas in the order in which they save for the run; if the first is lost, the next one does.
+    """
 
     group: dist.ProcessGroup | None = None
     group_of: tuple[tuple[int, int], ...] = ()
@@ -205,7 +208,10 @@ class ElasticLoop(Training):
         return LoopExit(step=step, reason="done")
 
     def saves_end(self) -> bool:
-        """Return whether this replica saves the end of the run; wait until it is to, or until another one has."""
+        """Return whether this replica must save the end of the run; wait until it must, or until another one has.
+
+        A replica reports its save before it exits. So once it is seen as lost, its report is visible, too.
+        """
         assert self._now.last is not None
         waiting = [each for each in self._now.savers if each in self._now.last.starts]
         for each in waiting[: waiting.index(self._number)]:
@@ -220,6 +226,7 @@ class ElasticLoop(Training):
         self.membership.report_finished()
 
     def _synchronise(self, step: int) -> Round:
+        """Exchange weights with the replicas that are alive, until all of them have the result."""
         began, members = time.perf_counter(), self.membership
         lines = [[each.step, each.loss, each.tokens, each.samples] for each in self.journal.held]
         while True:
@@ -251,6 +258,7 @@ class ElasticLoop(Training):
         return opened
 
     def _exchange(self, opened: Round) -> Received | None:
+        """Return what the contributors exchange; None if it failed, or if the round is over before."""
         whose = tuple((each, opened.starts[each]) for each in opened.contributors)
 
         def exchange() -> tuple[dist.ProcessGroup, Received]:

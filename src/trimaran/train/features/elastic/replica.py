@@ -1,4 +1,7 @@
-"""Process groups between elastic replicas: made for those who take part in a round, and given up if one is lost."""
+"""An elastic replica, its part in the rounds, and process groups between replicas.
+
+A group is made for those who take part in a round, and given up if one of them is lost.
+"""
 
 import logging
 import threading
@@ -116,6 +119,7 @@ class Membership:
             number += 1
 
     def next_round(self, step: int, *, stop: bool, leave: bool, save: bool, lines: list[list[float]]) -> Round:
+        """Say that this rank has trained until `step`, and wait for the round."""
         self._say(Statement(kind="arrive", start=self._start, step=step, round=self._last, stop=stop,
                             leave=leave, save=save, lines=lines))  # fmt: skip
         return Round.decode(self._wait(round_key(self._last + 1)))
@@ -143,6 +147,7 @@ class Membership:
         self._store.set(FINISHED, "1")
 
     def is_finished(self) -> bool:
+        """Return whether the end of the run is saved; wait a moment for it."""
         self._report_alive()
         return self._has(FINISHED, WAIT)
 
@@ -173,7 +178,11 @@ _abandoned: list[dist.ProcessGroup] = []  # gloo's destructor would wait for the
 
 
 def make_group(store: dist.Store, members: Sequence[int], member: int, *, prefix: str) -> dist.ProcessGroup:
-    """Return a gloo group of a rank of each of `members`, outside of torch's groups. It can be given up."""
+    """Return a gloo group of one rank of each of `members`, which all call this with the same prefix.
+
+    The default group has only the ranks of one replica, so this group is not one of its subgroups. Unlike NCCL's, it
+    can be given up.
+    """
     size, rank = len(members), list(members).index(member)
     inner = dist.PrefixStore(prefix, store) if size > 1 else dist.HashStore()
     group = dist.ProcessGroup(inner, rank, size)
@@ -190,7 +199,10 @@ def abandon(group: dist.ProcessGroup) -> None:
 
 
 def run_until(do: Callable[[], T], is_over: Callable[[], bool]) -> T | None:
-    """Return what `do` returns in a thread, which is left behind if `is_over` says so first; None if it fails."""
+    """Return the result of `do`, run in its own thread; None if it fails, or if `is_over` is true first.
+
+    The thread is left behind then: a collective that waits for a lost rank cannot be interrupted.
+    """
     results: list[T] = []
 
     def work() -> None:

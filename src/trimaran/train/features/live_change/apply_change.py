@@ -70,7 +70,10 @@ class InPlaceSaver(DelegatingSaver):
 
 
 class PlanChanger:
-    """Changes the parts of a rank, which `training` holds. Every rank calls `apply` after the same step."""
+    """Changes the parts of a rank. Every rank has one, and calls `apply` after the same step.
+
+    `training` holds the current parts. Nothing else may keep them: they must be freed when others replace them.
+    """
 
     def __init__(self, training: Training, file: ChangeFile) -> None:
         self._training, self._file, context = training, file, training.parts.context
@@ -200,9 +203,10 @@ class PlanChanger:
             return error
 
     def _agree_on_step(self, first: LoopExit | Exception, num_updates: int) -> rebuild.FailedChangeError | None:
-        """Return None if all ranks did the first step, the error if all can undo it, else raise.
+        """Return None if the first step is done on all ranks, and the error if all ranks can undo the change.
 
-        They agree through the store: others may wait in a collective.
+        Raises if they cannot. The ranks agree through the store: a rank that failed cannot take part in a collective
+        that others may be in.
         """
         prefix = f"trimaran/change/{self._link.attempt}/{self._number}"
         error = first if isinstance(first, Exception) else None

@@ -1,7 +1,8 @@
-"""Moves the old state to host memory while a change hands it over, if the device has no room for both states.
+"""Builds the parts of a rank for another plan, hands the state over to them, and frees the old parts.
 
-Whole storages are moved, so views of them, tied parameters and flat buffers stay what they are. The old parts keep
-their tensors, which have no memory until `restore`.
+If the device has no room for both states, the old one is in host memory meanwhile. Whole storages are moved, so views
+of them, tied parameters and flat buffers stay what they are. The old parts keep their tensors, which have no memory
+until `restore`.
 """
 
 import gc
@@ -97,10 +98,12 @@ def rebuild(
     agree: Agree,
     shards: Sequence[TensorShard] | None = None,
 ) -> WorkerParts:
-    """Return the parts of the plan in `context` with the state that `old` holds, which stays as it is.
+    """Return the parts of the plan in `context`, with the state that `old` holds. `old` stays as it is.
 
-    `shards` are those of `old` if their values are in host memory. Until `release_state(old)` a rank holds both states
-    and two buffers of the exchange. Nothing is read from disk or drawn.
+    `copies` are those of the state in memory. `shards` are those of `old` if their values are in host memory, see
+    `StagedState`. Otherwise a rank holds both states and two buffers of the exchange until `release_state(old)`. It
+    then holds no gradients and no activations. New networks get memory without values: nothing is read from disk or
+    drawn at random.
     """
     recipe, plan, rank_info = context.recipe, context.plan, context.rank_info
     set_expandable_segments(recipe.faults.expandable_segments, rank_info.device)
@@ -217,7 +220,10 @@ def destroy_groups(groups: Iterable[str]) -> None:
 
 
 def collective_counts() -> dict[str, list[int]]:
-    """Return how many collectives this rank has started, by group and backend. Equal: no rank waits for another."""
+    """Return for each group of this rank how many collectives it has started there, by backend.
+
+    If these are equal on all ranks, no rank waits for another in a collective that the other never starts.
+    """
     groups: dict[str, Any] = known_groups() | {"": dist.group.WORLD}
     counts: dict[str, list[int]] = {name: [] for name in groups}
     for name, group in groups.items():
@@ -278,9 +284,10 @@ def rebuild_with_room(
     agree: Agree,
     seconds: MutableMapping[str, float],
 ) -> WorkerParts:
-    """Return `rebuild`, with the old state in host memory if both do not fit on the device, also found late.
+    """Return `rebuild`. If both states do not fit on the device, the old one is in host memory meanwhile.
 
-    If building fails, `old` is as it was. `seconds` gets the time to move the state.
+    If the predicted room turns out too small, it is tried again that way. If building fails, `old` is restored before
+    the error is raised. `seconds` gets the time to move the state.
     """
     if all(all_gather_json(has_room(context))):
         groups, why = {*known_groups()}, ""

@@ -1,7 +1,4 @@
-"""Triton kernel: a large tensor times a scalar tensor, at full memory bandwidth.
-
-torch multiplies a bf16 tensor by an fp32 scalar tensor at a fifth of that bandwidth.
-"""
+"""Triton kernels: the cross-entropy of rows of logits, and a large tensor times a scalar tensor."""
 
 import torch
 import triton  # pyrefly: ignore[missing-import]
@@ -13,9 +10,11 @@ BLOCK, WARPS = 8192, 16
 
 
 def row_losses(logits: Tensor, labels: Tensor, *, ignored: int, grad_scale: float | None) -> Tensor:
-    """Return the loss of each row of `logits` [N, V], with contiguous rows; 0 for `ignored`, NaN for no token.
+    """Return the loss of each row of `logits` [N, V], fp32 [N]; 0 where the label is `ignored`.
 
-    With `grad_scale` the logits are overwritten with their gradient times it.
+    The logits are overwritten with their gradient times `grad_scale`. With `grad_scale` None they are not changed. Rows
+    may have any stride, but the logits of a row must be contiguous. A label outside the vocabulary makes the loss of
+    its row NaN.
     """
     rows, vocab = logits.shape
     assert vocab == 1 or logits.stride(1) == 1, "the logits of a row must be contiguous"
@@ -76,7 +75,10 @@ SCALE_BLOCK, SCALE_WARPS = 4096, 8
 
 
 def scale_to_dtype(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `tensor` times the one-element tensor `factor`, in `dtype`; in place if it already has it."""
+    """Return `tensor` times the one-element tensor `factor`, in `dtype`; in place if the tensor already has it.
+
+    Torch multiplies a bf16 tensor by an fp32 scalar tensor at a fifth of the memory bandwidth.
+    """
     assert tensor.is_contiguous(), "the kernel reads the tensor as one flat array"
     out = tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
     if count := tensor.numel():

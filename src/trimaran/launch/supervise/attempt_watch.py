@@ -88,6 +88,7 @@ class AttemptWatch:
         return min((heartbeat.step for heartbeat in heartbeats.values()), default=0)
 
     def _outcome(self, heartbeats: Mapping[int, Heartbeat]) -> AttemptOutcome | None:
+        """Return how the attempt ended, from what is known now; None while it runs."""
         if self.lost or self._is_hung(heartbeats) or self.unexpected_exits(grace_seconds=LAST_EVENT_SECONDS):
             return "trouble"
         if len(self.ended) < self.spec.world_size:

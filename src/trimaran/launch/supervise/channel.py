@@ -190,6 +190,7 @@ class Channel(ConnectionServer):
             self._unsent.pop().flush()
 
     def longest_wait(self) -> float:
+        """See `ConnectionHandler`. The wait is short if nodes take part."""
         longest = WAIT_SECONDS_WITH_NODES if self.mailboxes else WAIT_SECONDS
         timeouts = [each for store in self._stores.values() if (each := store.next_timeout()) is not None]
         return min([longest, *(max(0.0, each - time.monotonic()) for each in timeouts)])

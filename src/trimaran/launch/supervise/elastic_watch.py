@@ -426,6 +426,7 @@ class ElasticWatch(AttemptWatch):
             log.info("replica %d is started again", replica)
 
     def _note_joined(self) -> None:
+        """Write the cost of a loss once the replica takes part again."""
         for replica, gone in [*self._gone.items()]:
             if replica in self.rounds.living_members and not gone.is_back:
                 gone.is_back = True

@@ -194,6 +194,7 @@ def fork_warm_or_start(environment: Mapping[str, str]) -> ForkServerProcess:
 
 
 def _ask(connection: socket.socket, request: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Send a line and return the answer, which is one line; None if none comes."""
     with contextlib.suppress(OSError, ValueError):
         connection.sendall(json.dumps(request).encode() + b"\n")
         received = b""

@@ -170,6 +170,7 @@ class NetworkCheck:
         self._done = len(watch.nodes) < 2 or run.read_plan().prediction is None
 
     def _read_plan(self) -> None:
+        """Start over with the prediction of the run's plan."""
         prediction = self._run.read_plan().prediction
         self._expected = prediction.time.get("comm", 0.0) if prediction else 0.0
         self._comm.clear()

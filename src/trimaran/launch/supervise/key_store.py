@@ -127,6 +127,7 @@ class KeyStore:
         raise WireError(f"unknown operation: {name[:40]}")
 
     def _wait(self, request: Record, reply: Reply, *, client: Hashable, now: float) -> None:
+        """Reply, now or when no key of `request` is missing any more."""
         keys, seconds = _names(request), request.get("seconds")
         if not isinstance(seconds, int | float) or not 0 <= seconds < 1e9:
             raise WireError("seconds is not a number of seconds")

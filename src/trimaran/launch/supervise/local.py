@@ -37,6 +37,7 @@ class LocalRun:
     errors: int | None = None
 
     def poll(self) -> int | None:
+        """Return the exit code; None while the run continues."""
         return self.process.poll()
 
     def wait(self, timeout: float | None = None) -> int:

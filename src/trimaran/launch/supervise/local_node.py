@@ -333,6 +333,7 @@ class LocalNode:
         return {name: value for name, value in self._environment.items() if os.environ.get(name) != value}
 
     def begin_speed(self, kind: str, *, seconds: float) -> None:
+        """See `MeasurableNode`. Does nothing while ranks run."""
         if self._fork_server.alive and not self._alive():
             how = {"kind": kind, "devices": self.num_ranks, "seconds": seconds}
             self._fork_server.send({"measure": how | {"environment": self._changed_environment}})
@@ -466,7 +467,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class LocalNodeGroup(NodeGroup):
-    """This machine. `lease` is that of the run."""
+    """Implements `supervisor.NodeGroup` for one machine. `lease` is that of the run; `with` closes the node."""
 
     def __init__(self, run: RunDirectory, lease: Lease, node: LocalNode, environment: EnvironmentOf) -> None:
         token = run_token(run)

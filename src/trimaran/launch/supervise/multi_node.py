@@ -177,6 +177,7 @@ class Participant:
         return None
 
     def _note_lost_coordinator(self, end: FollowerEnd) -> None:
+        """File an incident of this node for a lost coordinator, once for each lost coordinator."""
         self._formed |= end.connected
         if self._lost_coordinator is None and end.connected:
             self._since = time.monotonic()

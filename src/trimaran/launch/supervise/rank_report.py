@@ -79,6 +79,7 @@ def collect_reports(
 
 
 def _dump_stacks(run: RunDirectory, ranks: Sequence[ReportTarget], sizes: dict[int, int], folder: Path) -> None:
+    """Have faulthandler write the stacks of `ranks`, and copy what is new into `folder`."""
     for each in ranks:
         # To the main thread: another thread that handles the signal may have no Python stack.
         ctypes.CDLL(None).tgkill(each.pid, each.pid, int(signal.SIGUSR2))

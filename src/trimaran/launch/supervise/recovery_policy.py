@@ -129,6 +129,7 @@ def _cycles_without_progress(history: Sequence[Cycle]) -> list[Cycle]:
 
 
 def _same_rank(cycles: Sequence[Cycle]) -> int | None:
+    """Return the one rank that was at fault in every one of `cycles`; None if there is none."""
     suspects = {cycle.incident.suspects for cycle in cycles}
     (only,) = suspects if len(suspects) == 1 else ((),)
     return only[0] if len(only) == 1 else None

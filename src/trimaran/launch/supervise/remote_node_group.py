@@ -146,6 +146,7 @@ class RemoteNodeGroup(NodeGroup):
         return None
 
     def growth(self, nodes: Sequence[Node]) -> int | None:
+        """Return how many ranks are possible now, if more nodes are present than `nodes`, which run; None if not."""
         present = self._present()
         if self._left_out_watch is None and read_left_out(self._agent.run):
             self._left_out_watch = LeftOutWatch(self._agent.run, self._agent.kind)
@@ -203,6 +204,7 @@ class RemoteNodeGroup(NodeGroup):
         return found if len(nodes) - len(found) >= self._agent.node_options.min_nodes else []
 
     def _present(self) -> list[Node]:
+        """Return the nodes to start ranks on: those that are connected, without those that are left out."""
         connected = self._connected()
         left_out = self._left_out(connected)
         return [node for node in connected if node not in left_out]

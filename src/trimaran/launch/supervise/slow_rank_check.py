@@ -25,7 +25,11 @@ Kind = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """A rank that holds up the others. Steps take `slowdown` times as long; the others wait a fraction `waiting`."""
+    """A rank that holds up the others.
+
+    `slowdown`: steps take this many times as long because of it. `waiting`: the fraction of the time that ranks with
+    the same work wait.
+    """
 
     rank: int
     slowdown: float
@@ -129,6 +133,7 @@ def _holds_up(rank: int, others: Sequence[int], waits: Mapping[int, float], *, s
 
 
 def _arrivals(report: RankReport) -> list[OperationArrival]:
+    """Return a rank's arrivals in order. Message n from one rank to another is an operation of these two."""
     rank = report.rank
     arrivals = [
         OperationArrival(

@@ -223,6 +223,7 @@ class RayDriver:
         place.answer = place.actor.poll.remote()
 
     def _add_places(self) -> None:
+        """Start a supervisor on a node that joined the cluster, if the run may use more nodes than it has places."""
         full = len(self._places) >= self._job["max_nodes"] or any(place.where is None for place in self._places)
         if full or self._stop.is_set() or time.monotonic() < self._looked + JOIN_SECONDS:
             return
@@ -235,6 +236,7 @@ class RayDriver:
                 self._places.append(SupervisorPlace(index, NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)))
 
     def _end_code(self) -> int | None:
+        """Return the run's exit code; None if it is not over."""
         codes = [place.code for place in self._places if place.code is not None]
         for code in END_CODES:
             if code in codes:

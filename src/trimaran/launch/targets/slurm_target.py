@@ -307,6 +307,7 @@ def _check_partition(request: LaunchRequest | None, site: SlurmSite) -> SiteChec
 
 
 def _partition_error(request: LaunchRequest, site: SlurmSite, partition: Mapping[str, str]) -> UserError | None:
+    """Return why a partition cannot hold the job; None if it can."""
     name, where = partition["PartitionName"], "slurm.partition"
     if partition.get("State", "UP") != "UP":
         return UserError("L033", f"partition {name} is {partition['State']}", where=where, fix="use another one")

@@ -196,6 +196,7 @@ class HostSession:
             self._process.stdin.flush()
 
     def _line(self, until: float) -> str | None:
+        """Return the next answer; None if the connection has ended or there was none in time."""
         assert self._process.stdout is not None
         pipe = self._process.stdout.fileno()
         while True:

@@ -488,6 +488,7 @@ def _failed(folder: Path, option: str, answer: subprocess.CompletedProcess[str])
 
 
 def _states(text: str) -> dict[str, dict[str, Any]]:
+    """Return what the script printed about each host; an empty object for a host that did not answer."""
     found: dict[str, dict[str, Any]] = {}
     for line in text.splitlines():
         host, _, answer = line.partition(" ")

@@ -279,6 +279,7 @@ def _of_findings(evidence: Evidence, findings: Sequence[Finding], settings: Mapp
 
 
 def _priced(evidence: Evidence, measured: StepBreakdown, patch: Patch, settings: Mapping[str, Any]) -> list[Proposal]:
+    """Return the proposal for a patch; none if it cannot run, does not fit, or cannot be predicted."""
     patch = _as_json(patch)
     undo, may_change_course = undo_of(patch, settings), evidence.recipe.autopilot.may_change_course
     if undo is None or evidence.planner_inputs() is None or (changes_course(patch) and not may_change_course):

@@ -211,6 +211,7 @@ def alternates(trial: TrialRecord) -> bool:
 
 
 def _harms(trial: TrialRecord) -> bool:
+    """Return whether the change is clearly for the worse, or has cost all that it may."""
     if trial.lost_seconds > trial.allowance:
         return True
     after = [each for window in trial.windows if window.is_after for each in window.seconds]

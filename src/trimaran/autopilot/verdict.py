@@ -206,6 +206,7 @@ def _limits(logs: Sequence[float]) -> tuple[float, float]:
 
 
 def _dot(values: Sequence[float], others: Sequence[float]) -> float:
+    """Return the sum of the products, up to the end of the shorter sequence."""
     return sum(map(mul, values, others))
 
 

@@ -1,4 +1,4 @@
-"""Prompts: a text to continue, or a conversation, with the images that they show."""
+"""Prompts and texts: a text to continue, or a conversation, with its images; and token ids to text, as they come."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -45,6 +45,7 @@ def read_image(file: Path, rules: ImageRules) -> PromptImage:
 
 
 def decode_image(data: bytes, rules: ImageRules) -> PromptImage:
+    """Return the patches of an encoded image. Raises BadImageError if it cannot be decoded."""
     size = upright_size(data)
     packer = SamplePacker(rules, limit=1 << 30)
     grids = packer.blank(0, np.array([size])).grids[0]
@@ -110,6 +111,7 @@ class PromptBuilder:
         return np.concatenate([np.array(self._tokenizer.begin_ids), *parts]).astype(np.int64)
 
     def chat_ids(self, turns: Sequence[Turn]) -> np.ndarray:
+        """Return the ids of a conversation up to the beginning of the answer, in which an image is one token."""
         try:
             return self.chat.prompt(turns)
         except BadSampleError as error:
@@ -199,6 +201,7 @@ class TextStream:
         return "".join(self._add_few(tokens[start : start + MAX_TOGETHER]) for start in starts)
 
     def finish(self) -> str:
+        """Return the rest of the text. Bytes of a character that was never completed are left out."""
         return self._shown_part(self._decoded())
 
     def _add_few(self, tokens: Sequence[int]) -> str:

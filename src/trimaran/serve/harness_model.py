@@ -70,6 +70,7 @@ class HarnessModel(TemplateLM):
             yield total, bool((losses.argmax(-1) == targets).all())
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probability of each text, in windows of the model's length that do not overlap."""
         totals = []
         for request in requests:
             windows = get_rolling_token_windows(

@@ -1,4 +1,7 @@
-"""Loads trained weights to generate with: those of a run, of one of its checkpoints, of a folder, of an adapter."""
+"""Loads trained weights to generate with: those of a run, of one of its checkpoints, of a folder, of an adapter.
+
+An adapter is merged into its base, or attached to it.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -190,6 +193,7 @@ def section_of_folder(folder: Path) -> ModelSection:
 
 
 def tokenizer_of(weights: TrainedWeights) -> Tokenizer:
+    """Return the tokenizer beside the weights, or that of the run's data."""
     folder, recipe = weights.run.model if weights.run else weights.path, weights.recipe
     if (folder / TOKENIZER).is_file():
         return open_saved_tokenizer(folder)
@@ -204,6 +208,7 @@ def tokenizer_of(weights: TrainedWeights) -> Tokenizer:
 
 
 def usual_dtype(weights: TrainedWeights, section: ModelSection) -> str:
+    """Return the dtype in which a run computed, or in which a folder's weights are stored."""
     if weights.run is None:
         return stored_dtype(_config_folder(weights, section) or weights.path)
     return "fp32" if weights.run.read_plan().precision == "fp32" else "bf16"

@@ -117,5 +117,6 @@ def about(request: EvalRequest) -> dict[str, Any]:
 
 
 def save_evaluation(request: EvalRequest, found: dict[str, Any]) -> None:
+    """Append the result to the run's evaluations. Does nothing for weights without a run."""
     if request.weights.run is not None:
         append_line(request.weights.run.evaluations, {key: value for key, value in found.items() if key != "run_dir"})

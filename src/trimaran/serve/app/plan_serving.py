@@ -75,6 +75,7 @@ def refuse_training_options(given: Mapping[str, object]) -> None:
 
 
 def price_per_million(plan: ServingPlan, cluster_size: int, price: float) -> float:
+    """Return the price of a million generated tokens if every replica is fully loaded, for a price of a GPU hour."""
     return cluster_size * price / SECONDS_PER_HOUR / plan.tokens_per_second * 1e6
 
 
@@ -107,6 +108,7 @@ def serve_command(plan: ServingPlan) -> str:
 
 
 def caution(plan: ServingPlan) -> str:
+    """Return a warning if our own engine does not run the plan; '' if it does."""
     if plan.layout.weights in QUANTISED and plan.layout.devices > 1:
         return "trimaran's own engine quantises weights on one device only: --engine vllm also does it over several"
     return ""

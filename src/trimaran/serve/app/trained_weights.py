@@ -72,6 +72,7 @@ def find_weights(name: str, step: int | None, *, for_text: bool = True) -> Train
 
 
 def saved_step(run: RunDirectory) -> int | None:
+    """Return the step whose weights the run saved at its end; None if nobody knows."""
     from trimaran.app import RunState
 
     state = RunState(run, only_status=True)

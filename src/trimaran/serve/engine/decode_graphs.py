@@ -118,6 +118,7 @@ class GraphInputs:
         return self.per_token * size.tokens + 2 * size.sequences + 1
 
     def split(self, numbers: Tensor, size: GraphSize) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the parts of the numbers of a step: of its tokens [per token, tokens], lengths, and begins."""
         of_tokens = self.per_token * size.tokens
         lengths = numbers[of_tokens : of_tokens + size.sequences]
         starts = numbers[of_tokens + size.sequences : self.num_inputs(size)]
@@ -218,6 +219,7 @@ class EngineGraphs:
         return True
 
     def _forward(self, size: GraphSize) -> Tensor:
+        """Return the logits [sequences, vocabulary] after each sequence's last token, for the inputs on the device."""
         given, lengths, starts = self._inputs.split(self._inputs.staged, size)
         numbers, sequences = given.long(), size.sequences
         extension = PagedExtension(
@@ -239,6 +241,7 @@ class EngineGraphs:
 
 
 def _up_to(sizes: Iterable[int], needed: int) -> list[int]:
+    """Return the sizes up to the smallest one that is at least `needed`, or all if none is."""
     found: list[int] = []
     for size in sizes:
         found.append(size)

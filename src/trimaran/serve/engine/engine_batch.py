@@ -80,6 +80,7 @@ class EngineBatch:
         return is_plain and self.num_tokens == self.num_sequences and bool((self.wants == LAST).all())
 
     def logit_rows(self) -> np.ndarray:
+        """Return the indices of the tokens whose logits are wanted, in order."""
         last = self.query_starts[1:] - 1
         if self.num_tokens == self.num_sequences or not (self.wants == ALL).any():
             return last[(self.wants == LAST) | (self.wants == ALL)]
@@ -88,6 +89,7 @@ class EngineBatch:
         return np.flatnonzero(wanted)
 
     def embedding_rows(self) -> np.ndarray:
+        """Return the indices of the tokens of sequences that are embedded, in order."""
         return np.flatnonzero(np.repeat(self.wants == EMBEDDING, self.query_lengths))
 
     def to_tensor(self) -> Tensor:

@@ -256,6 +256,7 @@ class SequenceRunner:
         return self.network.extend(sequence.cache, {"tokens": new[None]})[0]
 
     def _all_logits(self, sequence: _CachedSequence) -> Tensor:
+        """Return the logits [length, vocabulary] after every token, without the cache."""
         tokens = torch.tensor(sequence.tokens, device=self.device)
         return self.network.forward({"tokens": tokens[None]})[0][0]
 

@@ -1,4 +1,7 @@
-"""Builds the engine of one process or of rank 0: loads weights and adapters, and chooses the size of the cache."""
+"""Builds the engine of one process or of rank 0: loads weights and adapters, and chooses the size of the cache.
+
+Also guides output by a JSON schema, with llguidance.
+"""
 
 import logging
 from collections.abc import Callable

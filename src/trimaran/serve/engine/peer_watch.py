@@ -143,6 +143,7 @@ def _accept_all(store: Store, world: int, host: str, timeout: float) -> dict[soc
 
 
 def _rank_of(peer: socket.socket, token: str) -> int | None:
+    """Return the rank that a connection says it is; None if it does not have the token."""
     peer.settimeout(HELLO_SECONDS)
     hello, size = b"", len(token) + 9
     with contextlib.suppress(OSError):

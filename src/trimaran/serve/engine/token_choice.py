@@ -175,6 +175,7 @@ class ChosenTokens:
             self.tokens.index_copy_(0, moved(sequences, self.tokens.device), found)
 
     def to_host(self, count: int) -> PendingTokens:
+        """Copy the first tokens to the host, without waiting for them."""
         host = self._host[self._steps % 2][:count]
         self._steps += 1
         host.copy_(self.tokens[:count], non_blocking=True)

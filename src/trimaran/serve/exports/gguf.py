@@ -77,6 +77,7 @@ class GgufTokenizer:
     left_out: str = ""
 
     def write(self, writer: Any, gguf: Any) -> str:
+        """Add the tokenizer to a `gguf.GGUFWriter`. Return `left_out`."""
         writer.add_tokenizer_model(self.model)
         if not self.tokens:
             return self.left_out
@@ -158,6 +159,7 @@ def _tokens(tree: Mapping[str, Any], vocab: int) -> tuple[tuple[str, ...], tuple
 
 
 def _pre_tokenizer(tree: Mapping[str, Any]) -> str | None:
+    """Return llama.cpp's name of the pre-tokenizer; None if it has none."""
     top = tree.get("pre_tokenizer") or {}
     parts = top.get("pretokenizers") or [top]
     if not any(part.get("type") == "ByteLevel" for part in parts):

@@ -49,6 +49,7 @@ class PackedInt4Linear(nn.Module):
 
 
 def quantise_linears(module: nn.Module, width: Width) -> int:
+    """Quantise the linear layers of a module in place, as plain tensors that a graph can hold. Return their number."""
     ao = require_package("torchao.quantization", where="--quantise")
     names = [name for name, part in module.named_modules() if is_quantised(part, name)]
     if not names:

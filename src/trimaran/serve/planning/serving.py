@@ -1,4 +1,8 @@
-"""What serving a model needs on each device: weights, buffers of a step, and pages for keys and values."""
+"""Memory and time of serving a model on each device.
+
+Memory: weights, buffers of a step, and pages for keys and values. Time: one step of a serving engine, with decoded
+tokens and tokens of prompts side by side.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -332,6 +336,7 @@ def _touched(layer: OutlineLayer, groups: int, work: StepWork) -> int:
 def _weight_matmul(
     rows: int, columns: int, depth: int, shape: LayerShape, rates: DeviceRates, *, groups: int = 1
 ) -> float:
+    """Return the time of a matmul with a weight: its arithmetic or its bytes, whichever takes longer."""
     computed = matmul_seconds(rows, columns, depth, rates._replace(element_bytes=0), groups=groups)
     if rates.generation != "cpu":
         computed = Seconds(computed * min(1.0, max(rows, MIN_TILE_ROWS) / MIN_FITTED_ROWS))
@@ -377,6 +382,7 @@ def _prefill_attention(layer: OutlineLayer, shape: LayerShape, rates: DeviceRate
 def _head_seconds(
     tower: Tower, shape: LayerShape, rates: DeviceRates, ring: Ring, sequences: int
 ) -> tuple[float, float]:
+    """Return the seconds of the head and the sampler, and those of gathering the logits on one rank."""
     plain = replace(shape, weight_bytes=float(shape.element_bytes), matmul_factor=1.0)
     rates = rates._replace(matmul_flops=rates.head_matmul_flops)
     head = _weight_matmul(sequences, tower.head_rows(shape.tp), tower.hidden, plain, rates)

@@ -71,6 +71,7 @@ class AccessMiddleware:
         return hmac.compare_digest(token.strip(), self._token) and kind.lower() == b"bearer"
 
     async def _read_body(self, headers: RawHeaders, receive: Receive) -> bytes | None:
+        """Return the body; None if the client has gone."""
         lengths = [value for name, value in headers if name == b"content-length"]
         if lengths and lengths[0].isdigit() and int(lengths[0]) > self._max_body_bytes:
             raise self._too_large()

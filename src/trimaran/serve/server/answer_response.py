@@ -179,6 +179,7 @@ class AnswerResponse(Response):
 
 
 def event_of(body: Mapping[str, Any], head: bytes = b"{}") -> bytes:
+    """Return an object as an event. `head` is a JSON object whose fields come before those of `body`."""
     fields = head[1:-1] + b"," if len(head) > 2 else b""
     return b"data: {" + fields + dump_json(body)[1:] + b"\n\n"
 

@@ -45,6 +45,7 @@ class AnswerText:
         return shown
 
     def finish(self) -> str:
+        """Return the text that waited. Nothing follows."""
         return "" if self.is_stopped else self._next_part(self._stream.finish(), is_last=True)
 
     def _next_part(self, text: str, *, is_last: bool) -> str:
@@ -60,6 +61,7 @@ class AnswerText:
 
 
 def _overlap(text: str, stop: str) -> int:
+    """Return how many characters at the end of `text` are the beginning of `stop`."""
     return next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0)
 
 

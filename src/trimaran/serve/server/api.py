@@ -56,6 +56,7 @@ class ApiModel:
     created: int
 
     def adapter_of(self, asked: str | None) -> str | None:
+        """Return the adapter that a request names; None for the model itself. Raises UserError for other names."""
         if asked is None or asked == self.name:
             return None
         if asked in self.adapters:
@@ -164,6 +165,7 @@ class OpenAiApi:
         return AnswerResponse(self._pending(requests, choices, shape), stream=False)
 
     async def _parsed(self, kind: type[Call], request: Request) -> Call:
+        """Return the fields of a request. Its body is parsed in the event loop, so it may not have too many values."""
         body = await request.body()
         if may_have_many_values(body):
             await asyncio.to_thread(refuse_many_values, body)
@@ -172,6 +174,7 @@ class OpenAiApi:
     async def _read_texts(
         self, prompts: Sequence[str | Sequence[int]], limits: EngineLimits, *, where: str
     ) -> list[PreparedPrompt]:
+        """Return the prompts of a call. They are tokenised one by one, so that other calls take turns."""
         found = []
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -303,6 +306,7 @@ def _sampling(call: CallFields) -> Sampling:
 
 
 def _refuse_long(prompt: PreparedPrompt, limits: EngineLimits) -> None:
+    """Raise if the engine could never run the prompt: the model has too few positions, or the cache too few pages."""
     longest = longest_prompt(limits)
     if len(prompt.ids) > longest:
         raise UserError("U003", f"the prompt has {len(prompt.ids)} tokens, and at most {longest} fit",

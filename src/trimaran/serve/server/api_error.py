@@ -74,6 +74,7 @@ def dump_json(body: Mapping[str, Any]) -> bytes:
 
 
 def _finite(value: Any) -> Any:
+    """Return the value with None in place of numbers that JSON does not have."""
     if isinstance(value, Mapping):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -193,6 +193,7 @@ def refuse_many_values(body: bytes) -> None:
 
 
 def parse_call(kind: type[Call], body: bytes) -> Call:
+    """Return the fields of a request. Raises UserError U001 with the field that is wrong."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:  # members of a union each report a mistake; the first is shown
@@ -219,6 +220,7 @@ def _wrong_field(kind: type[BaseModel], first: Mapping[str, Any]) -> UserError:
 
 
 def schema_of(wanted: ResponseFormat | None) -> str | None:
+    """Return the text of the schema that a request asks for; None if any text will do. Raises UserError U011."""
     if wanted is None or wanted.type == "text":
         return None
     if find_spec("llguidance") is None:

@@ -115,6 +115,7 @@ class GuardedProtocol(asyncio.Protocol):
 
     @property
     def waits(self) -> bool:
+        """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

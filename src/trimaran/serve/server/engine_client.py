@@ -44,6 +44,7 @@ class EngineProcess:
             self.writer.write(dump_message(message))
 
     async def wait_any(self) -> None:
+        """Return when a rank has ended. After that the engine is not usable."""
         waits = [asyncio.ensure_future(rank.wait()) for rank in self.ranks]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -163,6 +164,7 @@ class EngineClient:
                 return
 
     async def stop(self) -> None:
+        """End the engine. Requests that are left fail."""
         self._is_stopping, self._is_ready = True, False
         self._queue.fail_all(stopping())
         self._drop_load()
@@ -261,6 +263,7 @@ class EngineClient:
                 self._dispatch()
 
     async def _restart(self) -> bool:
+        """Start the engine again, after pauses. Returns whether it runs."""
         pause, failed = self._policy.first_pause, set[int | None]()
         for _ in range(self._policy.max_failures):
             await asyncio.sleep(pause)

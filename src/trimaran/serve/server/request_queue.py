@@ -58,6 +58,7 @@ class Ticket:
             self._wake_up()
 
     def fail(self, error: UserError) -> None:
+        """End the call with an error. What follows is ignored."""
         if self._error is None:
             self._error = error
             self._wake_up()
@@ -112,6 +113,7 @@ class RequestQueue:
 
     @property
     def has_begun(self) -> bool:
+        """Whether any request, running or waiting, has output already."""
         return any(each.has_output for each in (*self._running.values(), *self._waiting))
 
     def submit(self, requests: Sequence[EngineRequest], *, free: int) -> Ticket:

@@ -38,6 +38,7 @@ EXIT_ENGINE_GONE = 1
 
 
 def newest_weights(run: RunDirectory, *, besides: Collection[int | None] = ()) -> TrainedWeights | None:
+    """Return the newest complete checkpoint of a run, other than those of the steps `besides`; None if it has none."""
     step = max((each for each in complete_steps(run.checkpoints) if each not in besides), default=None)
     if step is None or not looks_complete(path := step_path(run.checkpoints, step)):
         return None
@@ -194,6 +195,8 @@ def http_config(application: Application, guard: ConnectionGuard) -> uvicorn.Con
 def serve(
     config: EngineConfig, settings: ServerSettings, listening: socket.socket, on_start: Callable[[str], None]
 ) -> int:
+    """Serve until SIGTERM or SIGINT, and return the exit code."""
+
     async def run() -> int:
         server = Server(config, settings)
         gc.freeze()  # a collection among the objects of the libraries would be a pause for every request

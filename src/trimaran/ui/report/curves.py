@@ -96,6 +96,7 @@ def curves_of(
 
 
 def phases_of(history: StepHistory) -> Tree:
+    """Return the mean seconds of each phase over equal intervals of the run, and the middle step of each interval."""
     rows: list[tuple[int, int, Mapping[str, float]]] = [  # the middle step, the number of steps, the sums
         *(((block.first + block.last) // 2, block.count, block.phases) for block in history.blocks),
         *((step.step, 1, step.phases) for step in history.steps),

@@ -33,6 +33,7 @@ KINDS = {"weights": "parameters", "gradients": "gradients", "optimizer": "states
 
 
 def about_facts(state: RunState) -> Tree:
+    """Return the facts that do not change while a run trains, unless its plan is replaced."""
     run = state.run
     return {
         "format": FORMAT,
@@ -176,6 +177,7 @@ def _row(name: str, predicted: float | None, measured: float | None, error: floa
 
 
 def _timeline(state: RunState) -> Tree:
+    """Return the attempts and checkpoints with their times, in seconds since the epoch."""
     attempts = [
         {"number": each.number, "time": each.time, "ended": each.ended, "how": each.how, "step": each.step,
          "world_size": each.world_size} for each in state.attempts.attempts
@@ -308,6 +310,7 @@ def waterfall_of(state: RunState) -> Tree:
 
 
 def created_time(run: RunDirectory) -> float | None:
+    """Return when the run directory was made; None if it does not say."""
     try:
         created = json.loads(read_regular_text(run.path / MARKER))["created"]
     except (OSError, ValueError, LookupError, TypeError):

@@ -228,4 +228,5 @@ def _ranks(mesh: Mesh, stage: int | None, data: int) -> Iterator[Html]:
 
 
 def _shown(count: int, most: int = MAX_SHOWN) -> list[int | None]:
+    """Return the indices to show; None stands for those between."""
     return [*range(count)] if count <= most else [*range(most - 2), None, count - 1]

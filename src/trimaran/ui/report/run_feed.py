@@ -87,6 +87,7 @@ class RunFeed:
         return self.facts
 
     def _update(self, part: FeedPart) -> None:
+        """Read a part again if it has changed."""
         if (key := part.key()) == part.seen:
             return
         found = {name: each if name in STRICT else strict(each) for name, each in part.read().items()}
@@ -155,6 +156,7 @@ class RunFeed:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return when a file or folder was changed; None if it does not exist."""
     try:
         status = path.stat()
         return status.st_mtime_ns, status.st_size

@@ -33,6 +33,7 @@ def header(facts: Tree) -> Html:
 
 
 def unread(facts: Tree) -> list[Html]:
+    """Return what could not be read of the run's files, or was not read: a paragraph each."""
     texts = [
         say("{file}: a line of {size} at byte {offset} is damaged and was skipped.", file=each["file"],
             size=show_bytes(each["num_bytes"]), offset=f"{each['offset']:,}")
@@ -220,6 +221,7 @@ def _number(value: float | None) -> str:
 
 
 def brief(name: str, value: object) -> str:
+    """Return a value of the evidence with its unit, which is the end of its name."""
     unit = next((unit for end, unit in (("_bytes", "bytes"), ("_seconds", "seconds")) if name.endswith(end)), "")
     text = SHOW[unit](value) if unit and isinstance(value, int | float) else _text(value)
     return text if len(text) <= 120 else f"{text[:117]}..."

@@ -141,7 +141,7 @@ class MachinesFeed:
 
 
 def spread_lines(path: Path, count: int) -> Iterator[bytes]:
-    """Yield all lines of a small file; of a large one `count` evenly spread lines."""
+    """Yield all lines of a small file; of a large one `count` evenly spread lines, without reading the others."""
     with open_regular_file(path) as file:
         if (size := path.stat().st_size) <= MAX_SAMPLE_BYTES:
             yield from file

@@ -70,6 +70,7 @@ class StepPyramid:
         return history
 
     def _start(self, block: int) -> int:
+        """Return where the lines of a block begin, or those after the last one."""
         if block < len(self._blocks):
             return self._blocks[block].begin
         return self._blocks[-1].end if self._blocks else 0

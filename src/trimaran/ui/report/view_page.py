@@ -34,6 +34,7 @@ def view_page(view: PlanView) -> str:
 
 
 def draw_mode(mode: Mode) -> Iterator[Html]:
+    """Yield the sentences, the formulas and the figures of a mode, whose texts are in their language already."""
     yield from (tag("p", None, sentence) for sentence in mode.sentences)
     if mode.formulas:
         rows = [(each.name, each.symbols, each.numbers, show_value(each.value, each.unit)) for each in mode.formulas]

@@ -355,5 +355,6 @@ def _measured_lines(subject: Subject, operation: str, curve: CommCurve) -> Lines
 
 
 def _bus_rates(operation: str, ranks: int, seconds: Sequence[float | None]) -> tuple[float | None, ...]:
+    """Return the bytes a second on the link of a rank, for each of `SIZES`."""
     factor = (2 if operation == "all-reduce" else 1) * (ranks - 1) / ranks
     return tuple(factor * size / value if value else None for size, value in zip(SIZES, seconds, strict=True))

@@ -79,6 +79,7 @@ def reduced_at(blocks: Sequence[BackwardBlock], bucket_bytes: float, ring: Ring)
 
 
 def exposed_seconds(blocks: Sequence[BackwardBlock], buckets: Sequence[Bucket]) -> float:
+    """Return how long the step waits for gradients after backward has computed all of them."""
     return max(0.0, max((each.end for each in buckets), default=0.0) - sum(block.seconds for block in blocks))
 
 
@@ -155,6 +156,7 @@ def slowed(blocks: Sequence[BackwardBlock], factor: float) -> list[BackwardBlock
 
 
 def _joined(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Return the buckets to draw: of very many, several that follow each other without a gap are one."""
     if len(buckets) <= MAX_DRAWN:
         return list(buckets)
     size = -(-len(buckets) // MAX_DRAWN)

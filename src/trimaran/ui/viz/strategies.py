@@ -49,6 +49,7 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
 
 
 def _search(question: Question, degrees: dict[str, int]) -> PlanAnswer | UserError:
+    """Return the planner's answer with these degrees pinned; its refusal, if no plan has them."""
     if degrees:
         pins = question.pins
         mesh = Mesh.model_validate(pins.mesh.model_dump(include=pins.mesh.model_fields_set) | degrees)

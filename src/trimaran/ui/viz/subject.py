@@ -191,6 +191,7 @@ def run_table(subject: Subject, run: RunMedians, *names: str) -> Table:
 
 
 def predicted_waits(subject: Subject) -> dict[str, float]:
+    """Return the predicted seconds of a step that a rank waits, by axis."""
     plan: Plan = subject.plan.model_copy(update={"prediction": subject.prediction})
     return predicted_comm(plan)
 

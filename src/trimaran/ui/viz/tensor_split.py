@@ -68,6 +68,7 @@ def layers_of(subject: Subject) -> list[tuple[str, OutlineLayer]]:
 
 
 def divides(layer: OutlineLayer, tp: int) -> str:
+    """Return why `tp` ranks cannot split a block; empty if they can."""
     if layer.heads % tp:
         return say("{heads} heads do not divide by {tp}", heads=layer.heads, tp=tp)
     if layer.kv_heads and layer.kv_heads % tp and tp % layer.kv_heads:

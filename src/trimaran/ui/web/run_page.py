@@ -137,6 +137,7 @@ class RunTab:
 
     @property
     def parts(self) -> tuple[str, ...]:
+        """The parts of the facts that its sections need."""
         return tuple(dict.fromkeys(part for each in self.sections for part in each.parts))
 
 
@@ -311,6 +312,7 @@ def _zoom_controls(view: RunView, update: Callable[[], Any]) -> None:
 
 
 def _range(detail: object) -> tuple[int, int] | None:
+    """Return the steps that were chosen; None is the whole run."""
     if not isinstance(detail, dict):
         return None
     low, high = detail.get("low"), detail.get("high")

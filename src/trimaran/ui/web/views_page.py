@@ -90,6 +90,7 @@ class SubjectCache:
 
 
 def files_version(run: RunDirectory) -> tuple[int, ...]:
+    """Return the version of the files that a view of a run reads; that of the plan comes first."""
     return version_of((run.plan, run.metrics, run.attempts, run.events(0), run.incidents, run.decisions))
 
 

@@ -314,4 +314,5 @@ def with_sizes(inputs: PlanInputs) -> PlanInputs:
 
 
 def with_value(options: Sequence[str], value: int) -> list[str]:
+    """Return the numbers of a slider with one that may not be among them."""
     return sorted({*options, str(value)}, key=int)

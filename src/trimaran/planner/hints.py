@@ -31,7 +31,10 @@ class LeastMemory(NamedTuple):
 
 
 def least_memory_plan(space: Space, evaluator: PlanEvaluator, *, stop_at_fit: bool = False) -> LeastMemory | None:
-    """Return the legal plan that needs the least of the available memory; with `stop_at_fit`, the first that fits."""
+    """Return the legal plan that needs the least of the available memory; None if there is none.
+
+    With `stop_at_fit`, return the first plan that fits.
+    """
     best: LeastMemory | None = None
     for plan in least_memory_plans(space):
         memory = evaluator.memory(plan)
@@ -295,6 +298,7 @@ def fastest_like(question: Question, best: Plan) -> float | None:
 
 
 def _fastest(question: Question) -> float | None:
+    """Return the step seconds of the fastest plan; None if none fits or can run."""
     space = Space(question)
     found = ranked_by_risk(space, PlanEvaluator(space)).plans
     return found[0].seconds if found else None

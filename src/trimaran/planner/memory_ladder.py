@@ -97,7 +97,10 @@ def next_rung(plan: Plan, question: Question | None = None, *, may_offload: bool
 
 
 def may_expand_segments(plan: Plan, *, hole_bytes: float, wanted_bytes: float) -> bool:
-    """Return whether expandable segments are the next rung: free but split memory could have held what failed."""
+    """Return whether expandable segments are the next rung: an allocation failed that the free holes could have held.
+
+    `hole_bytes` are reserved by the allocator and free, but in pieces.
+    """
     return hole_bytes >= wanted_bytes > 0 and not uses_expandable_segments(plan)
 
 
@@ -153,7 +156,10 @@ def _sharding(plan: Plan) -> Iterator[Patch]:
 
 
 def _context(plan: Plan) -> Iterator[Patch]:
-    """Yield more context parallelism with fewer data ranks, for which accumulation makes up."""
+    """Yield more context parallelism with fewer data ranks: each holds a smaller part of its sequences.
+
+    Accumulation makes up for the data ranks, so the global batch stays.
+    """
     replicas, shards = plan.mesh.dp_replicate, plan.mesh.dp_shard
     if plan.micro_batches or not plan.engine_traits.splits_models or not plan.comm.overlap:
         return

@@ -30,7 +30,10 @@ class LossChoices(NamedTuple):
     outputs: int
 
     def on(self, tp: int, pp: int, wanted: str = "") -> str:
-        """Return how the loss is computed on such a mesh. Under tp and pp no rank has all logits."""
+        """Return how the loss is computed on such a mesh: as pinned, else as wished, else fused if possible.
+
+        A tensor-parallel rank has no complete row of logits, and a pipeline stage must return them.
+        """
         if self.pinned:
             return self.pinned
         return (wanted or FUSED) if self.can_fuse and tp == pp == 1 else "logits"

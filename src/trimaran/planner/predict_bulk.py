@@ -140,6 +140,7 @@ def _section(line: Mapping[str, Any], key: str, *, named: bool = False) -> str:
 
 
 def _runnable(plan: Plan, job: Job) -> tuple[Plan, str]:
+    """Return the plan and '', or the nearest plan that some system could run and what is wrong with this one."""
     mesh, layers = plan.mesh, job.outline.layers
     (layer, _), *_ = job.outline.main.runs
     assert isinstance(layer, OutlineLayer), "a line describes a decoder"

@@ -175,7 +175,10 @@ def _experts(flat: dict[str, Any], section: ModelLine) -> ExpertSpec | None:
 
 @lru_cache(maxsize=MAX_CACHED_SECTIONS)
 def cluster_of(text: str) -> Cluster:
-    """Return the cluster of a line. Nodes are equal: the largest that the GPUs fill, at most `gpus_per_node`."""
+    """Return the cluster of a line, as text such as `8xH100` or by its fields.
+
+    Nodes are equal: the largest that the GPUs fill, at most `gpus_per_node`.
+    """
     if isinstance(given := json.loads(text), str):
         return parse_cluster(given)
     section = _read(ClusterLine, text, "cluster")
@@ -252,7 +255,10 @@ def plan_of(text: str, world_size: int, default_sharding: str = "none") -> tuple
 
 
 def _mesh(fields: dict[str, Any], world_size: int, default_sharding: str) -> Mesh:
-    """Fill in data ranks, and the default sharding in `fields`. ZeRO shards over data ranks of any name."""
+    """Return the mesh with its data ranks filled in, and set the default sharding in `fields`.
+
+    A log with only one number of data ranks means all of them: ZeRO shards over them, whatever their name.
+    """
     section = _read(Degrees, json.dumps(fields.get("mesh", {})), "plan.mesh")
     if default_sharding == "none" and (section.dp_shard or 1) > 1:
         default_sharding = "parameters"

@@ -54,7 +54,10 @@ def simple_plans(question: Question) -> Iterator[Plan]:
 
 
 def shardings(pins: Plan, mesh: Mesh) -> list[str]:
-    """Return what to shard on this mesh. Offloaded parameters, and DeepSpeed's states, may be on one rank."""
+    """Return what to shard on this mesh. Offloaded parameters are sharded, if only over one rank.
+
+    DeepSpeed offloads nothing without shards.
+    """
     if "sharding" in pins.model_fields_set:
         return [pins.sharding]
     if mesh.dp_shard > 1 or pins.offload == "parameters":

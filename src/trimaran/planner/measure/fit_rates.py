@@ -131,7 +131,10 @@ class RateProblem:
         return fit
 
     def with_swaps(self, fit: RateFit) -> RateFit:
-        """Return the fit with parameters left out or exchanged while that is better: slopes may blame another link."""
+        """Return the fit with a parameter left out or exchanged, while fewer or other ones explain more.
+
+        A collective is as fast as the slowest link on its way, so slopes alone may blame another link.
+        """
         for _ in self.parameters:
             best = fit
             for old in fit.values:

@@ -240,6 +240,7 @@ def _rehearse_rank(request: RehearsalRequest, rank: int, environment: Mapping[st
 
 
 def _whole(request: RehearsalRequest, stages: tuple[int, ...], smaller: list[SmallRank]) -> MeasuredRank | None:
+    """Return the measurements of the whole rank, from those of two smaller ones."""
     small, large = (each.answer.measured for each in smaller)
     if small is None or large is None:
         return None

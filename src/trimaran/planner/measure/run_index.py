@@ -276,7 +276,10 @@ def stamp_of(run: Path) -> Stamp:
 
 
 def best_measured(index: RunIndex, is_same: Callable[[Mapping[str, Any]], bool]) -> MeasuredPlan | None:
-    """Return the fastest measured plan whose job `is_same`. Runs that were deleted or have changed do not count."""
+    """Return the fastest measured plan whose job, as a dictionary, `is_same`; None if there is none.
+
+    Runs that were deleted or changed since they were read do not count.
+    """
     found = [
         (each["measured"]["tokens_per_second"], key, each)
         for key, run in index.runs.items()

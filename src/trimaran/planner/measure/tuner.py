@@ -303,7 +303,10 @@ class Tuner:
         return max((each.gain for each in proposals.ordered), default=0.0) < limit
 
     def _confirm(self, tried: dict[str, TriedCandidate], proposals: PlannedTrials) -> bool:
-        """Measure the first choice and the best again at the end: the fastest of many looks too fast."""
+        """Measure the first choice and the best once more if no more trials follow. Returns whether it did.
+
+        The fastest of many measurements looks faster than it is, and a machine may get slower with time.
+        """
         best, first = best_of(tried.values()), tried.get(self._first.key)
         if best is None or first is None or first.seconds is None or best is first:
             return False

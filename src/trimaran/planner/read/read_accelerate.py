@@ -85,6 +85,7 @@ def _precision(reader: FieldReader, *, of_file: bool) -> str:
 
 
 def _parallelism(section: FieldReader) -> bool:
+    """Read the degrees; return whether there are any."""
     found = False
     for name, axis in AXES.items():
         if (degree := section.count(f"parallelism_config_{name}")) is not None:

@@ -40,6 +40,7 @@ def check_local_steps(plan: Plan, steps: int) -> None:
 
 
 def _check_elastic(plan: Plan) -> None:
+    """Raise unless the other replicas could go on without one of them."""
     local, where = plan.comm.local, f"{LOCAL_STEPS}.elastic"
     if local.fragments > 1 or local.overlap_steps:
         raise _local_error("an exchange that overlaps training cannot be repeated if a replica is lost during it",

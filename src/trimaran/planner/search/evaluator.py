@@ -115,7 +115,10 @@ class PlanEvaluator:
         return cached
 
     def _busy_bound(self, split: MeshSplit, choice: RecomputeChoice, offload: str) -> float:
-        """Return the busy time of the slowest rank, without what occurs once per step, plus the bubble."""
+        """Return how long the slowest rank is busy with all micro-batches, plus the bubble.
+
+        The busy time is the difference to a step with twice as many micro-batches, so costs of a whole step cancel.
+        """
         minimal = split._replace(dp=_min_data_ranks(split.microbatch))
         plan = self.space.plan(minimal, self._cheapest_states, choice, offload)
         times = step_times_of(self.job, self.cluster, plan, (split.grad_accum, 2 * split.grad_accum))

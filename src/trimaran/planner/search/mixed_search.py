@@ -71,7 +71,10 @@ def _chosen_first(ranked: list[FoundPlan]) -> list[FoundPlan]:
 
 
 def _starting_points(question: Question, best_plans: BestPlans) -> tuple[list[FoundPlan], int]:
-    """Return the best plans of each kind alone, fastest first. Raises UserError if the pins allow none on any kind."""
+    """Return the best plans of clusters with one of the kinds alone, fastest first, and how many were evaluated.
+
+    Raises UserError if the pins do not allow a plan on any kind.
+    """
     starts: dict[str, FoundPlan] = {}
     refused: list[UserError] = []
     num_considered = 0

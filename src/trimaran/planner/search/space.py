@@ -430,7 +430,11 @@ class Space:
         return dp * micro_batch if is_dealt else 0  # measured speeds need data ranks, and rows to deal
 
     def _is_useful(self, size: int, cp: int) -> bool:
-        """Return whether such micro-batches can be best: halves of two sequences cost more than a whole one."""
+        """Return whether such micro-batches of sequence parts can be the best.
+
+        Two halves of two sequences on a rank cost as much as one full sequence plus the communication between the
+        halves. More data ranks with a smaller micro-batch do the same for less.
+        """
         pinned = self.pinned("micro_batch") or self.pinned("grad_accum")
         if cp > 1 and not pinned and not self.pins.mesh.model_fields_set and math.gcd(size, cp) > 1:
             return False
@@ -463,6 +467,7 @@ class Space:
                 yield schedule, split_outline(outline, rounds * pp, seq_len=self.question.recipe.data.seq_len)
 
     def _shards_one_rank(self, sharding: str) -> bool:
+        """Return whether one rank may have shards: offloaded parameters need them."""
         if self.pins.engine_traits.shards_one_rank:
             return True
         wanted = not self.pinned("sharding") or self.pins.offload == "parameters"

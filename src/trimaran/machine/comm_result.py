@@ -116,6 +116,7 @@ def _residual(line: Point, point: Point) -> float:
 
 
 def _least_absolute(points: Sequence[Point]) -> Point:
+    """Return the line with the least sum of absolute relative residuals. It passes through two of the points."""
     best, line = math.inf, (0.0, 0.0)
     for index, (left, left_seconds) in enumerate(points):
         for right, right_seconds in points[index + 1 :]:
@@ -141,6 +142,7 @@ def _weighted(points: Sequence[Point], weights: Sequence[float]) -> Point:
 
 
 def _errors(points: Sequence[Point], weights: Sequence[float], line: Point) -> Point:
+    """Return one standard error of latency and slope, from the weighted residuals; infinite with too few points."""
     a, b, c, _, _ = _moments(points, weights)
     determinant, free = a * c - b * b, sum(weight > 0 for weight in weights) - 2
     if determinant <= 0 or free < 1:

@@ -324,7 +324,10 @@ def read_nics(sys: Path = Path("/sys")) -> tuple[Nic, ...]:
 
 
 def read_network(sys: Path = Path("/sys")) -> float:
-    """Return this node's network bytes a second: of all InfiniBand cards, or else the fastest Ethernet card."""
+    """Return the bytes a second, in one direction, of this machine's network cards; 0 if sysfs does not say.
+
+    NCCL uses all InfiniBand and RoCE cards, so their rates add up. Of plain Ethernet cards only the fastest counts.
+    """
     up = [nic for nic in read_nics(sys) if nic.is_up]
     fabric = [nic.gigabits for nic in up if nic.kind == "infiniband" and nic.gigabits]
     return (sum(fabric) or max((nic.gigabits for nic in up), default=0.0)) * 1e9 / 8
@@ -341,7 +344,10 @@ def _connected(matrix: Matrix, kinds: set[str], start: int, size: int) -> bool:
 
 
 def _nvlink_bandwidth(matrix: Matrix, device: Device, size: int) -> float:
-    """Return the bandwidth over all NVLinks. Behind a switch every peer shows all: the device's is the cap."""
+    """Return the bandwidth of a GPU over all of its NVLinks.
+
+    Behind a switch, nvidia-smi shows every peer with all links of the GPU, so the device's own bandwidth is the cap.
+    """
     num_links = min(sum(int(entry[2:]) for entry in row[:size] if entry.startswith("NV")) for row in matrix[:size])
     total = num_links * NVLINK_BANDWIDTH.get(device.name, DEFAULT_NVLINK_BANDWIDTH)
     return min(total, device.link_bandwidth) if device.link_bandwidth > device.pcie_bandwidth else total

@@ -165,7 +165,10 @@ def parse_cores(text: str) -> set[int]:
 
 
 def openmp_threads(value: str | None) -> int | None:
-    """Return the threads of the outermost level, which torch uses; None unless all parts of the list are positive."""
+    """Return the threads of the outermost level, the one that torch uses.
+
+    None if the variable is not set, empty or not valid. OpenMP ignores a list with any part that is not positive.
+    """
     parts = [part.strip() for part in (value or "").split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) <= 9 and int(part) > 0 for part in parts):
         return None

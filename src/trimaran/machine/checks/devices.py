@@ -214,6 +214,7 @@ def matmul_speed(facts: Facts) -> CheckResult:
 
 
 def _expected_flops(facts: Facts) -> tuple[float, float, str]:
+    """Return the expected rate of a device, the lowest accepted fraction of it, and its source; zeros if unknown."""
     cluster, measured = facts.cluster, facts.measured
     if cluster is None or measured is None:
         return 0.0, 0.0, ""
@@ -282,6 +283,7 @@ def all_reduce_speed(facts: Facts) -> CheckResult:
 
 
 def _expected_bandwidth(cluster: Cluster | None, ranks: int) -> tuple[float, float, str]:
+    """Return the bandwidth between this many ranks, the lowest accepted fraction, and its source; zeros if unknown."""
     if cluster is None:
         return 0.0, 0.0, ""
     link = next((each for each in cluster.levels if each.devices >= ranks), cluster.levels[-1])

@@ -257,6 +257,7 @@ def _interfaces(facts: Facts) -> list[Problem]:
 
 
 def _threads(facts: Facts) -> list[Problem]:
+    """Report too many threads. If the variable is unset, each rank gets an equal number of cores."""
     value = facts.environment.get("OMP_NUM_THREADS", "")
     ranks, cores = facts.requirements.ranks_here if facts.requirements else 1, facts.host.cores
     threads = openmp_threads(value)

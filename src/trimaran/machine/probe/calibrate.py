@@ -149,6 +149,7 @@ def _run_rank(rank: int, kind: str, ranks: int, store_path: str, seconds: float)
 
 
 def _seconds(call: Call, size: int, device: torch.device, *, seconds: float) -> float:
+    """Return how long the call takes on a message of `size` bytes, in the fastest of many rounds."""
     ranks = dist.get_world_size()
     world = CommGroup(group=None, ranks=tuple(range(ranks)), place=dist.get_rank())
     message = make_message(size, ranks, device=device, dtype=torch.float32)

@@ -175,7 +175,10 @@ def write_line(**fields: object) -> None:
 
 
 def run_forked(function: Callable[..., Any], arguments: list[tuple[Any, ...]], *, seconds: float) -> list[Any]:
-    """Return each `function(*arguments)`, run in a forked process: `{"error"}` if one died, None after `seconds`."""
+    """Return `function(*each)` for each of `arguments`, each run in a forked process.
+
+    `{"error": ...}` stands for one that died or raised, None for one that did not end within `seconds`.
+    """
     context = multiprocessing.get_context("fork")
     pipes: dict[Connection, int] = {}
     workers = []

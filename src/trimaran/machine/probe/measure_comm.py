@@ -163,6 +163,7 @@ def _measure_curve(
 
 
 def _rounds(call: Call, message: Message, group: CommGroup | None, this: CommRank, *, seconds: float) -> list[float]:
+    """Return the seconds of a call in each round, those of the slowest rank."""
 
     def once(repeats: int) -> float:
         dist.barrier()
@@ -193,6 +194,7 @@ def _measure_pairs(this: CommRank, *, seconds: float) -> list[Fields]:
 
 
 def _measure_pair(pair: tuple[int, int], num_bytes: int, this: CommRank, *, seconds: float) -> float:
+    """Return the fastest of several rounds, equal on all ranks."""
     mine, begin = this.rank in pair, time.monotonic()
     group = CommGroup(group=None, ranks=pair, place=int(this.rank == pair[1]))
     message = make_message(num_bytes if mine else 8, 2, device=this.device, dtype=this.dtype)

@@ -230,6 +230,7 @@ class NodeRendezvous:
         return json.loads(self._store.get(key))
 
     def _get_until(self, key: str, end: float) -> Any:
+        """Return the value, waiting until `end` at most; None without one."""
         try:
             return self._get(key, max(0.05, end - time.monotonic()))
         except dist.DistStoreError:

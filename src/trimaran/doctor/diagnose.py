@@ -29,7 +29,10 @@ def diagnose(evidence: Evidence) -> list[Finding]:
 
 
 def _findings_of_plugins(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the findings of installed rules, and of those that do not load. Their codes must not look like ours."""
+    """Yield the findings of all installed rules. A rule that does not load is a finding itself, and left out.
+
+    The codes of plug-ins must not look like ours, whose meaning is documented.
+    """
     for plugin in installed_plugins("doctor rule"):
         try:
             rule: Rule = load(plugin)

@@ -23,7 +23,11 @@ def _memory_remedy(patch: Patch, now: Prediction, then: Prediction, caution: str
 
 
 def cheapest_memory_fix(evidence: Evidence, *, ran_out: bool) -> Remedy | None:
-    """Return the fitting patch with the shortest step. If memory `ran_out`, the plan needs more than the device has."""
+    """Return the fitting patch with the shortest step; None if none fits or nothing can be predicted.
+
+    Predictions of other plans are scaled by the error of the present plan's prediction. If memory `ran_out`, the
+    present plan needs more than the device has, whatever was predicted.
+    """
     question = evidence.planner_inputs()
     if question is None:
         return None

@@ -117,6 +117,7 @@ def can_measure_links(plan: Plan) -> bool:
 
 
 def _slower(question: Question, times: float, *, only_network: bool) -> Question:
+    """Return the inputs with the bandwidth of links divided by `times`: of all, or of the one between nodes."""
     levels = question.cluster.levels
     links = tuple(
         replace(
@@ -137,7 +138,10 @@ def forecast(question: Question, plan: Plan, *, recipe: Recipe | None = None) ->
 
 
 def _parts(now: Prediction, then: Prediction, measured: StepBreakdown) -> Iterator[tuple[float, float, float]]:
-    """Yield seconds (now, patched, measured) of each part. Pipelined steps are one: their waits are of all ranks."""
+    """Yield (predicted now, predicted with the patch, measured) seconds of each part of the step.
+
+    A pipelined step is one part: the model predicts the busiest rank, but waits are measured over all ranks.
+    """
     comm = measured.comm + measured.straggler
     if "bubble" in now.time or "bubble" in then.time:
         yield now.step_seconds, then.step_seconds, measured.compute + measured.bubble + comm

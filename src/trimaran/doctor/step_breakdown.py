@@ -116,7 +116,10 @@ def _busy_seconds(step: Line) -> float:
 
 
 def data_wait_seconds(step: Line) -> float:
-    """Return the wait for a batch. The phase `data` is not used: it includes copies and the host's bookkeeping."""
+    """Return how long a step waited for its batch; 0 if the metrics do not have it.
+
+    The phase `data` is not used: it includes the copy to the device and the host's bookkeeping.
+    """
     return get_number(step, "loader", "waited") or 0.0
 
 

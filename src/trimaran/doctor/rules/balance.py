@@ -100,6 +100,7 @@ def straggler(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _slowest(evidence: Evidence, what: str) -> SlowRank | None:
+    """Return the rank with the highest `what` in most steps; None if no rank is."""
     stats: list[Line] = [
         each
         for step in steady_steps(evidence)
@@ -134,6 +135,7 @@ def _slow_rank(evidence: Evidence, times: Sequence[str]) -> SlowRank | None:
 
 
 def _from_incidents(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the stragglers that the supervisor reported, if the ranks' own times show none."""
     latest = {
         tuple(each.get("suspects") or ()): each for each in evidence.incidents if each.get("cause") == "straggler"
     }

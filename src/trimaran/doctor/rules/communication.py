@@ -216,6 +216,7 @@ def efficiency(evidence: Evidence) -> float | None:
 
 
 def _losses(evidence: Evidence) -> dict[str, float] | None:
+    """Return the lost fractions of a rank's time by cause; None with too few steps."""
     measured = step_breakdown(evidence)
     if measured is None:
         return None

@@ -27,7 +27,10 @@ NO_HOST_OVERHEAD = HostOverhead(Seconds(0.0), Seconds(0.0), Seconds(0.0))
 
 
 def launch_bound(evidence: Evidence) -> Iterator[Finding]:
-    """Yield F003 if the run is as slow as the cost model says with launch overhead, and that is much of its compute."""
+    """Yield F003 if launching many small kernels takes longer than running them.
+
+    The cost model predicts compute with and without launch overhead; the run must be nearly as slow as with it.
+    """
     measured, question = step_breakdown(evidence), evidence.planner_inputs()
     if measured is None or question is None or not question.cluster.device.traits.runs_async:
         return

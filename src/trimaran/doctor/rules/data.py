@@ -64,6 +64,7 @@ def data_bound(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _cores_of_loader(evidence: Evidence, measured: StepBreakdown, workers: int) -> float | None:
+    """Return the cores that a loader process used, or the loader thread while its rank waited; None without samples."""
     ranks = [rank for each in evidence.samples for rank in (each.get("ranks") or {}).values()]
     if not workers:
         used, waited = get_numbers(ranks, "cpu"), measured.fraction("data")
@@ -77,7 +78,10 @@ def _cores_of_loader(evidence: Evidence, measured: StepBreakdown, workers: int) 
 def _more_workers(
     evidence: Evidence, measured: StepBreakdown, workers: int, loader_cores: float | None
 ) -> tuple[Patch, float]:
-    """Return as many workers as the trainer needs and the cores allow, and the gain. Waiting, it runs at their rate."""
+    """Return the number of workers that keeps up with the trainer, or the most that the cores allow, and its gain.
+
+    A waiting trainer runs at the loader's rate, so loading a batch takes one worker `workers` steps.
+    """
     busy = measured.step - measured.data
     load_seconds = max(1, workers) * measured.step
     wanted = math.ceil(LOADER_HEADROOM * load_seconds / busy)
@@ -88,7 +92,10 @@ def _more_workers(
 
 
 def _max_workers(evidence: Evidence, loader_cores: float | None) -> int | None:
-    """Return how many processes of `loader_cores` (or one core) the node allows each rank; None without samples."""
+    """Return how many processes the cores of the node allow each rank, one core being the rank's; None without samples.
+
+    A process needs `loader_cores`, if that was measured, and else a whole one.
+    """
     limits = [
         int(cores) // len(ranks) - 1
         for each in evidence.samples

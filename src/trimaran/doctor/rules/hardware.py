@@ -25,7 +25,10 @@ MIN_FRACTION_OF_DEFAULT_LIMIT = 0.95  # a power limit below that was set by a us
 
 
 def gpu_throttled(evidence: Evidence) -> Iterator[Finding]:
-    """Yield F069 for GPUs that are hot, throttled by a fault, or limited by a setting beyond the usual power limit."""
+    """Yield F069 for each GPU that was too hot, throttled by a fault, or limited by a setting.
+
+    A busy GPU at its power limit lowers its clock; that alone is no fault.
+    """
     for name, samples in _samples_by_gpu(evidence):
         if found := _throttled(name, samples[-MAX_SAMPLES:]) or _limited(name, samples):
             yield found

@@ -338,6 +338,7 @@ def learning_rate_high(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _largest_update(evidence: Evidence) -> tuple[float, int, str]:
+    """Return the largest update ratio of the median group, its step, and the group with the largest ratio there."""
     best = (0.0, 0, "")
     for step in steps_with_groups(evidence):
         ratios = {name: ratio for name in step["groups"]

@@ -64,6 +64,7 @@ def checkpoint_stall(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _shorter_stalls(recipe: Recipe, measured: StepBreakdown, stall: float, usual: float) -> tuple[Patch, float]:
+    """Return the patch that makes stalls short or rare, and the fraction of the time that remains."""
     if not recipe.checkpoint.asynchronous:
         return {"checkpoint.asynchronous": True}, PATCHED_STALL_FRACTION
     if recipe.checkpoint.every not in ("auto", "off"):
@@ -111,6 +112,7 @@ def disk(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _seconds_to_full(samples: list[Line]) -> float:
+    """Return the seconds until the disk is full at the rate of the samples; infinity if it does not fill up."""
     known = get_timed_numbers(samples, "disk_free")
     if len(known) < 2 or (seconds := known[-1][0] - known[0][0]) < MIN_OBSERVED_SECONDS:
         return float("inf")

@@ -118,6 +118,7 @@ def _judge(node: str, observations: list[NodeObservation]) -> BadNode | None:
 
 
 def _observation(tree: dict[str, Any]) -> NodeObservation | None:
+    """Return the observation of a line; None if it is not one."""
     names = {each.name for each in fields(NodeObservation)}
     known = {name: value for name, value in tree.items() if name in names}
     texts = all(isinstance(known.get(name), str) for name in ("node", "kind", "why"))

@@ -110,7 +110,10 @@ INCIDENT_NEEDS = {"id", "cause", "time", "what"}
 
 
 class IncidentLog(RareLines):
-    """Writes the incidents of a run. Only one process may use it: the supervisor, or rank 0 where there is none."""
+    """Writes the incidents of a run. Only one process may use it: the supervisor, or rank 0 where there is none.
+
+    What cannot be written is kept, see `RareLines`.
+    """
 
     def __init__(self, run: RunDirectory) -> None:
         super().__init__(run, run.incidents)

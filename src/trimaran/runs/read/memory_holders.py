@@ -114,6 +114,7 @@ def downsample(points: Sequence[tuple[float, int]], most: int = MAX_TIMELINE_POI
 
 
 def _timeline(history: Sequence[Mapping[str, Any]], allocated: int) -> dict[str, Any]:
+    """Return the timeline of allocated bytes and the holders at its peak; empty without a history."""
     actions = [each for each in history if each.get("action") in ("alloc", "free_completed")]
     if not actions:
         return {"timeline": [], "peak": None}

@@ -124,6 +124,7 @@ def _none_if_held(run: RunDirectory) -> None:
 
 
 def _process_of(rank: int, start: dict[str, object]) -> psutil.Process | None:
+    """Return the live process of a rank; None if it is gone or on another machine."""
     pid = start.get("pid")
     if start.get("host") != platform.node() or not isinstance(pid, int):
         return None
@@ -327,6 +328,7 @@ def oldest_loader(processes: RunProcesses, rank: int) -> psutil.Process:
 
 @contextmanager
 def _damage_and_kill(processes: RunProcesses, fault: DrillFault) -> Iterator[None]:
+    """Damage the newest checkpoint once nothing can save another one, and end the run with its copies in memory."""
     with stopped_process(processes.supervisor):
         for process in processes.ranks.values():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -338,6 +340,7 @@ def _damage_and_kill(processes: RunProcesses, fault: DrillFault) -> Iterator[Non
 
 @contextmanager
 def _kill_in_change(processes: RunProcesses, fault: DrillFault) -> Iterator[None]:
+    """Have the rank die in a change of the plan that moves no values and changes no results."""
     run = processes.run
     request_kill(run, _rank(fault), fault.phase)
     try:

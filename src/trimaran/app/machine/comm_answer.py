@@ -120,6 +120,7 @@ def _derived(curve: CommCurve) -> Tree:
 
 
 def _calibrate(result: CommResult) -> Path:
+    """Add the measured links to this machine's calibration, and return its file."""
     visible = "" if result.backend == "gloo" else os.environ.get("CUDA_VISIBLE_DEVICES")
     name = machine_name(detect(visible_devices=visible))
     folder = calibration_folder(os.environ) or needed_user_cache(os.environ)

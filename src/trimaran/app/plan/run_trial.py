@@ -184,6 +184,7 @@ class TrialWatch:
 
 
 def _figures(steady: Sequence[StepLine]) -> dict[str, float]:
+    """Return what a trial measured in its steady steps; one that was stopped early has few of them."""
     steps = median_step(steady)
     return {
         "step_seconds": steps.step_seconds,

@@ -161,6 +161,7 @@ def _setting(field: str, value: object) -> str:
 
 
 def _is_plain(text: str) -> bool:
+    """Return whether YAML reads the text as itself."""
     try:
         return load_yaml(text) == text
     except TextError:

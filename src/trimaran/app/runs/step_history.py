@@ -78,6 +78,7 @@ class StepHistory:
         self._extents, self._whole = {}, {}
 
     def _fold(self, *, keep: int) -> None:
+        """Put all steps but the last `keep` into blocks."""
         self._clear()
         size, end = self._block_steps, len(self.steps) - keep
         for begin in range(0, end, size):

@@ -110,6 +110,7 @@ def resume(
 
 
 def _open(run: str, run_dir: Path | None) -> RunDirectory:
+    """Return the run of that name, or a run directory for the run in that store."""
     if "://" in run:
         found = open_stored_run(run.rstrip("/"), run_dir)
         typer.echo(f"{found.path} is the run directory of {run}", err=True)

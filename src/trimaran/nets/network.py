@@ -129,7 +129,10 @@ class Network:
 
     @property
     def tied_embedding(self) -> nn.Parameter | None:
-        """This stage's copy of an embedding that another stage has, for a tied head or later tokens; else None."""
+        """This stage's copy of the embedding, if another stage has the other copy; else None.
+
+        That is so if it is tied to the head, or if the last stage predicts later tokens.
+        """
         decoder = self._stage_decoder
         if decoder is None or not decoder.spec.shares_embedding or decoder.is_first == decoder.is_last:
             return None
@@ -194,7 +197,10 @@ class Network:
 
     @property
     def long_after(self) -> int:
-        """The length after which positions get other rotary frequencies than cached keys; the largest int if none."""
+        """The length after which all positions of a sequence get other rotary frequencies; the largest int if none.
+
+        Keys that a cache holds by then were rotated by other angles.
+        """
         language = language_of(self.spec)
         if language is None or language.block.rope.longrope is None:
             return sys.maxsize

@@ -87,7 +87,11 @@ def packed_parameters(module: nn.Module) -> set[nn.Parameter]:
 
 
 def loadable_weights(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
-    """Return all parameters but the adapter's, by name; a meta tensor for a 4-bit weight. See `weight_to_fill`."""
+    """Return the parameters of the network without its adapter, by name; a tied one under its first name or all.
+
+    The entry of a 4-bit weight is a meta tensor with the shape of the unpacked weight. `weight_to_fill` fills both
+    kinds.
+    """
     found: dict[str, Tensor] = {}
     for name, each in module.named_parameters(remove_duplicate=remove_duplicate):
         owner, _, leaf = name.rpartition(".")

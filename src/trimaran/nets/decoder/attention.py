@@ -204,6 +204,7 @@ class Attention(nn.Module):
 
     @property
     def num_heads(self) -> tuple[int, int]:
+        """The numbers of query heads and of key heads on this rank."""
         return self.q_proj.out_features // self.head_dim, self.k_proj.out_features // self.head_dim
 
     def forward(self, x: Tensor, rotation: Rotation | None, scope: AttentionScope) -> Tensor:
@@ -265,7 +266,11 @@ def rotation_at(positions: Tensor, rope: Rope, head_dim: int, lengths: Tensor | 
 
 
 def grid_rotation_at(positions: Tensor, rope: Rope, head_dim: int, sections: Sequence[int]) -> Rotation:
-    """Return the M-RoPE rotation for `positions` [3, B, T] of time, row and column, section by section of a head."""
+    """Return the M-RoPE rotation for `positions` [3, B, T] of time, row and column (Qwen2-VL).
+
+    The first section of a head's feature pairs uses time, the next row, and so on. If the three are equal, as in text,
+    the result equals `rotation_at`.
+    """
     angles = positions[:, :, None, :, None] * frequencies(rope, head_dim, positions.device)
     pairs = torch.cat([part[axis % 3] for axis, part in enumerate(angles.split(list(sections), -1))], -1)
     angles = torch.cat((pairs, pairs), dim=-1)

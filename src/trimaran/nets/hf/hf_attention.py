@@ -191,7 +191,10 @@ def longest_packed_row(module: Any) -> int:
 
 
 def refuse_packed_rows(reason: str, architecture: str, inputs: Mapping[str, Tensor]) -> None:
-    """Raise if a model that mixes the documents of a row would learn from a later one; padding may follow the first."""
+    """Raise if a model that mixes the documents of a row would learn from a later one; padding may follow the first.
+
+    `architecture` is the name of its class, which a plan changes.
+    """
     later = inputs["documents"] > 0
     if (labels := inputs.get("labels")) is not None:
         later = later & (labels >= 0)

@@ -92,7 +92,10 @@ def keep_conversions(module: Any) -> None:
 def read_weights(
     module: nn.Module, folder: Path, sources: list[WeightSource], report_progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Fill the module in place with this rank's slices, in its own dtypes. Fused tensors are briefly unsharded."""
+    """Fill the module in place with this rank's slices, in its own dtypes. Fused tensors are briefly unsharded.
+
+    A pipeline stage reads only what it holds. `report_progress` is called after each source.
+    """
     targets = dict(module.named_buffers()) | loadable_weights(module, remove_duplicate=False)
     with open_sources(folder) as files:
         for source in [each for each in sources if each.target in targets]:

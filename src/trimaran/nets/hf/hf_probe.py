@@ -111,7 +111,10 @@ def probe(module: Any) -> ProbeResult:
 
 
 def choose_document_masks(module: Any) -> bool:
-    """Return whether masks, its own or now those of `layer_masks`, keep documents apart in a model with windows."""
+    """Return whether masks keep documents apart in a model with attention windows. True, too, if no call shows it.
+
+    A model whose own masks do not isolate documents gets those of `layer_masks` from now on.
+    """
     documents = torch.arange(NUM_TOKENS)[None] // (NUM_TOKENS // 2)
     positions = document_positions(documents)
     if _isolate(_given_masks(module, {"position_ids": positions})):

@@ -125,7 +125,10 @@ def rotate_in_place(packed: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> 
 
 
 def rotary_backward(queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the gradient [B, T, query | key | value] of the joint projection, given those of its three parts."""
+    """Return the gradient [B, T, query | key | value] of the joint projection, given those of its three parts.
+
+    They are [B, heads, T, head_dim]. `cos` and `sin` [1 or B, 1, T, head_dim] are the rotation of queries and keys.
+    """
     batch, heads, length, head_dim = queries.shape
     kv_heads = keys.shape[1]
     out = torch.empty(batch, length, (heads + 2 * kv_heads) * head_dim, dtype=queries.dtype, device=queries.device)

@@ -68,6 +68,7 @@ class DiskStore:
         STORES.add(self)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a new tensor of zeros in the file."""
         start, count = self._used, prod(shape)
         self._used += padded(count * dtype.itemsize)
         assert self._used <= self._size, "the store is too small for its tensors"

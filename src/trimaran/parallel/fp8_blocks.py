@@ -181,6 +181,7 @@ define_operator(
 
 
 def _row_blocks(x: Tensor, plain: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a matrix in fp8 and its scales, transposed, and the same of its transpose, see `row_blocks`."""
     out = _empty_row_blocks(x, plain, turned)
     if not x.is_cpu:
         from trimaran.nets.kernels.fp8_block_casts import row_blocks  # noqa: PLC0415  needs Triton

@@ -32,6 +32,7 @@ class DeviceNumbers:
         self._tensor = torch.empty(0, dtype=dtype, device=device)
 
     def set(self, numbers: list[int] | list[float]) -> Tensor:
+        """Return these numbers on the device, flat. They are copied only if they changed."""
         if numbers != self._numbers:
             staged = torch.tensor(numbers, dtype=self._dtype, pin_memory=self._is_pinned)
             if len(self._tensor) != len(staged):

@@ -83,6 +83,7 @@ class Outputs:
 
 
 def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merge the output over other keys into `out` and `lse`, in place."""
     total = torch.logaddexp(lse, other_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1)).add_(other * (other_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)

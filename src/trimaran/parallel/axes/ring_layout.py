@@ -150,6 +150,7 @@ def _pair(documents: list[list[Span]], ring: RingChunks, ranks: Span, window: in
 
 
 def _span(rectangles: list[Rectangle]) -> Span:
+    """Return the keys that any of the rectangles needs."""
     if not rectangles:
         return 0, 0
     return min(each.keys[0] for each in rectangles), max(each.keys[1] for each in rectangles)

@@ -63,6 +63,7 @@ class ShardCompressor:
         self.state.step += 1
 
     def feedback(self) -> dict[str, FeedbackTensors]:
+        """Return what is remembered between steps: nothing."""
         return {}
 
     @property
@@ -269,6 +270,7 @@ class GradientCompressor:
         self.state.step += 1
 
     def feedback(self) -> dict[str, FeedbackTensors]:
+        """Return what is remembered between steps, by name: `residual`, `velocity` and `factor`. Zeros at first."""
         self._prepare()
         named = {"residual": self.state.residual, "velocity": self.state.velocity, "factor": self.state.factor}
         return {name: each for name, each in named.items() if each is not None}

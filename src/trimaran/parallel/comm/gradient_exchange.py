@@ -99,6 +99,7 @@ class FeedbackTensors:
         self.discard()
 
     def discard(self) -> None:
+        """Forget what the step has proposed."""
         self._next, self._next_views = None, {}
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:

@@ -65,6 +65,7 @@ def all_gather_int64(numbers: np.ndarray, group: dist.ProcessGroup | None = None
 
 
 def _to_bytes(text: bytes, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the text as a tensor on the device that the group communicates on."""
     host = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
     return host.to(_communication_device(group))
 

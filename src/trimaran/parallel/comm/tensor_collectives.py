@@ -212,7 +212,10 @@ def _run(axis: str, operator: Any, *args: Any) -> Tensor:
 
 
 def _start(operator: Any, *args: Any) -> Tensor:
-    """Start a collective. Autograd is skipped, as the functions above do that: it would take as long as the rest."""
+    """Start a collective.
+
+    Autograd is skipped, which the functions above do: it would take as long as the rest of the call.
+    """
     if torch.compiler.is_compiling():
         return operator(*args)
     with torch._C._AutoDispatchBelowAutograd():

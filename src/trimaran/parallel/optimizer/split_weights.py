@@ -1,4 +1,4 @@
-"""Splits weights into two 16-bit halves, and sums their gradients in fp32."""
+"""Splits weights into two 16-bit halves, sums their gradients in fp32, and reads and writes them as fp32."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

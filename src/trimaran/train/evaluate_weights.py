@@ -36,7 +36,10 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutLoss:
-    """A mean loss per valid token, in nats. `num_bytes`: None if the tokenizer does not say. Accuracy by score."""
+    """A mean loss over the valid tokens of some data, in nats. `num_bytes` is None if the tokenizer does not say.
+
+    `accuracy` is that of samples with answers, by score; `accuracy_counts` has its denominators.
+    """
 
     loss: float
     tokens: int

@@ -33,7 +33,10 @@ Signature = tuple[tuple[object, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchGraphs:
-    """Graphs that read `inputs` and `factor` (of the loss). `losses` and the gradients hold their results."""
+    """The graphs of one micro-batch. They read `inputs` and `factor`, by which the loss is multiplied.
+
+    `losses` holds the result after `forward`; the gradients hold theirs after `backward`.
+    """
 
     inputs: Mapping[str, Tensor]
     factor: Tensor

@@ -40,7 +40,8 @@ def sample_prompt(parts: WorkerParts, tokenizer: Tokenizer) -> str:
     with Loader(holdout, steps=1) as loader, parts.trainer.link.section("data"):
         row = next(loader).to(parts.trainer.device).micro(0)["tokens"][0].long().contiguous()
     dist.broadcast(row, 0)  # data-parallel ranks hold different rows
-    # The first words of a document in the row, or of the row. The last, maybe cut, is left out.
+    # The first words of a document in the row, or of the row. The last word may be cut, so it is left out.
+    # A row may begin inside a document, and even inside a character.
     ids = row.cpu().tolist()
     half = ids[: len(ids) // 2]
     start = half.index(tokenizer.end_id) + 1 if tokenizer.end_id in half else 0

@@ -43,7 +43,10 @@ def run_worker(
     link: SupervisorLink = NO_SUPERVISOR,
     environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Train one rank and return its exit code, after an event. `environment` is for the planner, in a change."""
+    """Train one rank of `run` and return its exit code. Every exit writes an event.
+
+    `environment` is that of the process, for the planner if another plan is requested while the run runs.
+    """
     started = time.time()
     stop = StopRequest(run.stop_request if rank_info.rank == 0 else None)
     stop.listen()  # first of all: a stop may be requested while the parts are built

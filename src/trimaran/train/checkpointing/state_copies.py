@@ -137,6 +137,7 @@ class StateCopies:
             self.decide_slots()
             if self.are_kept:
                 self._copy(restored.step)
+        # Free the memory of ranks that no longer exist, once the state that it may hold is in memory elsewhere.
         layout = self._memories.shared_layout
         numbers = range(layout.local_rank, len(self._memories.readable), layout.local_size)
         fds = [self._memories.readable[number].fd for number in numbers]

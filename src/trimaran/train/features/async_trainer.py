@@ -86,7 +86,7 @@ class AsyncState(TrainingState):
 class AsyncStepper(PlainStepper):
     """Computes gradients of batches with the weights of the servers. Evaluation and sampling are those of replicas.
 
-    `counter` is on rank 0 only. `divisor` is what the summed loss of a batch is divided by before backward.
+    `server` is this rank's, for its rows of the weights. `counter` is on rank 0 only.
     """
 
     def __init__(self, context: StepperContext) -> None:
@@ -206,7 +206,7 @@ class AsyncTrainer(Trainer):
         step = taken.number // self.workers.num_workers + 1
         section = "step" if self.batches_done >= NUM_FIRST_BATCHES else "first"
         self.clock.lap("comm")  # the wait for workers that are behind
-        loaded = feed.load(taken.number, lambda sample: None)
+        loaded = feed.load(taken.number, lambda sample: None)  # only now: who takes it was not known before
         arrays = {name: torch.from_numpy(each) for name, each in loaded.arrays.items()}
         samples = feed.samples(taken.number, [0])
         rest = loaded.offsets, loaded.metrics, loaded.bad

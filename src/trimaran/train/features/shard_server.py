@@ -371,7 +371,7 @@ class ServerConnections:
         counter: BatchCounter | None,
         group: dist.ProcessGroup,
     ) -> None:
-        # `rows` are those of each rank's server, in the order of ranks.
+        """`rows` are those of each rank's server, in the order of ranks."""
         self._server, self._rows, self._rank, self._counter, self._group = server, rows, rank, counter, group
         self._others = [each for each in range(len(rows)) if each != rank]
         self._threads: list[threading.Thread] = []

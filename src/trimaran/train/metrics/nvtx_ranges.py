@@ -169,6 +169,7 @@ class CollectiveRanges:
 
 
 def _group_of(values: tuple[Any, ...]) -> str:
+    """Return the axis of the collective's group; `world` for all ranks."""
     # It comes before the reduction, if there is one.
     group = dist.ProcessGroup.unbox(next(each for each in values if isinstance(each, torch.ScriptObject)))
     text = group.group_desc

@@ -230,7 +230,10 @@ class MoeLayer(nn.Module):
         self._reset_routing_stats()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output for `x` [B, T, hidden], and summed balance and z-loss. Capacity limits training only."""
+        """Return the output for `x` [B, T, hidden], and the balance and z-loss, summed over the sequences.
+
+        The capacity applies in training only.
+        """
         # With offloaded weights it is on the host.
         correction = None if self.correction_bias is None else self.correction_bias.to(x.device)
         routing = route(self._logits(x), self.spec, self.context, limited=self.training, correction=correction)

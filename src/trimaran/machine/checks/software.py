@@ -135,6 +135,7 @@ def known_bad() -> tuple[dict[str, Any], ...]:
 
 
 def _unusable(facts: Facts) -> list[Problem]:
+    """Return why torch cannot use this machine's GPUs; nothing if it can, or if the run needs none."""
     versions, needs_gpus = facts.versions, facts.requirements is None or facts.requirements.needs_gpus
     if not facts.gpus or not needs_gpus:
         return []

@@ -142,6 +142,8 @@ def run_script(folder: Path, words: list[str], is_launched: bool) -> str:
     os.chdir(folder)
     for name in () if is_launched else LAUNCHED:
         os.environ.pop(name, None)
+    if is_launched:
+        os.environ["TORCHELASTIC_RUN_ID"] = "lesson"  # by which torch recognises a rank of torchrun
     path, out = Path(words[0]), io.StringIO()
     sys.path.insert(0, str(path.resolve().parent))
     sys.argv = words

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ def write_weights(file: str | Path, weights: Mapping[str, Tensor]) -> Path:
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.stem}-{os.urandom(6).hex()}")
+            with NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}-", delete=False) as draft:
+                temporary = Path(draft.name)
             try:
                 save_file({name: each.contiguous() for name, each in weights.items()}, temporary)
                 with temporary.open("rb") as written:

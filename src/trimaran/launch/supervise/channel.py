@@ -190,7 +190,7 @@ class Channel(ConnectionServer):
             self._unsent.pop().flush()
 
     def longest_wait(self) -> float:
-        """See `ConnectionHandler`. The wait is short if nodes take part."""
+        """See `ConnectionServer`. The wait is short if nodes take part."""
         longest = WAIT_SECONDS_WITH_NODES if self.mailboxes else WAIT_SECONDS
         timeouts = [each for store in self._stores.values() if (each := store.next_timeout()) is not None]
         return min([longest, *(max(0.0, each - time.monotonic()) for each in timeouts)])
@@ -203,7 +203,7 @@ class Channel(ConnectionServer):
             mailbox.broken = True
             mailbox.changed.set()
         self._relayed.discard(connection)
-        if connection is self._upstream:
+        if connection is self._upstream:  # what the ranks have set may not have arrived there
             for rank in [*self._relayed]:
                 rank.close()
 

@@ -467,7 +467,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class LocalNodeGroup(NodeGroup):
-    """Implements `supervisor.NodeGroup` for one machine. `lease` is that of the run; `with` closes the node."""
+    """The group of one node, this machine. `lease` is that of the run; `close` ends the node."""
 
     def __init__(self, run: RunDirectory, lease: Lease, node: LocalNode, environment: EnvironmentOf) -> None:
         token = run_token(run)

@@ -176,7 +176,7 @@ def test_decisions_are_shown_with_before_and_after(open_page: OpenPage, real_run
         assert text in kept, text
     cards.nth(1).locator(".copied button").click()
     page.get_by_text("Copied").wait_for()
-    assert page.evaluate("navigator.clipboard.readText()").endswith("--undo 1")
+    assert page.evaluate("navigator.clipboard.readText()").endswith("--set plan.micro_batch=1 --set plan.grad_accum=8")
     assert page.evaluate(OVERFLOW) <= 0
 
 

@@ -148,6 +148,7 @@ class Channel(ConnectionServer):
         if self._upstream is not None:
             self._upstream.close()
         self._relay = self._upstream = None
+        self._relayed.clear()
 
     def answer(self, connection: Connection, request: Record) -> None:
         name = str(request.get("op"))

@@ -211,7 +211,26 @@ def norm_and_residual(x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
 
 def fused_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
     """Return the norm of `x` [..., hidden]: one kernel on a GPU, where autocast would compute it in several."""
-    return norm_and_residual(x, norm)[1]
+    assert norm.weight is not None
+    assert norm.eps is not None
+    return _Norm.apply(x, norm.weight, norm.eps)
+
+
+class _Norm(torch.autograd.Function):
+    """RMSNorm, outside compiled code."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        normed = gradients[0].contiguous().flatten(0, -2)
+        grad_x, grad_weight = torch.ops.trimaran.norm_backward(x.flatten(0, -2), weight, None, normed, ctx.eps)
+        return grad_x.view_as(x), grad_weight, None
 
 
 class _NormAndResidual(torch.autograd.Function):
@@ -221,13 +240,12 @@ class _NormAndResidual(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        ctx.set_materialize_grads(False)  # the residual may have none: see `fused_norm`
         return x.view_as(x), _norm(x, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        residual, normed = (None if each is None else each.contiguous().flatten(0, -2) for each in gradients)
+        residual, normed = (each.contiguous().flatten(0, -2) for each in gradients)
         grad_x, grad_weight = torch.ops.trimaran.norm_backward(x.flatten(0, -2), weight, residual, normed, ctx.eps)
         return grad_x.view_as(x), grad_weight, None
 

@@ -240,19 +240,11 @@ class MoeLayer(nn.Module):
         if self.training and torch.is_grad_enabled():
             self.routing_stats = self.routing_stats.to(x.device).add_(routing.stats)
         places = sorted_places(routing.choices.flatten()).view(-1, self.spec.top_k)
-        rows = scatter_rows(x.flatten(0, 1), places)  # in the order of their experts, one for each choice
-        if self.spec.router.weights_input:
-            weights = routing.weights.flatten(0, 1)
-            factors = weights.new_empty(len(rows), 1).index_copy(0, places.flatten(), weights.view(-1, 1))
-            rows = rows * factors.to(rows.dtype)
-        sent = self.dispatch.send(self.experts, rows, routing.counts)
+        sent = self.dispatch.send(self.experts, self._rows(x, routing, places), routing.counts)
         shared = None if self.shared_expert is None else self.shared_expert(x)  # while rows travel
         if shared is not None and self.shared_expert_gate is not None:
             shared = self.shared_expert_gate(x).sigmoid() * shared
-        # The weighted sum of each token's expert outputs.
-        weights = None if self.spec.router.weights_input else routing.weights.flatten(0, 1)
-        rows = self.dispatch.compute(self.experts, sent)
-        out = gather_rows(rows, places, None if weights is None else weights.to(rows.dtype)).unflatten(0, x.shape[:2])
+        out = self._joined(self.dispatch.compute(self.experts, sent), routing, places).unflatten(0, x.shape[:2])
         return (out if shared is None else out + shared), routing.loss / self.tp
 
     @torch.no_grad()
@@ -277,6 +269,23 @@ class MoeLayer(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             bias = None if self.gate.bias is None else local_for_compute(self.gate.bias).float()
             return F.linear(x.float(), local_for_compute(self.gate.weight).float(), bias)
+
+    # Rows are temporaries of these two, so that none outlives its use: with ep, only a 16-bit copy travels.
+
+    def _rows(self, x: Tensor, routing: Routing, places: Tensor) -> Tensor:
+        """Return the rows of `x` in the order of their experts, one for each choice."""
+        rows = scatter_rows(x.flatten(0, 1), places)
+        if not self.spec.router.weights_input:
+            return rows
+        weights = routing.weights.flatten(0, 1)
+        factors = weights.new_empty(len(rows), 1).index_copy(0, places.flatten(), weights.view(-1, 1))
+        return rows * factors.to(rows.dtype)
+
+    def _joined(self, rows: Tensor, routing: Routing, places: Tensor) -> Tensor:
+        """Return the weighted sum of each token's expert outputs."""
+        if self.spec.router.weights_input:
+            return gather_rows(rows, places)
+        return gather_rows(rows, places, routing.weights.flatten(0, 1).to(rows.dtype))
 
     def _reset_routing_stats(self) -> None:
         # Not a buffer: buffers are broadcast from rank 0 and saved in checkpoints.

@@ -3,7 +3,7 @@
 from typing import Any
 
 import trimaran.runs
-from trimaran.core.errors import warn_of_old_name
+from trimaran.core import warn_of_old_name
 
 
 def __getattr__(name: str) -> Any:

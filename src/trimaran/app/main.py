@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimaran.app.show.terminal import clean_standard_streams, raw_stream
-from trimaran.runs.process_control import drop_unread_output, open_closed_output
+from trimaran.runs import drop_unread_output, open_closed_output
 
 if TYPE_CHECKING:
     pass

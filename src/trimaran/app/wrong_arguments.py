@@ -6,9 +6,7 @@ from typing import Any
 
 import typer
 
-from trimaran.core import UserError, did_you_mean
-from trimaran.core.errors import closest
-from trimaran.core.recipe_parser import all_fields, field_for
+from trimaran.core import UserError, all_fields, closest, did_you_mean, field_for
 
 COMMAND_ALIASES = {
     "init": "new create setup configure config wizard start-project",

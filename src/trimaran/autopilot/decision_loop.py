@@ -27,7 +27,7 @@ from trimaran.autopilot.trial import (
 )
 from trimaran.autopilot.verdict import Baseline, baseline_of, compare
 from trimaran.core import AutopilotSection, Decision, DecisionOutcome
-from trimaran.runs.read.steady_steps import WARM_UP_STEPS, SteadyMarks
+from trimaran.runs import WARM_UP_STEPS, SteadyMarks
 
 MIN_BASELINE_STEPS = 24  # under the present plan, before anything is decided
 MAX_KEPT_STEPS = 1200

@@ -13,8 +13,8 @@ from statistics import fmean, median
 from typing import Literal
 
 from trimaran.autopilot.verdict import Baseline, Comparison, StepWindow, baseline_of, compare, steps_to_show
-from trimaran.core.measured_speed import robust_sigma
-from trimaran.runs.read.steady_steps import WARM_UP_STEPS, StepPlace
+from trimaran.core import robust_sigma
+from trimaran.runs import WARM_UP_STEPS, StepPlace
 
 Move = Literal["wait", "apply", "undo", "keep", "roll back"]
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from operator import mul
 from statistics import NormalDist, median
 
-from trimaran.core.measured_speed import robust_sigma
+from trimaran.core import robust_sigma
 
 NORMAL = NormalDist()
 MAX_DEVIATIONS = 3.0  # of a step from the median of its side, in robust standard deviations; further ones are clipped

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trimaran.checkpoint.memory_copies import PAGE_BYTES, MemorySlot, RankMemory
-from trimaran.parallel.tensor_shards import SplitWeight
+from trimaran.parallel import SplitWeight
 
 PIN_CHUNK_BYTES = 1 << 28
 """Bytes pinned per call. A call blocks all other use of the GPU: pinning 15 GB at once stalled training for 8 s."""

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, encode_items
-from trimaran.parallel.tensor_shards import (
-    RankShare,
-    ShareItem,
-    SplitWeight,
-    TensorShard,
-    copy_values,
-    item_values,
-    item_view,
-)
+from trimaran.parallel import RankShare, ShareItem, SplitWeight, TensorShard, copy_values, item_values, item_view
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from trimaran.checkpoint.batched_copy import (
 )
 from trimaran.checkpoint.copier import Copier, Pairs, SourcePairs, copy_pairs
 from trimaran.checkpoint.memory_copies import CopyMetadata, MemorySlot, RankMemory
-from trimaran.parallel.tensor_shards import RankShare, TensorShard, item_values, item_view
+from trimaran.parallel import RankShare, TensorShard, item_values, item_view
 
 log = logging.getLogger(__name__)
 

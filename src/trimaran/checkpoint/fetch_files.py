@@ -18,8 +18,8 @@ from trimaran.checkpoint.load_state import MatchedShard, packed_bits
 from trimaran.checkpoint.manifest import INDEX, MANIFEST, MAX_INDEX_BYTES, MAX_MANIFEST_BYTES, Manifest, read_limited
 from trimaran.checkpoint.rank_layout import RankLayout, all_true, barrier
 from trimaran.checkpoint.step_files import files_here
-from trimaran.core.regular_files import open_regular_file, replace_file, write_atomically
-from trimaran.parallel.comm.json_exchange import all_gather_int64, broadcast_json
+from trimaran.core import open_regular_file, replace_file, write_atomically
+from trimaran.parallel import all_gather_int64, broadcast_json
 
 CHUNK_BYTES = 64 << 20
 

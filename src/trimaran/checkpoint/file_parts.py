@@ -18,7 +18,7 @@ import numpy as np
 
 from trimaran.checkpoint.durable import CHUNK_BYTES, DurableDisk, read_blocks
 from trimaran.checkpoint.manifest import FileRecord
-from trimaran.core.regular_files import open_regular_fd
+from trimaran.core import open_regular_fd
 
 PART_BYTES = 64 << 20
 BLOCK_BYTES = 4096  # direct I/O needs offsets, lengths and addresses that are multiples of this

@@ -25,8 +25,7 @@ from trimaran.checkpoint.manifest import Damage, FileRecord, unreadable
 from trimaran.checkpoint.shard_index import Overlap, overlaps, window
 from trimaran.checkpoint.step_files import StepFiles
 from trimaran.core import SpecialFileError, UserError, did_you_mean, open_regular_fd
-from trimaran.parallel.tensor_regions import TensorRegion
-from trimaran.parallel.tensor_shards import TORCH_DTYPES, CheckpointSource, Gather, SplitWeight, TensorShard, meta_of
+from trimaran.parallel import TORCH_DTYPES, CheckpointSource, Gather, SplitWeight, TensorRegion, TensorShard, meta_of
 
 MAX_NAMED_TENSORS = 5
 SAME_MODEL = "resume with the model and optimizer that it was saved with"

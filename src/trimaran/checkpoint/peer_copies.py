@@ -37,7 +37,7 @@ from trimaran.checkpoint.memory_copies import (
 )
 from trimaran.checkpoint.rank_layout import RankLayout, barrier
 from trimaran.parallel import TensorIndex, TensorShard, all_gather_int64, all_gather_json, overlap
-from trimaran.runs.gloo_listeners import closed_listeners
+from trimaran.runs import closed_listeners
 
 CHUNK_BYTES = 64 << 20
 FIRST_INTERVAL_STEPS = 2

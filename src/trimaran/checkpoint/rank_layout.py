@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trimaran.parallel.comm.json_exchange import all_gather_int64
+from trimaran.parallel import all_gather_int64
 
 Nodes = tuple[int, ...]
 

@@ -29,7 +29,7 @@ from trimaran.checkpoint.write_checkpoint import (
     write_share,
 )
 from trimaran.core import CheckpointSection, UserError
-from trimaran.parallel.tensor_shards import RankShare, item_view
+from trimaran.parallel import RankShare, item_view
 
 if TYPE_CHECKING:
     from trimaran.checkpoint.store.store_uploads import StoreUploads

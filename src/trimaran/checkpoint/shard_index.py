@@ -18,7 +18,7 @@ from typing import Any, overload
 import numpy as np
 
 from trimaran.core import UserError
-from trimaran.parallel.tensor_regions import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion, overlap
+from trimaran.parallel import VALUE_BYTES, IndexEntry, TensorIndex, TensorMeta, TensorRegion, overlap
 
 COMPACT = 2  # the value of `format` in a compact index; the older form has no such field
 MAX_COUNT = 1 << 62

@@ -20,7 +20,7 @@ from trimaran.checkpoint.manifest import (
 )
 from trimaran.checkpoint.shard_index import parse_index
 from trimaran.core import UserError, open_regular_fd
-from trimaran.parallel.tensor_regions import VALUE_BYTES, TensorIndex, TensorMeta, TensorRegion
+from trimaran.parallel import VALUE_BYTES, TensorIndex, TensorMeta, TensorRegion
 
 MAX_NAMED_FILES = 4
 

@@ -13,7 +13,7 @@ from trimaran.checkpoint.manifest import INDEX, MANIFEST, Damage, DamagedError, 
 from trimaran.checkpoint.shard_index import overlaps, window
 from trimaran.checkpoint.step_files import StepFiles
 from trimaran.core import UserError, open_regular_fd
-from trimaran.parallel.tensor_regions import VALUE_BYTES, TensorMeta, TensorRegion
+from trimaran.parallel import VALUE_BYTES, TensorMeta, TensorRegion
 
 WEIGHTS = "model/"  # the prefix of their keys
 NUMPY_DTYPES = {

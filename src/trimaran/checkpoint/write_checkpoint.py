@@ -31,7 +31,7 @@ from trimaran.checkpoint.rank_layout import RankLayout
 from trimaran.checkpoint.shard_index import ShardLayout, index_bytes, is_compact, layout_of
 from trimaran.checkpoint.step_dirs import looks_complete, refuse, remove_checkpoint
 from trimaran.core import UserError
-from trimaran.parallel.tensor_shards import ALIGNMENT, RankShare, ShareItem
+from trimaran.parallel import ALIGNMENT, RankShare, ShareItem
 
 PIECE_CHARACTERS = 4 << 20  # of a message to the other nodes
 TIMEOUT_SECONDS = 3600.0  # for their answers

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from trimaran.core import Flops, Plan
-from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
+from trimaran.core import RECOMPUTED_BY_OPERATOR, Flops, Plan
 from trimaran.cost.job import FP32_BYTES, Job, chunk_rows
 from trimaran.cost.rank_part import PACKED_BYTES, packed_linears
 from trimaran.cost.roofline import DeviceRates, attention_seconds, matmul_seconds, power_factor, rates_for_weight

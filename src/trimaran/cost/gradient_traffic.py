@@ -3,8 +3,7 @@
 import math
 from typing import NamedTuple
 
-from trimaran.core import Plan
-from trimaran.core.replica_sync import FP32_BYTES, compressed_bytes, synchronisation_bytes
+from trimaran.core import FP32_BYTES, Plan, compressed_bytes, synchronisation_bytes
 from trimaran.cost.collective import (
     RING_EFFICIENCY,
     Ring,

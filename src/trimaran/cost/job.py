@@ -4,9 +4,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from trimaran.core import Plan
-from trimaran.core.engine_rules import num_units
-from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
+from trimaran.core import RECOMPUTED_BY_OPERATOR, Plan, num_units
 from trimaran.cost.stack_profiles import (
     ENGINE_PROFILES,
     JOINT_PROJECTIONS,

@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from trimaran.core import Plan, Seconds
 from trimaran.cost.job import ELEMENT_BYTES, Job
-from trimaran.machine import Cluster, CpuRates, Device
-from trimaran.machine.device_catalogue import HOST_LAUNCH_SECONDS
+from trimaran.machine import HOST_LAUNCH_SECONDS, Cluster, CpuRates, Device
 
 Value = TypeVar("Value")
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from trimaran.core import Mesh, Pipeline, Plan
-from trimaran.core.plan import RECOMPUTED_BY_OPERATOR, TowerPlan
+from trimaran.core import RECOMPUTED_BY_OPERATOR, Mesh, Pipeline, Plan, TowerPlan
 from trimaran.cost.block_time import (
     BlockKind,
     BlockSplit,

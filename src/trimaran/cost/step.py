@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from trimaran.core import Bytes, Flops, Mesh, Plan, Prediction, Seconds
-from trimaran.core.measured_speed import deal_rows
-from trimaran.core.plan import KindPrediction
+from trimaran.core import Bytes, Flops, KindPrediction, Mesh, Plan, Prediction, Seconds, deal_rows
 from trimaran.cost.block_time import repeated_flops
 from trimaran.cost.job import Job
 from trimaran.cost.peak_memory import Memory, peak_memory_of, stage_memory_of

@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trimaran.core import Plan, Seconds
-from trimaran.core.replica_sync import exposed_outer_seconds
+from trimaran.core import Plan, Seconds, exposed_outer_seconds
 from trimaran.cost.collective import all_reduce_seconds, ring_of
 from trimaran.cost.gradient_traffic import (
     LATE_MOVED_BYTES,

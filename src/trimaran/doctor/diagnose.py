@@ -8,8 +8,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from trimaran.core import Finding, UserError, show_seconds
-from trimaran.core.plugins import installed_plugins, load
+from trimaran.core import Finding, UserError, installed_plugins, load, show_seconds
 from trimaran.doctor.evidence import Evidence, Rule
 from trimaran.doctor.rules import RULES
 from trimaran.doctor.rules.communication import efficiency

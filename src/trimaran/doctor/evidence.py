@@ -13,15 +13,11 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import SLOW_DETAILS, Finding, Plan, Recipe, UserError
-from trimaran.core.regular_files import open_regular_file, read_regular_text
-from trimaran.machine import parse_cluster
-from trimaran.machine.parse_cluster import part_of
+from trimaran.core import SLOW_DETAILS, Finding, Plan, Recipe, UserError, open_regular_file, read_regular_text
+from trimaran.machine import parse_cluster, part_of
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import Question
-from trimaran.runs import RunDirectory, read_json_lines
-from trimaran.runs.journal import parse_lines
-from trimaran.runs.line_files import last_lines
+from trimaran.runs import RunDirectory, last_lines, parse_lines, read_json_lines
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,7 @@ from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.evidence_queries import valid_patch
 from trimaran.doctor.predicted_gain import Remedy, forecast
 from trimaran.doctor.step_breakdown import get_number, get_numbers
-from trimaran.planner import Question
-from trimaran.planner.hints import adapter_changes
-from trimaran.planner.memory_ladder import MAX_MEMORY_FRACTION, Patch, cheapest_first, plan_bytes
+from trimaran.planner import MAX_MEMORY_FRACTION, Patch, Question, adapter_changes, cheapest_first, plan_bytes
 
 CONTEXT_BYTES = 4 << 30  # of a rank outside its allocator: CUDA context, libraries, NCCL buffers
 OTHERS_SAMPLES = 3  # the lowest of these counts, so that memory freed meanwhile does not

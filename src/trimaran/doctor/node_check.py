@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from trimaran.core import UserError
-from trimaran.machine.checks.preflight import THIS_MACHINE, check_before_run
+from trimaran.machine import THIS_MACHINE, check_before_run
 from trimaran.runs import open_run
 
 

@@ -11,9 +11,7 @@ from pydantic import ValidationError
 from trimaran.core import Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.step_breakdown import StepBreakdown, get_numbers
-from trimaran.planner import Question, check_plan
-from trimaran.planner.memory_ladder import MAX_MEMORY_FRACTION, Patch, plan_with
-from trimaran.planner.search.goals import predicted
+from trimaran.planner import MAX_MEMORY_FRACTION, Patch, Question, check_plan, plan_with, predicted
 
 MAX_LINK_SLOWDOWN = 1000.0  # of a link, against the catalogue
 MIN_GAIN_FRACTION = 0.05  # of a step that a patch must save to be worth a finding

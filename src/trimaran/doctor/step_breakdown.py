@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from trimaran.doctor.evidence import Evidence, Line
-from trimaran.runs.read.steady_steps import SteadyMarks, StepPlace
+from trimaran.runs import SteadyMarks, StepPlace
 
 MIN_STEPS = 10  # for a verdict
 BACKWARD_OVER_FORWARD = 2.0  # without a prediction

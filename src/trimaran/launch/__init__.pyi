@@ -10,32 +10,31 @@ from .supervise.channel import (
 from .supervise.connection_server import MAX_UNAUTHENTICATED as MAX_UNAUTHENTICATED
 from .supervise.detached import DetachedProcess as DetachedProcess, read_secrets as read_secrets
 from .supervise.early_supervisor import (
-    EarlySupervisor as EarlySupervisor, HANDLED_SIGNALS as HANDLED_SIGNALS, SIGNAL_TEXTS as SIGNAL_TEXTS,
-    Signals as Signals, WARM as WARM, cancel_early as cancel_early, early_processes as early_processes,
-    resume_early as resume_early, start_early as start_early, take_early as take_early,
-    wait_for_arguments as wait_for_arguments,
+    EarlySupervisor as EarlySupervisor, HANDLED_SIGNALS as HANDLED_SIGNALS, SIGNAL_TEXTS as SIGNAL_TEXTS, Signals as
+    Signals, WARM as WARM, cancel_early as cancel_early, early_processes as early_processes, resume_early as
+    resume_early, start_early as start_early, take_early as take_early, wait_for_arguments as wait_for_arguments,
 )
 from .supervise.elastic_watch import (
     KEPT_ROUNDS as KEPT_ROUNDS, MAX_FAILED_ROUNDS as MAX_FAILED_ROUNDS, ReplicaRounds as ReplicaRounds,
 )
 from .supervise.follower import Follower as Follower, FollowerEnd as FollowerEnd, NodeAgent as NodeAgent
 from .supervise.fork_server_process import (
-    SHARE_GPUS as SHARE_GPUS, ask_warm as ask_warm, connect_warm as connect_warm,
-    shared_gpu_environment as shared_gpu_environment,
+    ANSWER_SECONDS as ANSWER_SECONDS, IDLE_MINUTES as IDLE_MINUTES, SHARE_GPUS as SHARE_GPUS, ask_warm as ask_warm,
+    connect_warm as connect_warm, shared_gpu_environment as shared_gpu_environment, start_warm as start_warm,
 )
 from .supervise.head_client import (
     FileReceiver as FileReceiver, FileSender as FileSender, HeadClient as HeadClient, RUN_FILES as RUN_FILES,
-    answer_nodes as answer_nodes, answer_not_ready as answer_not_ready, create_as_head_has_it as create_as_head_has_it,
-    read_received as read_received, write_run_files as write_run_files,
+    answer_nodes as answer_nodes, answer_not_ready as answer_not_ready, create_as_head_has_it as
+    create_as_head_has_it, read_received as read_received, write_run_files as write_run_files,
 )
 from .supervise.incident_watch import (
-    NUM_STEPS as NUM_STEPS, RankEventIncidents as RankEventIncidents, StrangerCheck as StrangerCheck,
-    is_below_plan as is_below_plan,
+    NUM_STEPS as NUM_STEPS, RankEventIncidents as RankEventIncidents, StrangerCheck as StrangerCheck, is_below_plan
+    as is_below_plan,
 )
 from .supervise.intent import (
-    AllStopped as AllStopped, Continue as Continue, HandOver as HandOver, Intent as Intent, IntentFacts as IntentFacts,
-    LeaveOut as LeaveOut, NodeChanges as NodeChanges, Resize as Resize, Restart as Restart, Stop as Stop,
-    StopRequests as StopRequests, next_intent as next_intent,
+    AllStopped as AllStopped, Continue as Continue, HandOver as HandOver, Intent as Intent, IntentFacts as
+    IntentFacts, LeaveOut as LeaveOut, NodeChanges as NodeChanges, Resize as Resize, Restart as Restart, Stop as
+    Stop, StopRequests as StopRequests, next_intent as next_intent,
 )
 from .supervise.investigate import (
     incident_text as incident_text, note_lost_nodes as note_lost_nodes, note_unfit_node as note_unfit_node,
@@ -46,13 +45,13 @@ from .supervise.key_store import (
 from .supervise.local import LocalRun as LocalRun, start_local as start_local
 from .supervise.local_node import Deadlines as Deadlines, LocalNode as LocalNode
 from .supervise.measure_links import (
-    group_nodes as group_nodes, list_groups as list_groups, measure_link as measure_link, order_nodes as order_nodes,
-    read_switches as read_switches, tournament as tournament,
+    group_nodes as group_nodes, list_groups as list_groups, measure_link as measure_link, order_nodes as
+    order_nodes, read_switches as read_switches, tournament as tournament,
 )
 from .supervise.next_attempt import (
     GrowthPlanner as GrowthPlanner, fit_plan as fit_plan, larger_size as larger_size, less_memory as less_memory,
-    read_resize_request as read_resize_request, resized as resized, smaller_sizes as smaller_sizes,
-    with_prediction as with_prediction,
+    read_resize_request as read_resize_request, resized as resized, smaller_sizes as smaller_sizes, with_prediction
+    as with_prediction,
 )
 from .supervise.node import (
     AttemptSpec as AttemptSpec, Node as Node, NodeEvent as NodeEvent, NodeLost as NodeLost, RankEnded as RankEnded,
@@ -61,13 +60,13 @@ from .supervise.node import (
 from .supervise.node_options import (
     NodeOptions as NodeOptions, add_node_flags as add_node_flags, default_address as default_address,
     find_own_address as find_own_address, given_token as given_token, interface_addresses as interface_addresses,
-    keep_token as keep_token, needed_token as needed_token, parse_node_options as parse_node_options,
-    source_towards as source_towards, split_head as split_head, with_own_address as with_own_address,
+    keep_token as keep_token, needed_token as needed_token, parse_node_options as parse_node_options, source_towards
+    as source_towards, split_head as split_head, with_own_address as with_own_address,
 )
 from .supervise.rank_report import (
     MAX_HEARTBEAT_AGE_SECONDS as MAX_HEARTBEAT_AGE_SECONDS, Operation as Operation, RankReport as RankReport,
-    ReportMoment as ReportMoment, ReportTarget as ReportTarget, collect_reports as collect_reports,
-    describe_ranks as describe_ranks, process_state as process_state, read_rank_reports as read_rank_reports,
+    ReportMoment as ReportMoment, ReportTarget as ReportTarget, collect_reports as collect_reports, describe_ranks
+    as describe_ranks, process_state as process_state, read_rank_reports as read_rank_reports,
 )
 from .supervise.recovery_policy import (
     Cycle as Cycle, EXIT_FAULT as EXIT_FAULT, PolicyDecision as PolicyDecision, RecoveryOptions as RecoveryOptions,
@@ -88,16 +87,14 @@ from .supervise.slow_rank_check import (
 from .targets.k8s_manifest import (
     CONTAINER as CONTAINER, INSTANCE as INSTANCE, KubernetesSite as KubernetesSite, grace_seconds as grace_seconds,
 )
-from .targets.k8s_target import (
-    KINDS as KINDS, KubernetesTarget as KubernetesTarget, describe as describe, name_of as name_of,
-)
+from .targets.k8s_target import KINDS as KINDS, KubernetesTarget as KubernetesTarget, describe as describe
 from .targets.ray_target import RaySection as RaySection, RayTarget as RayTarget
 from .targets.site_file import read_site_file as read_site_file, site_path as site_path, site_section as site_section
 from .targets.sky_target import BUCKET_PATH as BUCKET_PATH, SkySection as SkySection, SkyTarget as SkyTarget
 from .targets.slurm_end import find_end as find_end, record_end as record_end
 from .targets.slurm_script import (
-    SlurmSite as SlurmSite, batch_options as batch_options, measured_stop_time as measured_stop_time,
-    script_lines as script_lines, time_seconds as time_seconds,
+    SlurmSite as SlurmSite, batch_options as batch_options, measured_stop_time as measured_stop_time, script_lines
+    as script_lines, time_seconds as time_seconds,
 )
 from .targets.slurm_target import (
     SlurmTarget as SlurmTarget, parse_fields as parse_fields, stands_for_chain as stands_for_chain,
@@ -111,9 +108,9 @@ from .targets.ssh_target import (
     ssh_script as ssh_script,
 )
 from .targets.target import (
-    JobRecord as JobRecord, JobState as JobState, LaunchRequest as LaunchRequest, SHARED_FUNCTIONS as SHARED_FUNCTIONS,
-    State as State,
-    TARGET_CLASSES as TARGET_CLASSES, Target as Target, find_record as find_record, job_name as job_name,
-    new_record as new_record, node_command as node_command, open_target as open_target, read_records as read_records,
-    state_folder as state_folder, write_record as write_record,
+    JobRecord as JobRecord, JobState as JobState, LaunchRequest as LaunchRequest, SHARED_FUNCTIONS as
+    SHARED_FUNCTIONS, State as State, TARGET_CLASSES as TARGET_CLASSES, Target as Target, find_record as
+    find_record, job_id as job_id, job_name as job_name, new_record as new_record, node_command as node_command,
+    open_target as open_target, read_records as read_records, state_folder as state_folder, write_record as
+    write_record,
 )

@@ -20,7 +20,7 @@ from typing import Any
 
 from trimaran.launch.supervise.early_supervisor import LATER, WARM, Signals, redirect_output, wait_for_arguments
 from trimaran.launch.supervise.fork_server_process import ForkServerProcess, fork_warm_or_start, start_fork_server
-from trimaran.runs.process_control import drop_unread_output, raise_soft_limits
+from trimaran.runs import drop_unread_output, raise_soft_limits
 
 SIGNALS = Signals()
 EARLY_FORK_SERVER: ForkServerProcess | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.core import UserError
-from trimaran.nets.absent_modules import AbsentLayer, LayerTrace, StageStream, read_parameters, record_layer, tensors_in
+from trimaran.nets import AbsentLayer, LayerTrace, StageStream, read_parameters, record_layer, tensors_in
 
 Forward = Callable[[Any], tuple[Tensor, int | Tensor]]  # takes the rows of a batch, returns summed loss and count
 

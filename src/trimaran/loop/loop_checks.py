@@ -22,8 +22,8 @@ from trimaran.loop.loop_context import LoopContext, generator_states
 from trimaran.loop.loop_optimizers import parameters_of
 from trimaran.loop.loss_reduction import CHECK_OFF, accumulation_divisor, calling_line, check_divisor
 from trimaran.loop.row_dependence import Cause, mark_outputs, row_dependence
-from trimaran.parallel.comm.json_exchange import all_gather_int64, all_gather_json
-from trimaran.train.health.memory_check import bit_checksum
+from trimaran.parallel import all_gather_int64, all_gather_json
+from trimaran.train import bit_checksum
 
 
 class GradientWatch:

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trimaran.core import UserError
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.parallel.comm.json_exchange import all_gather_int64
-from trimaran.train.process.rank_setup import TIMEOUT
+from trimaran.core import DEVICE_TRAITS, UserError
+from trimaran.parallel import all_gather_int64
+from trimaran.train import TIMEOUT
 
 log = logging.getLogger(__name__)
 

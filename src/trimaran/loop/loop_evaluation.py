@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from trimaran.core import UserError
 from trimaran.loop.loop_context import LoopContext, as_tree, eval_mode, generator_states, kept_generators, num_rows_of
 from trimaran.loop.loop_loader import LoopLoader
-from trimaran.nets.local_shards import gathered
-from trimaran.parallel.comm.json_exchange import broadcast_json
-from trimaran.train.checkpointing.training_state import persistent_buffers
+from trimaran.nets import gathered
+from trimaran.parallel import broadcast_json
+from trimaran.train import persistent_buffers
 
 WHERE = "loop.evaluate(measure, batches)"
 

@@ -19,10 +19,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from trimaran.core import UserError
-from trimaran.data.feed import positions
+from trimaran.data import positions
 from trimaran.loop.loop_context import CAUSES, LoopContext, digest, kept_generators, part_of, to_device
-from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
-from trimaran.train.agreement import FlagAllReduce
+from trimaran.parallel import all_gather_json, broadcast_json
+from trimaran.train import FlagAllReduce
 
 WHERE = "loop.loader(...)"
 NUM_COMPARED = 2  # samples that all ranks load at the start, to see whether they read the same dataset

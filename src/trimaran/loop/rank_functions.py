@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.core import UserError
-from trimaran.parallel.comm.json_exchange import all_gather_json
+from trimaran.parallel import all_gather_json
 
 Reduce = Literal["mean", "sum", "max", "min"]
 

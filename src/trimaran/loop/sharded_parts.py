@@ -15,9 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from trimaran.core import UserError
 from trimaran.loop.loop_context import CallOrder
-from trimaran.nets.local_shards import local_part
-from trimaran.parallel.axes.fsdp import own_parameter_groups
-from trimaran.parallel.comm.json_exchange import all_gather_int64
+from trimaran.nets import local_part
+from trimaran.parallel import all_gather_int64, own_parameter_groups
 
 Wrap = type[nn.Module] | Sequence[type[nn.Module]] | int
 WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

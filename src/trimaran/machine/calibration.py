@@ -12,8 +12,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trimaran.core import Flops, Seconds, UserError, did_you_mean
-from trimaran.core.regular_files import read_regular_bytes, user_cache
+from trimaran.core import Flops, Seconds, UserError, did_you_mean, read_regular_bytes, user_cache
 from trimaran.machine.cluster import Cluster, DiskRates, Link, network_link
 from trimaran.machine.device_catalogue import DEVICES, STREAM_FRACTION, Device
 

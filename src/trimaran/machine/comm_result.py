@@ -13,10 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trimaran.core import UserError
-from trimaran.core.measured_speed import MAD_TO_SIGMA
-from trimaran.core.regular_files import read_regular_bytes
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS, MAD_TO_SIGMA, UserError, read_regular_bytes
 from trimaran.machine.calibration import first_error
 
 MAX_FILE_BYTES = 1 << 24

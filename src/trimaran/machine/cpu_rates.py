@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from trimaran.core.regular_files import read_regular_bytes, write_atomically
+from trimaran.core import read_regular_bytes, write_atomically
 
 logger = logging.getLogger(__name__)
 

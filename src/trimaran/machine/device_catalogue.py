@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trimaran.core import GIB, Bytes, Flops, Seconds, UserError, did_you_mean
-from trimaran.core.traits import DEVICE_TRAITS, DeviceTraits
+from trimaran.core import DEVICE_TRAITS, GIB, Bytes, DeviceTraits, Flops, Seconds, UserError, did_you_mean
 from trimaran.machine.cpu_rates import CpuRates
 
 # Fraction of the peak that the best matmul reaches, for devices without a measurement. The measured devices below

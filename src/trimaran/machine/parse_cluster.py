@@ -13,9 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trimaran.core import GIB, Bytes, Recipe, Seconds, UserError
-from trimaran.core.parse_text import TextError, load_yaml
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core import GIB, Bytes, Recipe, Seconds, TextError, UserError, load_yaml, read_regular_bytes
 from trimaran.machine.calibration import (
     apply_calibration,
     calibration_folder,

@@ -6,7 +6,7 @@ Every spec has `language`, `vision`, `tower_names`, `num_blocks`, `images`, `sce
 
 from typing import Any
 
-from trimaran.core.input_rules import ScenePoints
+from trimaran.core import ScenePoints
 from trimaran.models.outline import Outline, outline_of
 from trimaran.models.perception_spec import PerceptionSpec, perception_config, perception_outline
 from trimaran.models.spec import ModelSpec

@@ -7,8 +7,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from trimaran.core import UserError, did_you_mean
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core import UserError, did_you_mean, read_regular_bytes
 from trimaran.models.validate_spec import MOST
 
 Names = tuple[str, ...]

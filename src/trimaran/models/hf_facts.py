@@ -11,9 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import ModelSection, UserError
-from trimaran.core.regular_files import read_regular_bytes, user_cache, write_atomically
-from trimaran.core.version import VERSION
+from trimaran.core import VERSION, ModelSection, UserError, read_regular_bytes, user_cache, write_atomically
 from trimaran.models.section_spec import MAX_CONFIG_BYTES, model_folder
 
 FORMAT = 4  # of the files in the cache; a change of what they hold needs another number

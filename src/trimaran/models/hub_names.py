@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trimaran.core import UserError
-from trimaran.core.errors import closest
-from trimaran.core.regular_files import expand_user
+from trimaran.core import UserError, closest, expand_user
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")
 SNAPSHOT = re.compile(

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trimaran.core import ModelSection, Plan, Recipe, UserError
-from trimaran.core.plugins import load_plugin, plugin_errors
+from trimaran.core import ModelSection, Plan, Recipe, UserError, load_plugin, plugin_errors
 
 AXES_OF_OURS = ("tp", "pp", "cp", "ep")
 

@@ -5,8 +5,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import ModelSection, UserError, did_you_mean
-from trimaran.core.regular_files import expand_user
+from trimaran.core import ModelSection, UserError, did_you_mean, expand_user
 from trimaran.models.any_spec import Spec
 from trimaran.models.config_fields import changed, read_json, refuse_unknown, wrong_value
 from trimaran.models.hub_names import near_folder, repo_name

@@ -11,9 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trimaran.core import UserError, check_regular_file
-from trimaran.models import ModelSpec, weight_files
-from trimaran.models.families.disk_parts import HEAD, DiskPart, PartsOf
-from trimaran.models.from_hf import disk_layout, is_extra_layer
+from trimaran.models import HEAD, DiskPart, ModelSpec, PartsOf, disk_layout, is_extra_layer, weight_files
 from trimaran.nets.decoder.decoder import Decoder, PredictionLayer
 from trimaran.nets.local_shards import ReadTensor, full_tensor, is_on_meta, local_part, local_slices
 from trimaran.nets.nf4_linear import loadable_weights, weight_to_fill

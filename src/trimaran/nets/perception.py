@@ -14,15 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.core.input_rules import CAMERA_METRES, SceneRules
-from trimaran.models.perception_spec import (
-    BOX_OUTPUTS,
-    GROUPS,
-    POINT_FEATURES,
-    RADAR_FEATURES,
-    PerceptionSpec,
-    perception_config,
-)
+from trimaran.core import CAMERA_METRES, SceneRules
+from trimaran.models import BOX_OUTPUTS, GROUPS, POINT_FEATURES, RADAR_FEATURES, PerceptionSpec, perception_config
 from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.decoder.moe import as_autocast
 from trimaran.nets.hf_weights import load_named_weights

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.core import ModelSection
-from trimaran.models.plugin_family import FamilyModule, build_family
+from trimaran.models import FamilyModule, build_family
 from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.hf_weights import load_named_weights
 from trimaran.nets.local_shards import ReadTensor, full_tensor

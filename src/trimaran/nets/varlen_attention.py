@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS
 
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 # The cost of one more attention call, forward and backward, in pairs of positions x heads x head_dim: 0.5 ms on one CPU

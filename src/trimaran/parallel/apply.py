@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from trimaran.core import Plan
-from trimaran.nets import Network
-from trimaran.nets.local_shards import is_fsdp_module
+from trimaran.nets import Network, is_fsdp_module
 from trimaran.parallel.mesh import RankMesh, sharding_of_module
 
 Apply = Callable[[Network, Plan, RankMesh], None]

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm  # the base class of BatchNorm1d, 2d and 3d
 
-from trimaran.core import UserError
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS, UserError
 
 BATCH_NORM = ("local", "sync", "frozen")
 

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
-from trimaran.core import Bytes
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS, Bytes
 from trimaran.parallel.tensor_shards import STORES, goes_to_disk
-from trimaran.runs.disk_folder import no_room
+from trimaran.runs import no_room
 
 ALIGNMENT = 4096  # of addresses, file offsets and sizes: what direct I/O needs on every disk
 NUM_THREADS = 16  # requests of a rank at a time: a disk needs many for its full bandwidth

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trimaran.core.engine_rules import FP8_BLOCK, MX_BLOCK
-from trimaran.nets.operators import define_operator
+from trimaran.core import FP8_BLOCK, MX_BLOCK
+from trimaran.nets import define_operator
 from trimaran.parallel.tensor_sums import has_kernels
 
 DTYPE = torch.float8_e4m3fn

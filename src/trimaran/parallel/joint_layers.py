@@ -8,11 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from trimaran.core import Plan
-from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
-from trimaran.nets import Attention, Decoder, DecoderLayer, Network, RMSNorm
-from trimaran.nets.decoder.moe import ExpertWeights, FeedForward
-from trimaran.nets.local_shards import own_dtype
+from trimaran.core import RECOMPUTED_BY_OPERATOR, Plan
+from trimaran.nets import Attention, Decoder, DecoderLayer, ExpertWeights, FeedForward, Network, RMSNorm, own_dtype
 from trimaran.parallel.mesh import recompute_of, tower_of_blocks
 
 # Modules that autocast runs in 16 bits, so that nothing reads the weight in fp32. Embeddings are not among them: their

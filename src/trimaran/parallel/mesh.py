@@ -11,13 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trimaran.core import Mesh, Plan
-from trimaran.core.plan import Recompute, Sharding
-from trimaran.core.traits import DEVICE_TRAITS, DeviceTraits
-from trimaran.models.stages import stages_of_rank
-from trimaran.nets import Network
-from trimaran.nets.network import refuse_unknown_tower, tower_of
-from trimaran.nets.vlm.patch_layout import ImageAssignment
+from trimaran.core import DEVICE_TRAITS, DeviceTraits, Mesh, Plan, Recompute, Sharding
+from trimaran.models import stages_of_rank
+from trimaran.nets import ImageAssignment, Network, refuse_unknown_tower, tower_of
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from trimaran.core import Plan
-from trimaran.nets import MoeLayer, Network
-from trimaran.nets.local_shards import DTYPE_ATTRIBUTE, kept_shard_casts, own_dtype
+from trimaran.nets import DTYPE_ATTRIBUTE, MoeLayer, Network, kept_shard_casts, own_dtype
 
 # With fp8, all other operators and the inputs and outputs of fp8 matmuls are bf16.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.nets.local_shards import is_dtensor, local_part
+from trimaran.core import DEVICE_TRAITS
+from trimaran.nets import is_dtensor, local_part
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS, axis_span
 
 HAS_TRITON = find_spec("triton") is not None

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from trimaran.core import Plan
-from trimaran.models import Outline
-from trimaran.models.stages import stages_of_rank
+from trimaran.models import Outline, stages_of_rank
 
 KIND_UNCERTAINTY = 0.5  # relative, of the cost model's ratio between kinds of layers
 END_UNCERTAINTY = 1.0  # the same of the embedding, which is no matmul, and of the head, whose loss is none

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
-from trimaran.core import Mesh, Plan, Recipe, UserError, dump_recipe, parse_recipe
-from trimaran.core.autopilot_section import OTHER_CHANGEABLE_FIELDS
-from trimaran.machine.parse_cluster import cluster_of
-from trimaran.models import outline_if_known, spec_of
-from trimaran.models.hf_facts import cached_facts
+from trimaran.core import OTHER_CHANGEABLE_FIELDS, Mesh, Plan, Recipe, UserError, dump_recipe, parse_recipe
+from trimaran.machine import cluster_of
+from trimaran.models import cached_facts, outline_if_known, spec_of
 from trimaran.planner.question import Question
 from trimaran.planner.rules.legal import check_plan
 from trimaran.planner.search.goals import predicted

@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from trimaran.core import Plan, Prediction, UserError
-from trimaran.core.plan import SHARDINGS
-from trimaran.cost import predict
-from trimaran.cost.step import MAX_PINNED_FRACTION
+from trimaran.core import SHARDINGS, Plan, Prediction, UserError
+from trimaran.cost import MAX_PINNED_FRACTION, predict
 from trimaran.planner.question import Question
 from trimaran.planner.rules.legal import check_plan
-from trimaran.runs.rank_environment import uses_expandable_segments
+from trimaran.runs import uses_expandable_segments
 
 Patch = dict[str, Any]  # recipe fields by dotted name, such as `plan.micro_batch`
 # Of a device's memory that a changed plan may need. After an OOM the present plan needs at least all of it, so a rung

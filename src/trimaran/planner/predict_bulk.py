@@ -5,8 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from trimaran.core import Plan, Prediction, UserError, show_bytes
-from trimaran.core.parse_text import without_duplicates
+from trimaran.core import Plan, Prediction, UserError, show_bytes, without_duplicates
 from trimaran.cost import Job, predict
 from trimaran.machine import Cluster
 from trimaran.models import OutlineLayer

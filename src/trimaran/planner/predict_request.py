@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trimaran.core import AdapterSection, Mesh, Plan, UserError, did_you_mean
-from trimaran.core.plan import Degree
+from trimaran.core import AdapterSection, Degree, Mesh, Plan, UserError, did_you_mean
 from trimaran.cost import Job, find_stack, with_16_bit_gradients, without_sequence_parallelism
 from trimaran.machine import Cluster, find_device, parse_cluster
 from trimaran.models import PRESETS, ExpertSpec, Outline, OutlineLayer, Tower, outline_of, with_adapter

@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from trimaran.core import Bytes, DataSection, Plan, Recipe, RowSizes, TemplateText
-from trimaran.core.plugins import SOURCES
+from trimaran.core import SOURCES, Bytes, DataSection, Plan, Recipe, RowSizes, TemplateText
 from trimaran.cost import HF_MODELS, STACKS, STATE_BYTES, Job, Stack
 from trimaran.machine import Cluster
-from trimaran.models import Outline, Spec
-from trimaran.models.hf_facts import HfFacts
+from trimaran.models import HfFacts, Outline, Spec
 
 Goal = Literal["throughput", "memory", "cost", "fewest-gpus", "goodput"]
 GOALS: tuple[Goal, ...] = ("throughput", "memory", "cost", "fewest-gpus", "goodput")

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from trimaran.core import Plan
-from trimaran.cost import Scenario, simulate
-from trimaran.cost.simulate.simulation import job_terms_of, spares_needed
+from trimaran.cost import Scenario, job_terms_of, simulate, spares_needed
 from trimaran.machine import Cluster
 from trimaran.planner.hints import resized_cluster
 from trimaran.planner.question import Question

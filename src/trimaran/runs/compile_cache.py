@@ -10,8 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from trimaran.core.errors import UserError
-from trimaran.core.regular_files import user_cache
+from trimaran.core import UserError, user_cache
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 FOLDERS = ("inductor", "triton")  # one for each of the two variables

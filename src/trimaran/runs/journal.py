@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from trimaran.core import Event, EventKind, StepMetrics
-from trimaran.core.regular_files import append_regular_file, open_regular_file
+from trimaran.core import Event, EventKind, StepMetrics, append_regular_file, open_regular_file
 from trimaran.runs.line_files import MAX_LINE_BYTES, RETRY_SECONDS, LineWriter, LostLines, lines_from_end, next_line
 from trimaran.runs.record_types import checked_record
 from trimaran.runs.reserve import fill_reserve

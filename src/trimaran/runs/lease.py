@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Self
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import open_regular_fd, read_regular_text
+from trimaran.core import UserError, open_regular_fd, read_regular_text
 from trimaran.runs.held_directory import lock_directory
 from trimaran.runs.process_control import machine_id, start_ticks
 from trimaran.runs.record_types import is_count, is_time

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trimaran.core.regular_files import open_regular_fd
+from trimaran.core import open_regular_fd
 from trimaran.runs.record_types import finite_values
 from trimaran.runs.reserve import write_with_reserve
 from trimaran.runs.run_directory import show_paths

@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from trimaran.core import Seconds
-from trimaran.core.regular_files import open_regular_fd, read_regular_bytes, write_atomically
+from trimaran.core import Seconds, open_regular_fd, read_regular_bytes, write_atomically
 from trimaran.runs.journal import read_json_lines
 from trimaran.runs.record_types import DAMAGED
 from trimaran.runs.run_directory import RunDirectory, writing

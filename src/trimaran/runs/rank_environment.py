@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 
 from trimaran.core import Plan
-from trimaran.machine.host_limits import openmp_threads
+from trimaran.machine import openmp_threads
 from trimaran.runs.gloo_listeners import LAZY_CONNECTIONS
 
 OPENMP = "OMP_NUM_THREADS"

@@ -12,8 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import read_regular_bytes, write_atomically
+from trimaran.core import UserError, read_regular_bytes, write_atomically
 from trimaran.runs.journal import read_json_lines
 from trimaran.runs.record_types import DAMAGED
 from trimaran.runs.reserve import write_with_reserve

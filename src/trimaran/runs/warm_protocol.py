@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trimaran.core.version import VERSION
+from trimaran.core import VERSION
 
 SOCKET, LOCK, LOG = "warm.socket", "warm.lock", "warm.log"
 # Variables that nothing in a run reads when it is imported: our own, and those that describe a terminal or a login. A

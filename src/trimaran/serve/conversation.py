@@ -8,6 +8,7 @@ import numpy as np
 
 from trimaran.core import ImageRules, UserError, read_regular_bytes
 from trimaran.data import (
+    MARKER,
     BadImageError,
     BadSampleError,
     ChatTokenizer,
@@ -18,7 +19,6 @@ from trimaran.data import (
     fill_patches,
     upright_size,
 )
-from trimaran.data.samples.parse_chat import MARKER
 from trimaran.serve.trained_model import ModelTexts, TrainedModel
 from trimaran.train import Generation, PlacedImage, TokenSampler
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimaran.core import Plan, Prediction, Recipe, UserError, dump_recipe, parse_recipe
-from trimaran.runs import Journal, RunDirectory, read_change_request, replace_recipe
-from trimaran.runs.run_requests import ChangeRequest, ChangeStatus
+from trimaran.runs import ChangeRequest, ChangeStatus, Journal, RunDirectory, read_change_request, replace_recipe
 from trimaran.train.checkpointing.checkpointer import Checkpointer
 
 log = logging.getLogger(__name__)

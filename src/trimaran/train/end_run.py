@@ -9,8 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, UserError
-from trimaran.core.recipe import AUTO_PROMPT, PYTHON_PROMPT
+from trimaran.core import AUTO_PROMPT, EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, PYTHON_PROMPT, UserError
 from trimaran.data import BatchFeed, Loader, Tokenizer
 from trimaran.parallel import map_stages
 from trimaran.runs import Journal

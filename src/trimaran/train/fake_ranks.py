@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from trimaran.core import Plan, Recipe, refuse_missing_packages
 from trimaran.nets import WeightsNeededError
 from trimaran.parallel import RankMesh, build_mesh, forget_meshes
-from trimaran.planner.question import isolates_documents
+from trimaran.planner import isolates_documents
 from trimaran.train.process.rank_setup import RankInfo
 from trimaran.train.rank_networks import build_networks, refuse_unsavable
 

@@ -10,10 +10,9 @@ from torch import nn
 
 from trimaran.core import ModelSection, Plan, Recipe, UserError
 from trimaran.data import data_kind_of
-from trimaran.models import outline_if_known, refuse_unmatched, spec_of, split_outline, stages_of_rank
-from trimaran.models.hf_facts import refuse_seq_len
-from trimaran.nets import Network
-from trimaran.nets.plugin_network import PluginNetwork, plugin_network
+from trimaran.models import outline_if_known, refuse_seq_len, refuse_unmatched, spec_of, split_outline, stages_of_rank
+from trimaran.nets import Network, PluginNetwork
+from trimaran.nets.plugin_network import plugin_network
 from trimaran.parallel import RankMesh
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from torch import nn
 
 from trimaran.core import Plan, Recipe
 from trimaran.models import Spec, model_folder, spec_of, stage_ranges, stages_of_rank, weight_files
-from trimaran.nets import Network, initialise, is_fsdp_module, is_on_meta, network_of
-from trimaran.nets.local_shards import to_empty
+from trimaran.nets import Network, initialise, is_fsdp_module, is_on_meta, network_of, to_empty
 from trimaran.parallel import RankMesh, apply_plan, freeze_towers, override_precision
 from trimaran.train.process.rank_setup import RankInfo
 

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, UserError, plugin_records
-from trimaran.core.version import VERSION
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, VERSION, UserError, plugin_records
 from trimaran.data import LoaderFault
-from trimaran.parallel.apply import steps_of
-from trimaran.runs import Journal, RunDirectory, find_refusal, says_connection_lost
-from trimaran.runs.fault_texts import GLOO_NOISE
+from trimaran.parallel import steps_of
+from trimaran.runs import GLOO_NOISE, Journal, RunDirectory, find_refusal, says_connection_lost
 from trimaran.train.agreement import StopRequest
 from trimaran.train.build import build_worker_parts
 from trimaran.train.change_file import ChangeFile

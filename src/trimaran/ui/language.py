@@ -14,7 +14,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from trimaran.app.show.error_language import Language
+from trimaran.app import Language
 from trimaran.core import TemplateText
 from trimaran.ui.viz.figures import PlanView
 

@@ -23,7 +23,7 @@ from trimaran.app.recipe.options import (
     program_name,
 )
 from trimaran.core import UserError
-from trimaran.runs.process_control import handled_signals
+from trimaran.runs import handled_signals
 
 if TYPE_CHECKING:
     from rich.console import Console

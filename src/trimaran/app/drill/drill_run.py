@@ -30,7 +30,7 @@ from trimaran.app.drill.inject import (
 from trimaran.app.recipe.request import Request
 from trimaran.app.train.session import create_checked_run
 from trimaran.core import EXIT_AGAIN, Incident, UserError
-from trimaran.launch.supervise.local import LocalRun, start_local
+from trimaran.launch import LocalRun, start_local
 from trimaran.runs import RunDirectory, RunReader, append_line, read_attempts, read_json_lines
 
 LOADER_REPLACED = "loader worker "  # how a rank logs that it replaced a loader process, see `data/worker_pool.py`

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimaran.app.recipe.options import Json, Settings, complete_recipe, starting
-from trimaran.core import UserError
-from trimaran.core.regular_files import needed_user_cache, write_atomically
+from trimaran.core import UserError, needed_user_cache, write_atomically
 from trimaran.machine import Calibration, calibration_folder, detect, machine_name, num_cores
-from trimaran.runs.compile_cache import refuse_unusable
-from trimaran.runs.disk_folder import check_disk_folder
+from trimaran.runs import check_disk_folder, refuse_unusable
 
 if TYPE_CHECKING:
     from rich.console import Console

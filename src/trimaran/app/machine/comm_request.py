@@ -12,12 +12,10 @@ from rich.console import Console
 
 from trimaran.app.machine.bench import run_measurement
 from trimaran.app.machine.machine_check import interface_to
-from trimaran.core import Mesh, UserError, did_you_mean
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.cost.collective import ring_of
-from trimaran.launch.supervise.fork_server_process import shared_gpu_environment
-from trimaran.machine import Cluster, detect, num_cores
-from trimaran.machine.comm_result import BUS_FACTORS, CommCurve, CommPair, CommResult, make_points
+from trimaran.core import DEVICE_TRAITS, Mesh, UserError, did_you_mean
+from trimaran.cost import ring_of
+from trimaran.launch import shared_gpu_environment
+from trimaran.machine import BUS_FACTORS, Cluster, CommCurve, CommPair, CommResult, detect, make_points, num_cores
 
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9,
          "k": 2**10, "m": 2**20, "g": 2**30}  # fmt: skip

@@ -9,8 +9,8 @@ import typer
 
 from trimaran.app.recipe.options import Json
 from trimaran.core import UserError, show_seconds
-from trimaran.launch.supervise.fork_server_process import ANSWER_SECONDS, IDLE_MINUTES, ask_warm, start_warm
-from trimaran.runs.warm_protocol import LOG, runtime_folder
+from trimaran.launch import ANSWER_SECONDS, IDLE_MINUTES, ask_warm, start_warm
+from trimaran.runs import LOG, runtime_folder
 
 Minutes = Annotated[
     float, typer.Option("--minutes", metavar="N", min=0.1, max=1440, help="End after this time without a new run.")

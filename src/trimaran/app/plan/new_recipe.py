@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from trimaran.app.recipe.facts import DataFacts, ModelFacts
-from trimaran.core import Recipe, UserError, family_named
-from trimaran.core.parse_text import TextError, load_yaml
+from trimaran.core import Recipe, TextError, UserError, family_named, load_yaml
 from trimaran.machine import Cluster
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import choose

@@ -13,14 +13,11 @@ from pydantic import BaseModel
 
 from trimaran.app.plan.plan_answer import show_slower, slower
 from trimaran.app.recipe.plan_request import PlanRequest
-from trimaran.core import Plan, Recipe, UserError
-from trimaran.core.regular_files import expand_user
+from trimaran.core import Plan, Recipe, UserError, expand_user
 from trimaran.cost import STACKS
 from trimaran.machine import Cluster
-from trimaran.planner import PlanAnswer, Question
-from trimaran.planner.emit import EMITTERS, Emission, emit
-from trimaran.planner.read.read_accelerate import read_pins
-from trimaran.planner.read.read_config import ReadConfig
+from trimaran.planner import EMITTERS, PlanAnswer, Question, ReadConfig, read_pins
+from trimaran.planner.emit import Emission, emit
 from trimaran.planner.search.goals import search
 
 STACK_NAMES = {"accelerate": "hf", "hf-trainer": "hf"}  # the other tools have the name of their stack

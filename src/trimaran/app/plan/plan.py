@@ -19,7 +19,7 @@ from trimaran.app.recipe.options import (
     complete_model_or_recipe,
     complete_tool,
 )
-from trimaran.runs.run_directory import plan_tree
+from trimaran.runs import plan_tree
 
 if TYPE_CHECKING:  # `--help` does not import the planner
     from trimaran.app.recipe.request import Request

@@ -16,12 +16,11 @@ from trimaran.app.recipe.ask_torch import ask_hf_facts
 from trimaran.app.recipe.options import program_name, start_command
 from trimaran.app.recipe.plan_request import PlanRequest
 from trimaran.core import Plan, Recipe, Seconds, UserError, did_you_mean, show_count, show_seconds
-from trimaran.cost.goodput import Bill, Faults, Goodput, bill_of, checkpoint_bytes, expected_goodput, write_seconds
+from trimaran.cost import Bill, Faults, Goodput, bill_of, checkpoint_bytes, expected_goodput, write_seconds
 from trimaran.machine import Cluster
-from trimaran.planner import GOALS, PlanAnswer, Question, check_plan
-from trimaran.planner.rules.axis_rules import check_hf_facts
-from trimaran.planner.search.goals import choose, no_fit_error, search
-from trimaran.runs.run_directory import plan_tree
+from trimaran.planner import GOALS, PlanAnswer, Question, check_hf_facts, check_plan, choose, no_fit_error
+from trimaran.planner.search.goals import search
+from trimaran.runs import plan_tree
 
 if TYPE_CHECKING:
     from trimaran.app.plan.other_tools import EmittedPlan

@@ -12,12 +12,10 @@ from trimaran.app.plan.plan_answer import PlanReport
 from trimaran.app.recipe.request import Request
 from trimaran.app.show.clean_console import plain_table
 from trimaran.app.show.text_chart import GREEN, ORANGE, RED, SKY
-from trimaran.core import Plan, Prediction, show_bytes, show_count, show_seconds
-from trimaran.core.plan import show_rows
+from trimaran.core import Plan, Prediction, show_bytes, show_count, show_rows, show_seconds
 from trimaran.machine import Cluster
 from trimaran.models import Outline
-from trimaran.planner import Question, explain
-from trimaran.planner.search.branch_and_bound import TIE_RATIO
+from trimaran.planner import TIE_RATIO, Question, explain
 
 BAR_CELLS = 28
 WIDE_COLUMNS = 110

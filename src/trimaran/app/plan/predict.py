@@ -16,9 +16,8 @@ import typer
 
 from trimaran.app.recipe.options import argument, complete_lines
 from trimaran.app.show.text_chart import GREEN, RED
-from trimaran.core import UserError, did_you_mean, show_bytes, show_seconds
-from trimaran.core.regular_files import open_regular_file
-from trimaran.planner.predict_bulk import MAX_LINE_BYTES, answer_line, example_text
+from trimaran.core import UserError, did_you_mean, open_regular_file, show_bytes, show_seconds
+from trimaran.planner import MAX_LINE_BYTES, answer_line, example_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,8 +15,7 @@ from trimaran.app.show.text_chart import GREEN, RED
 from trimaran.core import Plan, UserError, show_bytes, show_seconds
 from trimaran.machine import Cluster, calibration_folder, detect, refuse_mixed
 from trimaran.models import refuse_freezing
-from trimaran.planner import choose
-from trimaran.planner.measure.rehearsal import RankCost, Rehearsal, RehearsalRequest, refuse_fewer_layers
+from trimaran.planner import RankCost, Rehearsal, RehearsalRequest, choose, refuse_fewer_layers
 
 NAMED_RANKS = ("first", "last", "stages")
 RANKS_FIX = "use first, last, stages (one rank of each pipeline stage) or numbers of ranks, with commas"

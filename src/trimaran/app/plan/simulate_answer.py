@@ -20,16 +20,11 @@ from trimaran.app.recipe.plan_request import read_plan_request, say_reference
 from trimaran.app.recipe.request import read_question
 from trimaran.app.show.clean_console import plain_table
 from trimaran.app.show.text_chart import GREEN
-from trimaran.core import Plan, UserError, show_count, show_seconds
-from trimaran.core.parse_text import TextError, load_json
-from trimaran.core.regular_files import read_regular_text
-from trimaran.cost import ACTIVITIES, Simulation, Worth
-from trimaran.cost.simulate.simulation import NODE_DISK_BANDWIDTH
+from trimaran.core import Plan, TextError, UserError, load_json, read_regular_text, show_count, show_seconds
+from trimaran.cost import ACTIVITIES, NODE_DISK_BANDWIDTH, Simulation, Worth
 from trimaran.machine import Cluster, refuse_mixed
 from trimaran.models import PRESETS
-from trimaran.planner import Question
-from trimaran.planner.hints import resized_cluster
-from trimaran.planner.search.goals import best_plans, no_fit_error, nothing_fits, predicted
+from trimaran.planner import Question, best_plans, no_fit_error, nothing_fits, predicted, resized_cluster
 
 MAX_FAILURES = 200_000
 PLAN_FILE = re.compile(r"\.json$")

@@ -13,7 +13,7 @@ from trimaran.app.recipe.options import Json, RecipeFile, Settings
 from trimaran.app.show.clean_console import open_console, progress_bar
 from trimaran.core import DataSection, Recipe, UserError, show_bytes, show_count
 from trimaran.data import TokenShards, cache_folder, pack, prepare
-from trimaran.machine.calibration import first_error
+from trimaran.machine import first_error
 
 data = typer.Typer(help="Inspect the data of a recipe; pack text into token shards.", rich_markup_mode=None)
 

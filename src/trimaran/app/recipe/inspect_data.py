@@ -10,11 +10,7 @@ from rich.text import Text
 
 from trimaran.app.show.text_chart import SKY
 from trimaran.core import DataSection, ImageRules, show_count
-from trimaran.data import TokenShards
-from trimaran.data.row_packing import PackingRules, open_row_packing
-from trimaran.data.sample_costs import measure_samples
-from trimaran.data.samples.sample_index import SampleIndex
-from trimaran.data.text.tokenizer import Tokenizer
+from trimaran.data import PackingRules, SampleIndex, Tokenizer, TokenShards, measure_samples, open_row_packing
 
 MAX_TOKENS = 1500  # of a sample that is shown
 MAX_TEXT_TOKENS = 200  # of a document that is shown

@@ -8,8 +8,7 @@ import typer
 
 from trimaran.app.recipe.options import Json
 from trimaran.app.show.clean_console import open_console, plain_table
-from trimaran.core import EXIT_DONE, EXIT_USER, Recipe, UserError, show_count
-from trimaran.core.plugins import KINDS, Plugin, installed_plugins, load
+from trimaran.core import EXIT_DONE, EXIT_USER, KINDS, Plugin, Recipe, UserError, installed_plugins, load, show_count
 from trimaran.models import PERCEPTION_PRESETS, PRESETS, VLM_PRESETS
 
 if TYPE_CHECKING:

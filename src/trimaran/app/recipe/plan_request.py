@@ -12,9 +12,7 @@ import typer
 
 from trimaran.app.recipe.recipe_files import with_local_model
 from trimaran.app.recipe.request import read_question
-from trimaran.core import ModelSection, Recipe, UserError, did_you_mean
-from trimaran.core.parse_text import TextError, load_yaml
-from trimaran.core.regular_files import expand_user
+from trimaran.core import ModelSection, Recipe, TextError, UserError, did_you_mean, expand_user, load_yaml
 from trimaran.machine import detect
 from trimaran.models import PRESETS, is_hub_name, outline_for, spec_of
 from trimaran.planner import Question

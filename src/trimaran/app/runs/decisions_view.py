@@ -9,7 +9,7 @@ from rich.text import Text
 from trimaran.app.recipe.options import path_argument, program_name
 from trimaran.app.runs.run_state import ACTIVE_STATUSES, Status
 from trimaran.app.show.text_chart import GREEN, ORANGE, RED, SKY
-from trimaran.autopilot.policy import describe
+from trimaran.autopilot import describe
 from trimaran.core import Decision, show_seconds
 from trimaran.runs import RunDirectory
 

@@ -6,7 +6,7 @@ import typer
 
 from trimaran.app.recipe.options import Json, RunName, find_run
 from trimaran.app.runs.run_state import read_state
-from trimaran.launch.supervise.investigate import incident_text
+from trimaran.launch import incident_text
 from trimaran.runs import read_incidents
 
 STYLES = {"stopped": "bold red", "continued": "yellow", "skipped": "yellow"}

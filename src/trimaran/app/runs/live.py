@@ -14,7 +14,7 @@ from trimaran.app.runs.status_lines import finding_lines, status_lines, store_no
 from trimaran.app.show.clean_console import print_plain
 from trimaran.app.show.terminal import LogLine
 from trimaran.app.show.text_chart import ORANGE
-from trimaran.launch.supervise.investigate import incident_text
+from trimaran.launch import incident_text
 
 FRAME_SECONDS = 0.25
 MAX_FRAME_SECONDS = 2.0

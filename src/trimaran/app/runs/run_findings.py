@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from trimaran.app.recipe.options import find_run, path_argument, program_name
-from trimaran.core import Finding, UserError
-from trimaran.core.regular_files import write_atomically
+from trimaran.core import Finding, UserError, write_atomically
 from trimaran.runs import RunDirectory
 
 if TYPE_CHECKING:

@@ -2,9 +2,8 @@
 
 from trimaran.app.recipe.options import program_name
 from trimaran.app.runs.run_state import read_state
-from trimaran.core import Recipe
-from trimaran.core.recipe import AUTO_PROMPT, PYTHON_PROMPT
-from trimaran.data.data_kind import data_kind_of
+from trimaran.core import AUTO_PROMPT, PYTHON_PROMPT, Recipe
+from trimaran.data import data_kind_of
 from trimaran.runs import RunDirectory
 
 SHOWN_PROMPTS = {"python-stdlib": "class "}  # a prompt that differs from the sample, by data source

@@ -26,8 +26,7 @@ from trimaran.app.show.text_chart import (
     interval_means,
     stacked_bar,
 )
-from trimaran.core import show_bytes, show_count, show_seconds
-from trimaran.core.plan import predicted_comm
+from trimaran.core import predicted_comm, show_bytes, show_count, show_seconds
 
 WIDE_COLUMNS = 118
 CURVE_ROWS = 6

@@ -10,10 +10,8 @@ from trimaran.app.runs.decisions_view import last_decision_text
 from trimaran.app.runs.run_findings import FindingsPoller, RunFinding
 from trimaran.app.runs.run_state import RunState
 from trimaran.app.show.text_chart import GREEN, ORANGE, RED, SKY
-from trimaran.core import show_bytes, show_count, show_seconds
-from trimaran.core.plan import show_rows
-from trimaran.runs.node_records import read_measured_links
-from trimaran.runs.record_types import is_number
+from trimaran.core import show_bytes, show_count, show_rows, show_seconds
+from trimaran.runs import is_number, read_measured_links
 
 
 def unread_texts(state: RunState) -> list[str]:

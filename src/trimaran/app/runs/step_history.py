@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from trimaran.runs.read.step_index import MAX_NOT_FINITE, SCALARS, Extent, StepBlock, block_of, join_extents, not_finite
-from trimaran.runs.read.step_lines import StepLine
+from trimaran.runs import MAX_NOT_FINITE, SCALARS, Extent, StepBlock, StepLine, block_of, join_extents, not_finite
 
 MAX_STEPS = 2048  # that stay single at least; up to twice as many
 MAX_BLOCKS = 2048  # or up to twice as many

@@ -6,8 +6,7 @@ from typing import Any
 
 import typer
 
-from trimaran.checkpoint.manifest import DamagedError
-from trimaran.checkpoint.store.object_store import ObjectStore, StoredStep, StoreError, open_store, unusable_store
+from trimaran.checkpoint import DamagedError, ObjectStore, StoredStep, StoreError, open_store, unusable_store
 from trimaran.core import UserError, show_bytes
 
 

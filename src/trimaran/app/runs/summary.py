@@ -16,7 +16,7 @@ from trimaran.app.runs.run_view import difference
 from trimaran.app.runs.status_lines import loss_bound_text, store_summary, unread_texts
 from trimaran.app.show.terminal import tail
 from trimaran.app.show.text_chart import GREEN, RED
-from trimaran.checkpoint.step_dirs import complete_steps
+from trimaran.checkpoint import complete_steps
 from trimaran.core import UserError, show_bytes, show_count, show_seconds
 
 MAX_LOG_LINES = 15

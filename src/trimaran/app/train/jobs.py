@@ -12,7 +12,7 @@ import typer
 from trimaran.app.recipe.options import Json, argument
 from trimaran.app.show.terminal import aligned
 from trimaran.core import UserError
-from trimaran.launch.targets.target import (
+from trimaran.launch import (
     JobRecord,
     JobState,
     find_record,

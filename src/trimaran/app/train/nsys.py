@@ -20,12 +20,9 @@ from trimaran.app.recipe.prepare_data import check_data
 from trimaran.app.recipe.recipe_files import with_local_files, with_model_tokenizer
 from trimaran.app.recipe.request import refuse_other_machine, resolve
 from trimaran.core import Plan, Recipe, UserError
-from trimaran.machine.parse_cluster import cluster_of
-from trimaran.planner.measure.trial_record import TuneCandidate
-from trimaran.runs import RunDirectory, create_run, free_run_path
-from trimaran.runs.rank_environment import worker_environment
-from trimaran.runs.read.traces import read_nsys_stats
-from trimaran.runs.run_requests import ProfileRequest
+from trimaran.machine import cluster_of
+from trimaran.planner import TuneCandidate
+from trimaran.runs import ProfileRequest, RunDirectory, create_run, free_run_path, read_nsys_stats, worker_environment
 
 WARM_UP_STEPS = 10  # before the recorded ones: kernels are chosen, buffers allocated, blocks compiled
 GPU_OPTIONS = ("--trace=cuda,nvtx,osrt,cudnn,cublas", "--capture-range=cudaProfilerApi", "--capture-range-end=stop")

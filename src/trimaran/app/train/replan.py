@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimaran.app.recipe.options import Json, RunName, Settings, find_run
-from trimaran.core import Plan, UserError, show_bytes, show_seconds
-from trimaran.core.parse_text import TextError, load_yaml
-from trimaran.core.regular_files import write_atomically
-from trimaran.runs import RunDirectory, writing
-from trimaran.runs.lease import is_running
+from trimaran.core import Plan, TextError, UserError, load_yaml, show_bytes, show_seconds, write_atomically
+from trimaran.runs import RunDirectory, is_running, writing
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -16,10 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trimaran.core import UserError
-from trimaran.models import read_json
-from trimaran.models.vlm_spec import INTERNVL_CHAT
-from trimaran.nets import Network
-from trimaran.nets.local_shards import ReadTensor, full_tensor
+from trimaran.models import INTERNVL_CHAT, read_json
+from trimaran.nets import Network, ReadTensor, full_tensor
 from trimaran.parallel import StageMap, recv_json, send_json
 
 MAX_FILE_BYTES = 4 << 30

@@ -25,9 +25,8 @@ from trimaran.checkpoint.store.object_store import (
     stored_name,
     with_retries,
 )
-from trimaran.core import UserError
-from trimaran.core.child_process import ChildProcess
-from trimaran.runs.process_control import die_with_parent, set_process_name
+from trimaran.core import ChildProcess, UserError
+from trimaran.runs import die_with_parent, set_process_name
 
 PROGRESS_SECONDS = 0.5
 TAKEN_OVER = "taken over"

@@ -29,7 +29,7 @@ from trimaran.checkpoint.store.object_store import StoreError, describe, stored_
 from trimaran.checkpoint.store.store_process import TAKEN_OVER, DamagedInStoreError, StoreClient
 from trimaran.checkpoint.write_checkpoint import KeyValueStore
 from trimaran.core import CheckpointSection, UserError, read_regular_text, write_atomically
-from trimaran.parallel.comm.json_exchange import all_gather_json, broadcast_json
+from trimaran.parallel import all_gather_json, broadcast_json
 
 log = logging.getLogger(__name__)
 

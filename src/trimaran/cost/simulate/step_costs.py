@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from trimaran.core import Mesh, Pipeline, Plan
-from trimaran.core.plan import RECOMPUTED_BY_OPERATOR
+from trimaran.core import RECOMPUTED_BY_OPERATOR, Mesh, Pipeline, Plan
 from trimaran.cost import Job
 from trimaran.cost.collective import ring_of, send_seconds
 from trimaran.cost.gradient_traffic import TrafficPath, traffic_path_on, unit_seconds

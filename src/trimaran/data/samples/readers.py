@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from trimaran.core.regular_files import check_regular_file, open_regular_file
+from trimaran.core import check_regular_file, open_regular_file
 from trimaran.data import drawn_shapes, lazy_import
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.parse_chat import ImageFinder, read_extras, read_row, without_arrow_nulls

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trimaran.core.regular_files import open_regular_file
+from trimaran.core import open_regular_file
 from trimaran.data.lazy_import import require
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.samples.raw_sample import FrameChoice, ImageLocation, ImageSource, Video

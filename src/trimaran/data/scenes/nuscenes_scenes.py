@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trimaran.core import UserError
-from trimaran.core.input_rules import BOX_NUMBERS, GROUND, OBJECTS, RIG_NUMBERS, UNKNOWN_GROUND, SceneRules, Sensor
+from trimaran.core import BOX_NUMBERS, GROUND, OBJECTS, RIG_NUMBERS, UNKNOWN_GROUND, SceneRules, Sensor, UserError
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.scenes.nuscenes_tables import (
     TABLES,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trimaran.core import DataSection
-from trimaran.core.input_rules import RIG_NUMBERS, ScenePoints, SceneRules, Sensor
+from trimaran.core import RIG_NUMBERS, DataSection, ScenePoints, SceneRules, Sensor
 from trimaran.data.feed import DataShare, LoadedArrays, QuarantiningFeed, num_held_out, positions
 from trimaran.data.scenes.nuscenes_scenes import NuscenesScenes, open_nuscenes, table_folders
 from trimaran.data.scenes.recorded_scenes import INDEX, RecordedScenes, SceneOptions, open_index

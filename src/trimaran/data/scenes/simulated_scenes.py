@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from trimaran.core.input_rules import BOX_NUMBERS, CAMERA_METRES, GROUND, OBJECTS, RADAR_NUMBERS, SceneRules
+from trimaran.core import BOX_NUMBERS, CAMERA_METRES, GROUND, OBJECTS, RADAR_NUMBERS, SceneRules
 
 SWEEPS, SWEEP_SECONDS = 3, 0.075
 FIELD_OF_VIEW = math.radians(60)  # to each side

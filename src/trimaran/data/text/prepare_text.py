@@ -8,9 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimaran.core import DataSection, UserError
-from trimaran.core.plugins import SOURCES
-from trimaran.core.regular_files import needed_user_cache
+from trimaran.core import SOURCES, DataSection, UserError, needed_user_cache
 from trimaran.data.text.source_files import any_byte_order_mark, find_files, named_path
 from trimaran.data.text.token_shards import FORMAT, TokenShards, count_sequences
 from trimaran.data.text.tokenizer import Tokenizer, is_same_tokenizer, load_tokenizer

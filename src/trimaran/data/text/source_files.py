@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from trimaran.core import DataSection, UserError, did_you_mean, open_regular_file
-from trimaran.core.plugins import SOURCES
+from trimaran.core import SOURCES, DataSection, UserError, did_you_mean, open_regular_file
 from trimaran.data.quarantine import BadSampleError
 
 CSV_SUFFIXES = (".csv", ".tsv")

@@ -17,10 +17,9 @@ from trimaran.doctor.predicted_gain import (
     shorter_steps,
 )
 from trimaran.doctor.step_breakdown import MIN_STEPS, StepBreakdown, get_number, steady_steps, step_breakdown
-from trimaran.machine.gpus import HARDWARE_THROTTLE_REASONS
+from trimaran.machine import HARDWARE_THROTTLE_REASONS
 from trimaran.models import decoder_of, spec_of
-from trimaran.planner.balance_stages import MeasuredStages, balanced_cut, present_cut
-from trimaran.planner.rules.replica_rules import can_measure_rows
+from trimaran.planner import MeasuredStages, balanced_cut, can_measure_rows, present_cut
 
 MIN_SLOWDOWN = 1.25  # over the median rank
 MIN_LOST_FRACTION = 0.05  # of a step that all ranks wait

@@ -4,10 +4,8 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from trimaran.core import Finding, Plan, show_seconds
-from trimaran.core.plan import WORLD, data_axis, predicted_comm
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.cost.collective import exposed_reduction, ring_of
+from trimaran.core import DEVICE_TRAITS, WORLD, Finding, Plan, data_axis, predicted_comm, show_seconds
+from trimaran.cost import exposed_reduction, ring_of
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.evidence_queries import plural
 from trimaran.doctor.predicted_gain import (
@@ -29,8 +27,7 @@ from trimaran.doctor.step_breakdown import (
     steady_steps,
     step_breakdown,
 )
-from trimaran.planner.plan_choices import BUCKET_SIZES_MB, MEBIBYTE
-from trimaran.planner.search.neighbours import larger_micro_batch
+from trimaran.planner import BUCKET_SIZES_MB, MEBIBYTE, larger_micro_batch
 
 MIN_COMM_FRACTION = {"cuda": 0.2, "cpu": 0.3}  # of a step; gloo shares the cores that compute
 SLOW_NETWORK = "the network is slower than the plan assumed: measure it with `trimaran doctor` on these nodes"

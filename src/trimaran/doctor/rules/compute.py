@@ -7,8 +7,7 @@ from math import inf
 from statistics import fmean, median
 
 from trimaran.core import Finding, Plan, Prediction, Seconds, show_bytes, show_seconds
-from trimaran.cost import predict
-from trimaran.cost.stack_profiles import HostOverhead
+from trimaran.cost import HostOverhead, predict
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.predicted_gain import Patch, best_patch, remedy_fields
 from trimaran.doctor.step_breakdown import (
@@ -19,7 +18,7 @@ from trimaran.doctor.step_breakdown import (
     step_breakdown,
     warm_steps,
 )
-from trimaran.planner.search.neighbours import fewer_launches, larger_micro_batches
+from trimaran.planner import fewer_launches, larger_micro_batches
 
 MIN_LAUNCH_FRACTION = 0.15  # of compute time
 MIN_FRACTION_OF_PREDICTION = 0.85  # of predicted compute: a faster run cannot be launch-bound

@@ -10,7 +10,7 @@ from trimaran.doctor.evidence import Evidence, Line
 from trimaran.doctor.evidence_queries import node_name, samples_by_node, valid_patch
 from trimaran.doctor.predicted_gain import Patch
 from trimaran.doctor.step_breakdown import get_number, get_numbers
-from trimaran.machine.gpus import HARDWARE_THROTTLE_REASONS
+from trimaran.machine import HARDWARE_THROTTLE_REASONS
 
 MIN_SAMPLES = 3
 MAX_SAMPLES = 60  # the most recent ones

@@ -11,9 +11,8 @@ from trimaran.doctor.evidence_queries import incident_finding, incidents_of, sam
 from trimaran.doctor.memory_fix import adapter_fix, cheapest_memory_fix, held_by_others, usable_bytes
 from trimaran.doctor.predicted_gain import Patch, best_patch, remedy_fields
 from trimaran.doctor.step_breakdown import get_number, get_numbers, get_timed_numbers, step_breakdown
-from trimaran.planner.memory_ladder import FIXED_TERMS
-from trimaran.planner.search.neighbours import larger_micro_batches
-from trimaran.runs.rank_environment import uses_expandable_segments
+from trimaran.planner import FIXED_TERMS, larger_micro_batches
+from trimaran.runs import uses_expandable_segments
 
 FIRST_RUNG: Patch = {"faults.expandable_segments": True}
 FIRST_EFFECT = "no fragmentation: segments of the allocator grow in place, which costs nothing"

@@ -9,7 +9,7 @@ from typing import Any
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE
 from trimaran.launch.supervise.node import AttemptSpec, Node, NodeLost, RankEnded, RankSilent
-from trimaran.machine.host_limits import count_oom_kills
+from trimaran.machine import count_oom_kills
 from trimaran.runs import AttemptOutcome, Heartbeat, RunDirectory, RunReader, Section
 
 # The event that a rank writes before it exits with one of these codes. An exit without it is unexpected.

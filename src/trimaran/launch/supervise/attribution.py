@@ -16,7 +16,7 @@ from typing import Any, get_args
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, Cause
 from trimaran.launch.supervise.node import RankEnded
 from trimaran.launch.supervise.rank_report import Operation, RankReport
-from trimaran.runs.fault_texts import CONNECTION_LOST, GLOO_NOISE, HOST_RAN_OUT, OUT_OF_MEMORY, memory_holes
+from trimaran.runs import CONNECTION_LOST, GLOO_NOISE, HOST_RAN_OUT, OUT_OF_MEMORY, memory_holes
 
 # What torch's watchdog logs before it aborts a rank whose NCCL peers are gone. NCCL reports a peer that was killed as a
 # remote or a system error, depending on how its socket was closed.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from trimaran.launch.supervise.connection_server import AUTHENTICATION_SECONDS, Connection, ConnectionServer
 from trimaran.launch.supervise.key_store import RELAY, KeyStore, RelayAnswers, StoreRelay, is_relayed
-from trimaran.runs.wire import ChannelClient, Record, WireError
+from trimaran.runs import ChannelClient, Record, WireError
 
 WAIT_SECONDS, WAIT_SECONDS_WITH_NODES = 1.0, 0.02  # for input; so much later than necessary is a silent node noticed
 SILENT_SECONDS = 5.0  # a node that has sent nothing for longer is lost

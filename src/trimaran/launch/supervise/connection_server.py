@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from trimaran.core import UserError
-from trimaran.runs.wire import (
+from trimaran.runs import (
     ChannelClient,
     FrameAuthenticator,
     FrameReader,

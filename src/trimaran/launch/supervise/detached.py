@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trimaran.core.regular_files import write_atomically
-from trimaran.runs.process_control import machine_id, start_ticks
+from trimaran.core import write_atomically
+from trimaran.runs import machine_id, start_ticks
 
 MODULE = "trimaran.launch.supervise.detached"
 START_SECONDS = 60.0  # for the parent process to start, from a cold network disk

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from trimaran.runs.process_control import die_with_parent
+from trimaran.runs import die_with_parent
 
 SHOW_SIGNAL = signal.SIGUSR1
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, SHOW_SIGNAL)

@@ -8,8 +8,7 @@ from typing import Any
 
 from trimaran.core import Action, Cause, Incident
 from trimaran.launch.supervise.attempt_watch import AttemptWatch
-from trimaran.runs import IncidentLog, RunDirectory, RunReader
-from trimaran.runs.reserve import DISK_REASONS
+from trimaran.runs import DISK_REASONS, IncidentLog, RunDirectory, RunReader
 
 VARIABLE_PARTS = re.compile(r"[\w.,]*\d[\w.,]*( [KMG]?i?B)?")
 """Steps, temporary names and sizes in an error message. They differ each time while the reason is the same."""

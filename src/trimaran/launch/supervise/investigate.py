@@ -17,8 +17,7 @@ from trimaran.launch.supervise.attempt_watch import AttemptWatch
 from trimaran.launch.supervise.attribution import Attribution, attribute_fault, is_or_are, name_ranks
 from trimaran.launch.supervise.node import Node, NodeLost, on_all_nodes
 from trimaran.launch.supervise.rank_report import read_rank_reports
-from trimaran.runs import IncidentLog, RunDirectory
-from trimaran.runs.node_records import Kind, add_observation, bad_nodes_file, observe
+from trimaran.runs import IncidentLog, Kind, RunDirectory, add_observation, bad_nodes_file, observe
 
 MAX_FACTS = 3
 MAX_FILES = 2

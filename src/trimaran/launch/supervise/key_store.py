@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from trimaran.runs.wire import WRITTEN_ONCE, Record, WireError, pack, unpack
+from trimaran.runs import WRITTEN_ONCE, Record, WireError, pack, unpack
 
 Reply = Callable[[Record], None]
 MAX_TIMEOUTS_LEFT = 1024  # of requests that are over: a timeout may be hours away

@@ -38,9 +38,7 @@ from trimaran.launch.supervise.rank_report import (
     queued_seconds,
 )
 from trimaran.launch.supervise.side_processes import SidecarProcess
-from trimaran.runs import Heartbeat, HeartbeatBoard, RunDirectory, Section
-from trimaran.runs.held_directory import descriptor_of
-from trimaran.runs.lease import Lease, run_token
+from trimaran.runs import Heartbeat, HeartbeatBoard, Lease, RunDirectory, Section, descriptor_of, run_token
 
 MAX_DESCRIPTORS = 200  # in one message; the kernel's limit is 253
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from trimaran.core import Plan
-from trimaran.runs import Heartbeat
-from trimaran.runs.lease import Lease
+from trimaran.runs import Heartbeat, Lease
 
 if TYPE_CHECKING:
     from trimaran.launch.supervise.channel import Channel

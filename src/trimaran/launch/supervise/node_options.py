@@ -19,8 +19,7 @@ from pathlib import Path
 import psutil
 
 from trimaran.core import UserError, read_regular_text
-from trimaran.runs import RunDirectory, split_address
-from trimaran.runs.lease import LeaseHolder, LeaseWatch, new_token, run_token, write_once
+from trimaran.runs import LeaseHolder, LeaseWatch, RunDirectory, new_token, run_token, split_address, write_once
 
 RESOLVE_SECONDS = 60.0  # until the names of nodes that have just started are known
 RETRY_SECONDS = 0.5

@@ -16,9 +16,7 @@ from trimaran.core import UserError
 from trimaran.launch.supervise.early_supervisor import stop_with_parent
 from trimaran.launch.supervise.local import start_logged
 from trimaran.machine import calibration_folder
-from trimaran.runs import RunDirectory
-from trimaran.runs.held_directory import descriptor_of
-from trimaran.runs.sinks.open_sinks import has_sinks
+from trimaran.runs import RunDirectory, descriptor_of, has_sinks
 
 log = logging.getLogger(__name__)
 

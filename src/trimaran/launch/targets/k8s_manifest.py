@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from trimaran.core import EXIT_AGAIN, EXIT_STUCK, EXIT_USER, dump_recipe
 from trimaran.launch.targets.site_file import Variables
 from trimaran.launch.targets.target import LaunchRequest, job_name, node_command
-from trimaran.runs.run_directory import dump_plan
+from trimaran.runs import dump_plan
 
 LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123, as Kubernetes names most objects
 SUBDOMAIN = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"

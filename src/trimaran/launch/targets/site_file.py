@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 
 from trimaran.core import TextError, UserError, did_you_mean, load_yaml, read_regular_bytes
 from trimaran.launch.targets.target import TARGET_CLASSES, target_names
-from trimaran.machine.calibration import first_error
+from trimaran.machine import first_error
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET_NAME = re.compile(

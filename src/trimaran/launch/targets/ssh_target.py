@@ -35,7 +35,7 @@ from trimaran.launch.targets.target import (
     node_command,
     state_of_code,
 )
-from trimaran.runs.node_records import bad_nodes_file, read_bad_nodes
+from trimaran.runs import bad_nodes_file, read_bad_nodes
 
 # Of several values of an option ssh uses the first, so options of the site come before these.
 SSH_OPTIONS = (

@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trimaran.core import Bytes, Seconds
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS, Bytes, Seconds
 from trimaran.machine.cluster import Cluster
 from trimaran.machine.gpus import Gpu, Nic
 

@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimaran.core import Seconds, UserError
-from trimaran.core.child_process import ChildProcess
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS, ChildProcess, Seconds, UserError
 from trimaran.machine.checks.between_nodes import first_round, second_round
 from trimaran.machine.checks.machine_facts import CheckResult, MachineMeasurements, NodeMeasurements, Pair
 from trimaran.machine.cluster import Cluster

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS
 from trimaran.machine.comm_result import BUS_FACTORS
 from trimaran.machine.probe.collective_calls import (
     START_SECONDS,

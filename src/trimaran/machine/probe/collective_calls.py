@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS
 
 START_SECONDS = 60.0  # ranks may take this long to meet, on a busy machine
 MAX_EXACT_RANKS = 64  # whose sum of integers up to 4 is exact in bf16

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS
 from trimaran.machine.probe.collective_calls import (
     CALLS,
     START_SECONDS,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS
 from trimaran.machine.probe.calibrate import matmul_flops
 from trimaran.machine.probe.collective_calls import START_SECONDS, open_store, run_forked, synchronize, take_device
 

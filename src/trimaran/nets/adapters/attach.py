@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from trimaran.core import AdapterSection, UserError, did_you_mean
-from trimaran.models.adapter_rules import ALL_LINEAR, last_parts, listed, refuse_large_rank, refuse_unknown_targets
-from trimaran.models.module_names import is_named
+from trimaran.models import ALL_LINEAR, is_named, last_parts, listed, refuse_large_rank, refuse_unknown_targets
 from trimaran.nets.adapters.lora_linear import LoraLinear, add_adapter
 from trimaran.nets.network import Network, output_head, refuse_unknown_tower, tower_of
 

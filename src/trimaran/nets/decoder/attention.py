@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.models import LayerSpec, ModelSpec, NormSpec, Rope
-from trimaran.models.layer_variations import PLAIN_ROPE, Yarn
+from trimaran.models import PLAIN_ROPE, LayerSpec, ModelSpec, NormSpec, Rope, Yarn
 from trimaran.nets.decoder.attention_context import AttentionScope, Context
 from trimaran.nets.decoder.joint_projections import Rotation, fused_norm, join_weights, rotary_projection, rotate_halves
 from trimaran.nets.local_shards import local_for_compute

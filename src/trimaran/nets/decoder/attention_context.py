@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trimaran.models.layer_variations import TemperatureSpec
+from trimaran.models import TemperatureSpec
 from trimaran.nets.decoder.key_value_cache import CachedLayer
 from trimaran.nets.paged_cache import PagedLayer
 from trimaran.nets.varlen_attention import (

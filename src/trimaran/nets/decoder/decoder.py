@@ -6,8 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from trimaran.models import ModelSpec, NormSpec, Rope
-from trimaran.models.layer_variations import TemperatureSpec, norm_names
+from trimaran.models import ModelSpec, NormSpec, Rope, TemperatureSpec, norm_names
 from trimaran.nets.decoder import cpu_kernels
 from trimaran.nets.decoder.attention import Attention, Norm, RMSNorm, Rotation, norm_of, rotation_at
 from trimaran.nets.decoder.attention_context import (

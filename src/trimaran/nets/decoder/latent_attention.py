@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.models import LayerSpec, ModelSpec, Rope
-from trimaran.models.layer_variations import LatentSpec
+from trimaran.models import LatentSpec, LayerSpec, ModelSpec, Rope
 from trimaran.nets.decoder.attention import RMSNorm, rotate, yarn_scale
 from trimaran.nets.decoder.attention_context import AttentionScope, Context
 from trimaran.nets.decoder.joint_projections import Rotation

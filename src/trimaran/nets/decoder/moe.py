@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.models import ExpertSpec
-from trimaran.models.layer_variations import PLAIN_UNIT, ExpertUnit, RouterSpec
+from trimaran.models import PLAIN_UNIT, ExpertSpec, ExpertUnit, RouterSpec
 from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.decoder.joint_projections import join_weights, joint_swiglu
 from trimaran.nets.decoder.scattered_rows import gather_rows, scatter_rows, sorted_places

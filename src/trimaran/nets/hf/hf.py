@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.core import UserError
-from trimaran.models import Spec, model_folder, weight_files
-from trimaran.models.hf_facts import refuse_tp_degree
-from trimaran.models.vlm_config import FOREIGN
+from trimaran.models import FOREIGN, Spec, model_folder, refuse_tp_degree, weight_files
 from trimaran.nets.absent_modules import STREAM_ARGUMENT
 from trimaran.nets.decoder.attention_context import Context, document_positions
 from trimaran.nets.decoder.key_value_cache import CacheExtension, KeyValueCache

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trimaran.core import UserError
-from trimaran.models.vlm_config import vlm_from_disk
+from trimaran.models import vlm_from_disk
 from trimaran.nets.hf.hf_attention import transformers
 from trimaran.nets.hf_weights import without_head
 

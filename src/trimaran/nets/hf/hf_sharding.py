@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.core import UserError
-from trimaran.models.spec import every_rank_has_rows
+from trimaran.models import every_rank_has_rows
 from trimaran.nets.decoder.scattered_rows import gather_rows, scatter_rows, sorted_places
 from trimaran.nets.local_shards import with_local_parameters
 

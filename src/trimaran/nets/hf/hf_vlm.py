@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimaran.core import UserError
-from trimaran.models import Spec, VlmSpec
-from trimaran.models.vlm_spec import CHANNELS
+from trimaran.models import CHANNELS, Spec, VlmSpec
 from trimaran.nets.decoder.key_value_cache import CacheExtension
 from trimaran.nets.hf.hf import HfNetwork, hf_network
 from trimaran.nets.hf.hf_attention import pack_images, takes_scope

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trimaran.models.vlm_spec import CHANNELS, VisionSpec
+from trimaran.models import CHANNELS, VisionSpec
 from trimaran.nets.decoder.attention import Rotation
 from trimaran.nets.varlen_attention import Segments, max_length_tensor
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.models.vlm_spec import CHANNELS, VisionEnds, VisionSpec, VlmSpec
+from trimaran.models import CHANNELS, VisionEnds, VisionSpec, VlmSpec
 from trimaran.nets.decoder.attention import RMSNorm, Rotation, rotate
 from trimaran.nets.varlen_attention import Segments, segment_attention
 from trimaran.nets.vlm.patch_layout import PatchLayout

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.models.vlm_spec import VlmSpec
+from trimaran.models import VlmSpec
 from trimaran.nets.decoder.attention import grid_rotation_at
 from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.decoder.decoder import Decoder

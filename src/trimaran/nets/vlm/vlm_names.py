@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimaran.models.vlm_config import Form
-from trimaran.models.vlm_spec import CHANNELS, VlmSpec
+from trimaran.models import CHANNELS, Form, VlmSpec
 
 
 @dataclass(frozen=True, slots=True)

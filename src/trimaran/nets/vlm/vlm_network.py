@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.core import UserError
-from trimaran.models import VlmSpec, read_json
-from trimaran.models.vlm_config import Form, disk_form, form_of_config, vlm_to_disk
+from trimaran.models import Form, VlmSpec, disk_form, form_of_config, read_json, vlm_to_disk
 from trimaran.nets.decoder.key_value_cache import KeyValueCache
 from trimaran.nets.decoder.tp_plan import serving_tensor_plan, vlm_tensor_plan
 from trimaran.nets.hf_weights import open_sources, refuse_problems

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimaran.nets.varlen_attention import HALF_PRECISION, has_flash
+from trimaran.nets import HALF_PRECISION, has_flash
 from trimaran.parallel.axes.ring_layout import Rectangle, RingChunks, Span, tiles
 
 aten = torch.ops.aten

@@ -15,13 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from trimaran.core import Plan, unit_sizes
-from trimaran.core.plan import Sharding
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.nets import Network, packed_parameters, tower_of
-from trimaran.nets.decoder.decoder import DecoderLayer, PredictionLayer
-from trimaran.nets.decoder.moe import ExpertWeights
-from trimaran.nets.hf.hf_sharding import is_spread
+from trimaran.core import DEVICE_TRAITS, Plan, Sharding, unit_sizes
+from trimaran.nets import DecoderLayer, ExpertWeights, Network, PredictionLayer, is_spread, packed_parameters, tower_of
 from trimaran.parallel.axes.image_split import image_split_towers
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
 from trimaran.parallel.disk_store import put_on_disk

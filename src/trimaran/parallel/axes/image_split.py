@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.core import Plan
-from trimaran.nets import Network
-from trimaran.nets.vlm.patch_layout import ImageAssignment, ImagePatches
+from trimaran.nets import ImageAssignment, ImagePatches, Network
 from trimaran.parallel.comm.axis_waits import axis_span
 from trimaran.parallel.comm.tensor_collectives import reduce_gradient_over
 from trimaran.parallel.mesh import RankMesh, image_split_towers, takes_images

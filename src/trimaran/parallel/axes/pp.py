@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 )
 
 from trimaran.core import Phase, Plan
-from trimaran.models.stages import cheapest_split
+from trimaran.models import cheapest_split
 from trimaran.nets import Network
 from trimaran.parallel.axes.fsdp import parameter_groups
 from trimaran.parallel.mesh import RankMesh, StageMap

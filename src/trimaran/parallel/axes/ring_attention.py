@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from trimaran.nets.operators import define_operator
+from trimaran.nets import define_operator
 from trimaran.parallel.axes.block_attention import Gradients, KeyBlock, Outputs, QueryState, Scores, attention_for
 from trimaran.parallel.axes.ring_layout import RingChunks, RingLayout, RingStep, ring_layout
 from trimaran.parallel.comm.tensor_collectives import start_all_to_all, wait_for

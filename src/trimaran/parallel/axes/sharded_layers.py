@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from trimaran.models.spec import rows_per_rank
-from trimaran.nets.adapters.lora_linear import LoraLinear
-from trimaran.nets.local_shards import (
+from trimaran.models import rows_per_rank
+from trimaran.nets import (
+    LoraLinear,
     is_dtensor,
     local_bias,
     local_for_compute,

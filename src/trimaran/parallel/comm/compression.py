@@ -15,10 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from trimaran.core import Plan, UserError, data_axis
-from trimaran.core.replica_sync import Compression, LayerKind
-from trimaran.nets import Network
-from trimaran.nets.local_shards import is_fsdp_module
+from trimaran.core import Compression, LayerKind, Plan, UserError, data_axis
+from trimaran.nets import Network, is_fsdp_module
 from trimaran.parallel.comm.axis_waits import AXIS_WAITS
 from trimaran.parallel.comm.gradient_exchange import (
     EXCHANGES,

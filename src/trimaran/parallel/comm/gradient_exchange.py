@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core.replica_sync import Compression
+from trimaran.core import Compression
 
 INT8_MAX = 127
 BITS = 8

@@ -15,10 +15,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from trimaran.core import Plan
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.nets import Network
-from trimaran.nets.dtensor_shards import LocalShard
+from trimaran.core import DEVICE_TRAITS, Plan
+from trimaran.nets import LocalShard, Network
 from trimaran.parallel.mesh import RankMesh
 
 # Smaller storages stay on the device. On a CPU offload saves nothing; it runs there for tests.

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from trimaran.core import Plan
-from trimaran.core.plan import RECOMPUTED_BY_OPERATOR, Recompute
+from trimaran.core import RECOMPUTED_BY_OPERATOR, Plan, Recompute
 from trimaran.nets import LoraLinear, Network
 from trimaran.parallel.axes import ring_attention as _registers_operator  # noqa: F401
 from trimaran.parallel.mesh import RankMesh, recompute_of, tower_of_blocks

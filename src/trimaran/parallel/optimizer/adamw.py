@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimaran.nets.local_shards import is_dtensor, local_part
+from trimaran.nets import is_dtensor, local_part
 from trimaran.parallel.disk_store import ALIGNMENT, DiskStore, padded
 from trimaran.parallel.optimizer.batched_update import BatchedUpdate
 from trimaran.parallel.optimizer.build_optimizer import SplitWeightsOptimizer

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimaran.nets.local_shards import is_dtensor, local_part
+from trimaran.nets import is_dtensor, local_part
 from trimaran.parallel.optimizer.moments import States, index_runs
 from trimaran.parallel.optimizer.optimizer_state import BLOCK, codebook, lower_bounds, num_blocks
 from trimaran.parallel.tensor_sums import ALIGNED_BYTES, DeviceNumbers, ProgramMap, addresses_of, is_aligned, to_device

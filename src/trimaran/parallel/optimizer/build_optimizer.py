@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from trimaran.core import Plan, TrainSection, UserError
-from trimaran.core.recipe import TowerOptimizer
-from trimaran.nets.local_shards import is_dtensor, local_part
-from trimaran.nets.network import refuse_unknown_tower, tower_of
+from trimaran.core import Plan, TowerOptimizer, TrainSection, UserError
+from trimaran.nets import is_dtensor, local_part, refuse_unknown_tower, tower_of
 from trimaran.parallel.optimizer.split_weights import NO_SPLIT_WEIGHTS, SplitWeights
 
 

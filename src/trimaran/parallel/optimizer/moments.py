@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from trimaran.nets.local_shards import local_slices
+from trimaran.nets import local_slices
 from trimaran.parallel.optimizer.optimizer_state import codebook, dequantize, num_blocks, quantize
 from trimaran.parallel.tensor_shards import join_fp32, split_fp32
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.optim import Adam, AdamW, Optimizer
 
 from trimaran.core import UserError
-from trimaran.nets.local_shards import is_dtensor, local_part, local_slices
+from trimaran.nets import is_dtensor, local_part, local_slices
 from trimaran.parallel.optimizer.build_optimizer import SplitWeightsOptimizer, split_weights_of
 from trimaran.parallel.tensor_regions import TensorIndex
 from trimaran.parallel.tensor_shards import TensorShard, meta_of

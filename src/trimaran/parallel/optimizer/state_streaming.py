@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS
 from trimaran.parallel.disk_store import DiskStore, aligned_buffer, padded
 from trimaran.parallel.optimizer.moments import States
 from trimaran.parallel.tensor_shards import store_of

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from trimaran.core import Plan, TrainSection, UserError
-from trimaran.core.engine_rules import check_deepspeed, deepspeed_config
+from trimaran.core import Plan, TrainSection, UserError, check_deepspeed, deepspeed_config
 from trimaran.planner.emit.emission import (
     PORT,
     Emission,

@@ -7,8 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trimaran.core import AdapterSection, Plan, TrainSection, UserError
-from trimaran.core.regular_files import expand_user
+from trimaran.core import AdapterSection, Plan, TrainSection, UserError, expand_user
 from trimaran.machine import Cluster
 from trimaran.planner.question import Question
 from trimaran.planner.rules.axis_rules import either

@@ -6,8 +6,7 @@ Argument names are those of `megatron/training/arguments.py` at commit 000c4ac24
 from collections.abc import Iterator
 
 from trimaran.core import Plan, TrainSection
-from trimaran.models import ModelSpec, Rope, decoder_of, stage_ranges
-from trimaran.models.spec import rows_per_rank, variations
+from trimaran.models import ModelSpec, Rope, decoder_of, rows_per_rank, stage_ranges, variations
 from trimaran.planner.emit.emission import (
     Emission,
     Takes,

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from trimaran.core import Plan, TrainSection
-from trimaran.models import PRESETS, ModelSpec, decoder_of, stage_ranges
-from trimaran.models.spec import variations
+from trimaran.models import PRESETS, ModelSpec, decoder_of, stage_ranges, variations
 from trimaran.planner.emit.emission import (
     Emission,
     Takes,

@@ -12,11 +12,9 @@ from typing import Any, Literal, Self
 
 from pydantic import TypeAdapter
 
-from trimaran.core import Plan, Recipe, UserError, dump_recipe, parse_recipe
-from trimaran.core.child_process import kill_tree
+from trimaran.core import Plan, Recipe, UserError, dump_recipe, kill_tree, parse_recipe
+from trimaran.runs import says_out_of_memory, worker_environment
 from trimaran.runs.compile_cache import compile_cache
-from trimaran.runs.fault_texts import says_out_of_memory
-from trimaran.runs.rank_environment import worker_environment
 
 Status = Literal["measured", "out of memory", "refused", "failed"]
 

@@ -7,11 +7,8 @@ from itertools import chain, zip_longest
 from typing import Literal
 
 from trimaran.core import Plan, Prediction, UserError
-from trimaran.cost import Job, predict
-from trimaran.cost.roofline import NON_LAYER_PRECISION, rate_name, rates_of
-from trimaran.cost.step_time import StepTime, step_time_of
-from trimaran.machine import Cluster, machine_name
-from trimaran.machine.calibration import MAX_FACTOR, MIN_FACTOR, FittedRates, LinkFactors, with_fitted
+from trimaran.cost import NON_LAYER_PRECISION, Job, StepTime, predict, rate_name, rates_of, step_time_of
+from trimaran.machine import MAX_FACTOR, MIN_FACTOR, Cluster, FittedRates, LinkFactors, machine_name, with_fitted
 from trimaran.models import outline_if_known, spec_of
 from trimaran.planner import Question
 from trimaran.planner.measure.measured_run import MeasuredRun, PlanSteps, UnusableRunError

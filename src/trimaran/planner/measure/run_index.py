@@ -12,12 +12,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from trimaran.core import Plan, Recipe, UserError
-from trimaran.core.plan import show_rows
-from trimaran.core.regular_files import read_regular_bytes, write_atomically
-from trimaran.core.version import VERSION
+from trimaran.core import VERSION, Plan, Recipe, UserError, read_regular_bytes, show_rows, write_atomically
 from trimaran.models import Outline, outline_if_known
-from trimaran.runs.run_directory import MARKER
+from trimaran.runs import MARKER
 
 if TYPE_CHECKING:  # who reads records needs no reader of runs
     from trimaran.planner.measure.measured_run import MeasuredRun

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from trimaran.core import UserError
-from trimaran.core.plan import SHARDINGS
+from trimaran.core import SHARDINGS, UserError
 from trimaran.planner.emit.accelerate import MIXED_PRECISION
 from trimaran.planner.read.read_config import FieldReader, ReadConfig, load_tree
 from trimaran.planner.read.read_deepspeed import FIELDS as DEEPSPEED_FIELDS

@@ -11,9 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import UserError
-from trimaran.core.parse_text import TextError, load_json, load_yaml
-from trimaran.core.regular_files import read_regular_bytes
+from trimaran.core import TextError, UserError, load_json, load_yaml, read_regular_bytes
 
 MAX_BYTES = 1 << 20
 UNKNOWN = "this is no field that we know"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trimaran.core.plan import SHARDINGS
+from trimaran.core import SHARDINGS
 from trimaran.planner.read.read_config import FieldReader, ReadConfig, load_tree
 
 FIELDS = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16",

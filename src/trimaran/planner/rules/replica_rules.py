@@ -1,7 +1,6 @@
 """Which plans can train replicas that differ: local steps, asynchronous workers, compressed gradients, unequal rows."""
 
-from trimaran.core import Plan, Recipe, UserError
-from trimaran.core.replica_sync import AsyncSgd
+from trimaran.core import AsyncSgd, Plan, Recipe, UserError
 from trimaran.planner.rules.axis_rules import divisors, either
 
 LOCAL_STEPS = "plan.comm.local_steps"

@@ -8,8 +8,7 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-from trimaran.core import Plan
-from trimaran.core.plan import CONTEXTS, SHARDINGS
+from trimaran.core import CONTEXTS, SHARDINGS, Plan
 from trimaran.planner.plan_choices import CHUNKED
 from trimaran.planner.rules.legal import is_legal
 from trimaran.planner.search.evaluator import PlanEvaluator

@@ -8,9 +8,7 @@ from typing import NamedTuple
 from trimaran.core import Plan, Recipe, UserError, show_bytes
 from trimaran.cost import predict
 from trimaran.machine import Cluster
-from trimaran.models import Outline, Spec, decoder_of, outline_of, with_adapter
-from trimaran.models.adapter_rules import refuse_adapter
-from trimaran.models.hf_facts import HfFacts
+from trimaran.models import HfFacts, Outline, Spec, decoder_of, outline_of, refuse_adapter, with_adapter
 from trimaran.planner.hints import (
     LeastMemory,
     cluster_sizes,

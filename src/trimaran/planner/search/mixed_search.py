@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from trimaran.core import Plan, UserError
-from trimaran.cost import predict
-from trimaran.cost.step import StageLoad, rows_by_cost, stage_loads, with_rows
+from trimaran.cost import StageLoad, predict, rows_by_cost, stage_loads, with_rows
 from trimaran.machine import refuse_mixed
-from trimaran.models.stages import stages_of_rank
+from trimaran.models import stages_of_rank
 from trimaran.planner.question import Question
 from trimaran.planner.rules.axis_rules import divisors
 from trimaran.planner.rules.legal import check_precision, is_legal

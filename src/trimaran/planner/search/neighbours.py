@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from trimaran.core import Plan, UserError
-from trimaran.core.plan import CONTEXTS, SHARDINGS
+from trimaran.core import CONTEXTS, SHARDINGS, Plan, UserError
 from trimaran.models import split_outline
 from trimaran.planner.memory_ladder import Patch, plan_with
 from trimaran.planner.plan_choices import BUCKET_SIZES_MB, MEBIBYTE, UNIT_SIZES_MB

@@ -6,9 +6,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from trimaran.core import Bytes, Plan, Prediction, TemplateText, show_bytes, show_seconds, templated
-from trimaran.cost import predict
-from trimaran.cost.job import captures_steps
-from trimaran.cost.step import MAX_PINNED_FRACTION, RELATIVE_ERROR
+from trimaran.cost import MAX_PINNED_FRACTION, RELATIVE_ERROR, captures_steps, predict
 from trimaran.machine import Cluster
 from trimaran.planner.plan_choices import CHUNKED, FUSED
 from trimaran.planner.question import NearMiss, Question

@@ -7,12 +7,9 @@ from functools import cache, cached_property, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from trimaran.core import Comm, Mesh, Pipeline, Plan, UserError
-from trimaran.core.plan import CONTEXTS, SHARDINGS, TowerPlan
-from trimaran.cost.job import captures_steps
-from trimaran.cost.roofline import positions_to_hide_launches, rates_of
-from trimaran.models import Tower, split_outline, vision_of
-from trimaran.models.spec import every_rank_has_rows
+from trimaran.core import CONTEXTS, SHARDINGS, Comm, Mesh, Pipeline, Plan, TowerPlan, UserError
+from trimaran.cost import captures_steps, positions_to_hide_launches, rates_of
+from trimaran.models import Tower, every_rank_has_rows, split_outline, vision_of
 from trimaran.planner.plan_choices import CHUNKED, FUSED, losses_of
 from trimaran.planner.question import NO_PINS, Question
 from trimaran.planner.rules.axis_rules import accepts_axes, check_axes, divisors, takes_micro_batches

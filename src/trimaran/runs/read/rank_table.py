@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimaran.core.regular_files import read_regular_bytes, write_atomically
+from trimaran.core import read_regular_bytes, write_atomically
 from trimaran.runs.record_types import DAMAGED, is_count, is_number, is_time
 
 MAX_FILE_BYTES = 16 << 20

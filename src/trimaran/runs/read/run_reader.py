@@ -6,8 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import Decision, Incident
-from trimaran.core.regular_files import read_regular_text, write_atomically
+from trimaran.core import Decision, Incident, read_regular_text, write_atomically
 from trimaran.runs.journal import LineFollower, LongLine, parse_lines
 from trimaran.runs.line_files import lines_from_end
 from trimaran.runs.read.step_lines import StepLine, read_step

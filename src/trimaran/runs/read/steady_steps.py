@@ -14,7 +14,7 @@ from itertools import accumulate
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-from trimaran.core.measured_speed import relative_error
+from trimaran.core import relative_error
 from trimaran.runs.read.step_lines import StepLine, read_details
 from trimaran.runs.record_types import is_number
 

@@ -15,8 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
-from trimaran.core import PHASES
-from trimaran.core.regular_files import append_regular_file, open_regular_file
+from trimaran.core import PHASES, append_regular_file, open_regular_file
 from trimaran.runs.journal import LineFollower, LongLine, last_step
 from trimaran.runs.line_files import lines_from_end, next_line
 from trimaran.runs.read.step_lines import StepLine, read_step, read_waits

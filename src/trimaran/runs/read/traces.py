@@ -13,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import UserError
-from trimaran.core.regular_files import open_regular_file, replace_file
+from trimaran.core import UserError, open_regular_file, replace_file
 
 Interval = tuple[float, float]
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -9,8 +9,7 @@ from typing import Any
 from mlflow.entities import Metric, Param, RunStatus, RunTag
 from mlflow.tracking import MlflowClient
 
-from trimaran.core import TelemetrySection
-from trimaran.core.recipe import MlflowSection
+from trimaran.core import MlflowSection, TelemetrySection
 from trimaran.runs.read.ledger import time_scalars
 from trimaran.runs.run_directory import RunDirectory
 from trimaran.runs.sinks.scalar_sink import ScalarSink, scalars

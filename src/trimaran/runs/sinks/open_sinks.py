@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from trimaran.core import TelemetrySection, UserError
-from trimaran.core.plugins import load_plugin
+from trimaran.core import TelemetrySection, UserError, load_plugin
 from trimaran.runs.run_directory import RunDirectory
 from trimaran.runs.sinks.sink import Sink
 

@@ -7,8 +7,7 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import start_http_server, write_to_textfile
 
-from trimaran.core import TelemetrySection
-from trimaran.core.recipe import PrometheusSection
+from trimaran.core import PrometheusSection, TelemetrySection
 from trimaran.runs.read.ledger import Ledger, LedgerPoller
 from trimaran.runs.run_directory import RunDirectory
 from trimaran.runs.run_records import read_attempts

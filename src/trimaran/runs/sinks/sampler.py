@@ -13,8 +13,7 @@ from typing import Any
 
 import psutil
 
-from trimaran.machine.gpus import GpuSampler
-from trimaran.machine.host_limits import total_and_used_bytes
+from trimaran.machine import GpuSampler, total_and_used_bytes
 from trimaran.runs.heartbeat import HeartbeatBoard
 from trimaran.runs.line_files import LineWriter
 from trimaran.runs.run_directory import RunDirectory

@@ -10,9 +10,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric as Family
 
-from trimaran.core import AXES, PHASES, Cause, DecisionOutcome
-from trimaran.core.plan import WORLD
-from trimaran.core.version import VERSION
+from trimaran.core import AXES, PHASES, VERSION, WORLD, Cause, DecisionOutcome
 from trimaran.runs.read.run_reader import RunReader
 from trimaran.runs.run_directory import RunDirectory
 from trimaran.runs.sinks.metric_catalogue import CATALOGUE, MAX_INDIVIDUAL_SERIES, MAX_SERIES_PER_METRIC, STEP_BUCKETS

@@ -9,7 +9,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Any, Protocol
 
-from trimaran.core.regular_files import read_regular_bytes, read_regular_text, write_atomically
+from trimaran.core import read_regular_bytes, read_regular_text, write_atomically
 from trimaran.runs.record_types import DAMAGED
 from trimaran.runs.run_directory import MARKER, RunDirectory
 

@@ -2,8 +2,7 @@
 
 import wandb
 
-from trimaran.core import TelemetrySection
-from trimaran.core.recipe import WandbSection
+from trimaran.core import TelemetrySection, WandbSection
 from trimaran.runs.read.ledger import time_scalars
 from trimaran.runs.run_directory import RunDirectory
 from trimaran.runs.sinks.scalar_sink import ScalarSink, scalars

@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from trimaran.app.recipe.options import Json, TrainedModelName, complete_data
-from trimaran.core import DataSection, UserError
-from trimaran.core.regular_files import expand_user
+from trimaran.app import Json, TrainedModelName, complete_data
+from trimaran.core import DataSection, UserError, expand_user
 from trimaran.runs import refuse_unusable
 from trimaran.serve.app.trained_weights import find_weights
 from trimaran.serve.settings import TrainedWeights

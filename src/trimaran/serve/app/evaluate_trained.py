@@ -8,17 +8,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from trimaran.core import Plan, UserError, did_you_mean
-from trimaran.core.version import VERSION
-from trimaran.data import TokenShards, cache_folder
-from trimaran.data.text.pack_text import pack_with
-from trimaran.data.text.source_files import named_path
-from trimaran.data.text.tokenizer import is_same_tokenizer
+from trimaran.core import VERSION, Plan, UserError, did_you_mean
+from trimaran.data import TokenShards, cache_folder, is_same_tokenizer, named_path, pack_with
 from trimaran.runs import append_line
 from trimaran.serve.app.eval import EvalRequest
 from trimaran.serve.app.trained_weights import saved_step
 from trimaran.serve.trained_model import TrainedModel, open_trained
-from trimaran.train.evaluate_weights import EvaluatedNetwork, HeldOutLoss, held_out_loss, text_loss
+from trimaran.train import EvaluatedNetwork, HeldOutLoss, held_out_loss, text_loss
 
 Progress = Callable[[str, float], None]
 HELD_OUT = "held-out"

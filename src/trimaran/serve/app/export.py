@@ -11,10 +11,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from trimaran.app import find_run
-from trimaran.app.recipe.options import Json, RunName
-from trimaran.checkpoint import DamagedError
-from trimaran.checkpoint.checkpoint_list import verify_all, with_step
+from trimaran.app import Json, RunName, find_run
+from trimaran.checkpoint import DamagedError, verify_all, with_step
 from trimaran.core import UserError, show_bytes
 from trimaran.runs import RunDirectory, refuse_unusable
 

@@ -28,15 +28,15 @@ from trimaran.checkpoint import (
     export_hf,
     export_merged,
     read_full_tensor,
+    refuse_damaged_weights,
+    refuse_occupied,
+    reporting_errors,
+    step_of,
+    write_folder,
 )
-from trimaran.checkpoint.convert.convert import refuse_occupied, reporting_errors
-from trimaran.checkpoint.convert.export_hf import write_folder
-from trimaran.checkpoint.step_dirs import step_of
-from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
-from trimaran.core import Recipe, UserError, show_count, show_seconds
-from trimaran.core.version import VERSION
+from trimaran.core import VERSION, Recipe, UserError, show_count, show_seconds
 from trimaran.data import Tokenizer, cache_folder
-from trimaran.models.resolve import model_text
+from trimaran.models import model_text
 from trimaran.nets import Network
 from trimaran.runs import read_evaluations
 from trimaran.serve.app.export import ExportRequest

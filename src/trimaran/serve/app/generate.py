@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from trimaran.app.recipe.options import Json, TrainedModelName
+from trimaran.app import Json, TrainedModelName
 from trimaran.core import UserError
 from trimaran.runs import refuse_unusable
 from trimaran.serve.app.trained_weights import find_weights

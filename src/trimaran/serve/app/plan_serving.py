@@ -10,10 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trimaran.app import open_console, read_plan_request
-from trimaran.app.plan.plan_view import add_model, facts_table
-from trimaran.app.recipe.plan_request import say_reference
-from trimaran.app.show.text_chart import GREEN, ORANGE
+from trimaran.app import GREEN, ORANGE, add_model, facts_table, open_console, read_plan_request, say_reference
 from trimaran.core import EXIT_DONE, UserError, did_you_mean, show_bytes, show_count, show_seconds
 from trimaran.models import outline_for
 from trimaran.serve.planning.serving import QUANTISED, WEIGHT_FORMATS, Traffic

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trimaran.app.recipe.options import Json, TrainedModelName
+from trimaran.app import Json, TrainedModelName
 from trimaran.checkpoint import newest_step
-from trimaran.core import UserError
-from trimaran.core.regular_files import expand_user
-from trimaran.runs import refuse_unusable
-from trimaran.runs.process_control import raise_soft_limits
+from trimaran.core import UserError, expand_user
+from trimaran.runs import raise_soft_limits, refuse_unusable
 from trimaran.serve.app.trained_weights import ADAPTER_CONFIG, find_weights
 from trimaran.serve.settings import EngineConfig, EngineSettings, ServerSettings, TrainedWeights
 

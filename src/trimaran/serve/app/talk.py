@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trimaran.app.show.terminal import raw_stream
+from trimaran.app import raw_stream
 from trimaran.core import UserError
 from trimaran.serve.conversation import Conversation, TextStream
 from trimaran.serve.trained_model import TrainedModel

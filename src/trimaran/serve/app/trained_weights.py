@@ -4,14 +4,9 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from trimaran.app import find_run
-from trimaran.app.recipe.options import path_argument, program_name
-from trimaran.checkpoint import newest_step
-from trimaran.checkpoint.checkpoint_list import find_step
-from trimaran.checkpoint.manifest import STEP_NAME
-from trimaran.checkpoint.step_dirs import step_of
-from trimaran.core import UserError
-from trimaran.core.regular_files import expand_user
+from trimaran.app import find_run, path_argument, program_name
+from trimaran.checkpoint import STEP_NAME, find_step, newest_step, step_of
+from trimaran.core import UserError, expand_user
 from trimaran.runs import MARKER, RunDirectory
 from trimaran.serve.settings import TrainedWeights
 

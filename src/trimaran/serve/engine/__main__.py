@@ -12,8 +12,7 @@ from collections.abc import Sequence
 if __name__ == "__main__":
     gc.disable()  # imports leave little garbage, and looking for it takes a seventh of their time
 
-from trimaran.core import EXIT_USER, UserError
-from trimaran.core.errors import file_error
+from trimaran.core import EXIT_USER, UserError, file_error
 from trimaran.runs import die_with_parent, set_process_name
 from trimaran.serve.engine.engine_loop import EngineLoop, EngineSocket
 from trimaran.serve.engine.open_engine import OpenEngine, open_engine

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trimaran.core import UserError
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS, UserError
 from trimaran.nets import AdapterBank, KeyValueCache, Network, PagedCache, PagedExtension, output_head
 from trimaran.serve.engine.engine_batch import ALL, EMBEDDING, LAST, EngineBatch
 from trimaran.serve.engine.token_choice import ChosenTokens, PendingTokens, TokenChooser, choose_on_device, moved

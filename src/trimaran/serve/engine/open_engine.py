@@ -13,10 +13,8 @@ import numpy as np
 import psutil
 import torch
 
-from trimaran.core import AdapterSection, ModelSection, UserError
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.data import ByteTokenizer, Tokenizer
-from trimaran.data.text.model_tokenizer import JsonTokenizer
+from trimaran.core import DEVICE_TRAITS, AdapterSection, ModelSection, UserError
+from trimaran.data import ByteTokenizer, JsonTokenizer, Tokenizer
 from trimaran.nets import AdapterBank, Network, attach_adapter, output_head
 from trimaran.serve.engine.batching_engine import BatchingEngine
 from trimaran.serve.engine.decode_graphs import GraphRunner
@@ -36,7 +34,7 @@ from trimaran.serve.trained_model import (
     saved_base,
     section_of,
 )
-from trimaran.train.generation.generate import first_device
+from trimaran.train import first_device
 
 LOG = logging.getLogger(__name__)
 GPU_FRACTION = 0.9  # of the memory that is free when the weights are loaded

@@ -16,13 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trimaran.core import Mesh, UserError
-from trimaran.core.traits import DEVICE_TRAITS
-from trimaran.models.spec import rows_per_rank
-from trimaran.nets import Network, PagedCache, PagedExtension
-from trimaran.nets.adapters.adapter_bank import AdapterBank
-from trimaran.parallel import RankMesh, build_mesh
-from trimaran.parallel.precision import DTYPES
+from trimaran.core import DEVICE_TRAITS, Mesh, UserError
+from trimaran.models import rows_per_rank
+from trimaran.nets import AdapterBank, Network, PagedCache, PagedExtension
+from trimaran.parallel import DTYPES, RankMesh, build_mesh
 from trimaran.runs import closed_listeners
 from trimaran.serve.engine.engine_batch import EngineBatch
 from trimaran.serve.engine.model_runner import ModelRunner, RunnerTraits, StepLogits, bytes_of_page, traits_of

@@ -7,11 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.core.traits import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS
 from trimaran.serve.engine.engine_batch import EngineBatch
 from trimaran.serve.engine.engine_request import TokenConstraint, TopTokens
-from trimaran.train import Sampling
-from trimaran.train.generation.generate import FEW_TOKENS
+from trimaran.train import FEW_TOKENS, Sampling
 
 NOT_A_TOKEN = -1  # where the logits are NaN
 DRAWS = 64  # made at once: a call of the generator costs as much as many draws

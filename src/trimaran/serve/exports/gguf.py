@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from trimaran.core import UserError
-from trimaran.data import ByteTokenizer, Tokenizer
-from trimaran.data.text.tokenizer import TOKENIZER_FILE, byte_alphabet
-from trimaran.models import ModelSpec, Rope, spec_from_hf, spec_to_hf
-from trimaran.models.from_hf import unsupported
-from trimaran.models.spec import variations
+from trimaran.data import TOKENIZER_FILE, ByteTokenizer, Tokenizer, byte_alphabet
+from trimaran.models import ModelSpec, Rope, spec_from_hf, spec_to_hf, unsupported, variations
 from trimaran.nets import Decoder, Network, network_of
 from trimaran.serve.exports.compare_logits import cannot_hold, require_package
 

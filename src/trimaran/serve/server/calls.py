@@ -13,8 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import UserError, did_you_mean
-from trimaran.data import BadImageError, BadSampleError, Turn
-from trimaran.data.samples.raw_sample import Role
+from trimaran.data import BadImageError, BadSampleError, Role, Turn
 from trimaran.serve.conversation import PromptBuilder, PromptImage, decode_image, place_images
 from trimaran.serve.engine.engine_request import EngineLimits
 from trimaran.serve.trained_model import ModelTexts

@@ -13,9 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from trimaran.checkpoint import DamagedError, complete_steps, step_path
-from trimaran.checkpoint.step_dirs import looks_complete
-from trimaran.checkpoint.verify_checkpoint import refuse_damaged_weights
+from trimaran.checkpoint import DamagedError, complete_steps, looks_complete, refuse_damaged_weights, step_path
 from trimaran.core import UserError
 from trimaran.runs import RunDirectory
 from trimaran.serve.server.access import LOCAL_NAMES, AccessMiddleware, Application

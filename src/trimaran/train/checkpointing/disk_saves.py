@@ -29,14 +29,13 @@ from trimaran.checkpoint import (
     newest_step,
     refuse,
     remove_drafts,
+    step_of,
     step_path,
     without_manifest,
 )
-from trimaran.checkpoint.step_dirs import step_of
 from trimaran.core import Seconds, UserError, read_regular_text, show_bytes
 from trimaran.parallel import all_gather_json, broadcast_json
-from trimaran.runs import Journal, RunDirectory, newest_term
-from trimaran.runs.reserve import DISK_REASONS
+from trimaran.runs import DISK_REASONS, Journal, RunDirectory, newest_term
 from trimaran.train.checkpointing.save_interval import SaveCost, SaveSchedule
 from trimaran.train.checkpointing.tiers import CheckpointInputs, SaveTotals
 from trimaran.train.process.supervisor_link import supervisor_store

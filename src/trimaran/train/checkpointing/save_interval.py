@@ -11,8 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from trimaran.core import CheckpointSection, Seconds
-from trimaran.core.measured_speed import median_error
+from trimaran.core import CheckpointSection, Seconds, median_error
 from trimaran.cost import Faults, best_interval
 
 MAX_STALL_FRACTION = 0.01  # the largest fraction of training time that may be spent on writing the state to disk

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from trimaran.core import TrainSection, UserError
 from trimaran.nets import is_dtensor, is_fsdp_module, local_part, local_slices
-from trimaran.parallel import OptimizerState, TensorIndex, TensorShard, split_weights_of
-from trimaran.parallel.tensor_shards import release_pages
+from trimaran.parallel import OptimizerState, TensorIndex, TensorShard, release_pages, split_weights_of
 
 log = logging.getLogger(__name__)
 

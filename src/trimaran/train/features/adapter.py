@@ -9,11 +9,11 @@ from trimaran.nets import (
     attach_adapter,
     initialise_adapter,
     is_on_meta,
+    linears_to_pack,
     load_peft_adapter,
     pack_frozen_weights,
     refuse_inexpressible,
 )
-from trimaran.nets.adapters.attach import linears_to_pack
 from trimaran.parallel import store_frozen_weights
 from trimaran.train.rank_networks import Attachment
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from trimaran.data import StepBatch
-from trimaran.parallel import IndexEntry, TensorIndex, TensorShard, compressor_of
-from trimaran.parallel.comm.compression import Compressor
+from trimaran.parallel import Compressor, IndexEntry, TensorIndex, TensorShard, compressor_of
 from trimaran.train.checkpointing.training_state import FEEDBACK_PREFIX
 from trimaran.train.metrics.router_stats import copy_to_host_async
 from trimaran.train.steppers.engine import StepperContext

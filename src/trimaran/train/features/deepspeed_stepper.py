@@ -15,19 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trimaran.core import DEVICE_TRAITS, TrainSection, UserError, deepspeed_config
-from trimaran.core.engine_rules import deepspeed_missing
+from trimaran.core import DEVICE_TRAITS, TrainSection, UserError, deepspeed_config, deepspeed_missing
 from trimaran.data import Inputs, StepBatch
 from trimaran.nets import full_tensor
 from trimaran.parallel import (
     LR_FACTOR,
+    MOMENTS,
     CheckpointState,
     TensorIndex,
     TensorShard,
+    check_moment_format,
     decay_groups,
     gradient_norm,
 )
-from trimaran.parallel.optimizer.optimizer_state import MOMENTS, check_moment_format
 from trimaran.train.checkpointing.training_state import (
     TrainingCounter,
     TrainingState,

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from trimaran.data import StepBatch
 from trimaran.nets import Network, local_slices
-from trimaran.parallel import OuterTensor, RankMesh, TensorIndex, TensorShard, build_outer_step
-from trimaran.parallel.comm.outer_step import OuterState, OuterStep
+from trimaran.parallel import OuterState, OuterStep, OuterTensor, RankMesh, TensorIndex, TensorShard, build_outer_step
 from trimaran.train.checkpointing.training_state import OUTER_PREFIX, REPLICA_PREFIX, ShardKeys
 from trimaran.train.health.guard import MEMORY_CHANGED, Guard
 from trimaran.train.metrics.router_stats import copy_to_host_async, router_details, routing_counts

@@ -15,12 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.core import ImageRules, Plan, Recipe, UserError, read_regular_text, show_bytes, write_atomically
-from trimaran.data import BF16, FeatureCache, SampleIndex, fill_patches, grids_of, measure_images
-from trimaran.data.feature_cache import refuse_trained_tower
-from trimaran.models import VlmSpec, model_folder, weight_files
-from trimaran.models.section_spec import vlm_of
-from trimaran.nets import Network, Vlm, initialise, network_of
-from trimaran.nets.vlm.patch_layout import black_image
+from trimaran.data import BF16, FeatureCache, SampleIndex, fill_patches, grids_of, measure_images, refuse_trained_tower
+from trimaran.models import VlmSpec, model_folder, vlm_of, weight_files
+from trimaran.nets import Network, Vlm, black_image, initialise, network_of
 from trimaran.parallel import autocast, override_precision
 from trimaran.train.agreement import FlagAllReduce
 from trimaran.train.inputs.training_data import load_training_data

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimaran.core import DEVICE_TRAITS
-from trimaran.parallel import TensorChecksums, TensorShard, broadcast_json, store_of
-from trimaran.parallel.tensor_sums import addresses_of, can_sum
+from trimaran.parallel import TensorChecksums, TensorShard, addresses_of, broadcast_json, can_sum, store_of
 
 log = logging.getLogger(__name__)
 

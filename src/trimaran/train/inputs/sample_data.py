@@ -16,8 +16,7 @@ from trimaran.data import (
     scene_feeds,
     scenes_digest,
 )
-from trimaran.models import outline_if_known, recipe_image_rules
-from trimaran.models.outline import row_cost
+from trimaran.models import outline_if_known, recipe_image_rules, row_cost
 from trimaran.nets import Network
 from trimaran.train.inputs.training_data import CacheFeatures, TrainingData
 from trimaran.train.loss.objective import choose_objective

@@ -22,8 +22,7 @@ from trimaran.data import (
     prepare,
     split,
 )
-from trimaran.machine import cpu_quota, free_bytes
-from trimaran.machine.host_limits import CGROUP
+from trimaran.machine import CGROUP, cpu_quota, free_bytes
 from trimaran.nets import Network
 from trimaran.train.loss.objective import Objective, choose_objective
 from trimaran.train.process.rank_setup import RankInfo

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from trimaran.core import Plan
 from trimaran.nets import Decoder, LoraLinear, Network, is_dtensor
-from trimaran.parallel import RankMesh
-from trimaran.parallel.precision import own_dtype
+from trimaran.parallel import RankMesh, own_dtype
 
 IGNORED = -100
 

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trimaran.core import KINDS, Recipe, UserError, load_plugin
-from trimaran.core.plugins import plugin_errors
+from trimaran.core import KINDS, Recipe, UserError, load_plugin, plugin_errors
 from trimaran.data import Inputs
 from trimaran.nets import Network, is_dtensor
 from trimaran.train.loss.cross_entropy import IGNORED, summed_loss, token_losses

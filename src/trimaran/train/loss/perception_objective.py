@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trimaran.core import GROUND, OBJECTS, UNKNOWN_GROUND, SceneRules
 from trimaran.data import Inputs
-from trimaran.models.perception_spec import BOX_OUTPUTS
+from trimaran.models import BOX_OUTPUTS
 from trimaran.nets import Network
 from trimaran.train.loss.objective import LossSums
 

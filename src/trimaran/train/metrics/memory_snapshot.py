@@ -21,8 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trimaran.core import DEVICE_TRAITS
 from trimaran.nets import is_dtensor
-from trimaran.runs import MemoryOwner, RunDirectory, read_snapshot, snapshot_file
-from trimaran.runs.read.memory_holders import by_kind, by_module
+from trimaran.runs import MemoryOwner, RunDirectory, by_kind, by_module, read_snapshot, snapshot_file
 from trimaran.train.metrics.group_norms import module_of
 from trimaran.train.metrics.nvtx_ranges import is_compiled
 

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trimaran.core import DEVICE_TRAITS, Plan, Recipe
-from trimaran.machine import total_bytes
-from trimaran.machine.host_limits import CGROUP
+from trimaran.machine import CGROUP, total_bytes
 from trimaran.nets import Network
 from trimaran.runs import Journal, RankTableWriter, count_refused_packets
 

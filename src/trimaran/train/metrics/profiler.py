@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from trimaran.core import DEVICE_TRAITS, Phase, TelemetrySection
 from trimaran.nets import Network
 from trimaran.runs import (
+    RECIPE_ID,
     Journal,
     ProfileRequest,
     RunDirectory,
@@ -36,7 +37,6 @@ from trimaran.runs import (
     trace_file,
     withdraw_request,
 )
-from trimaran.runs.run_requests import RECIPE_ID
 from trimaran.train.metrics.step_clock import NextPhase, StepClock
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 

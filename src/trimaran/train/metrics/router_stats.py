@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from trimaran.models import ExpertSpec, ModelSpec
-from trimaran.nets import Decoder, MoeLayer, Network
-from trimaran.nets.decoder.moe import NUM_EXTRA_STATS
+from trimaran.nets import NUM_EXTRA_STATS, Decoder, MoeLayer, Network
 
 
 def copy_to_host_async(tensor: Tensor) -> Callable[[], Tensor]:

@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from trimaran.core import DEVICE_TRAITS, WORLD, Phase
-from trimaran.parallel import AXIS_WAITS
-from trimaran.parallel.comm.axis_waits import NO_SPAN
+from trimaran.parallel import AXIS_WAITS, NO_SPAN
 
 
 class PhaseEvent(NamedTuple):

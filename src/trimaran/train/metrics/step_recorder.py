@@ -10,8 +10,7 @@ from typing import Any
 from torch import nn
 
 from trimaran.core import PHASES, SECONDS_DECIMALS, SLOW_DETAILS, WORLD, Plan, StepMetrics, comm_axes
-from trimaran.data import Loader, StepBatch
-from trimaran.data.loader_tuner import MIN_WAIT_FRACTION, MIN_WAIT_SECONDS_PER_BATCH
+from trimaran.data import MIN_WAIT_FRACTION, MIN_WAIT_SECONDS_PER_BATCH, Loader, StepBatch
 from trimaran.nets import Network, is_dtensor
 from trimaran.runs import Journal, StepIndexer
 from trimaran.train.agreement import StepDecision, StepRecord

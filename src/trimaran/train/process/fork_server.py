@@ -24,9 +24,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     gc.disable()  # imports leave little garbage, and looking for it takes a seventh of their time
 
-from trimaran.runs import die_with_parent, set_process_name
-from trimaran.runs.compile_cache import use_bytecode_cache
-from trimaran.runs.process_control import adopt_orphans, raise_soft_limits
+from trimaran.runs import adopt_orphans, die_with_parent, raise_soft_limits, set_process_name, use_bytecode_cache
 
 if __name__ == "__main__":
     die_with_parent(signal.SIGKILL, parent=int(sys.argv[2]))  # before torch is imported, which takes seconds
@@ -55,8 +53,7 @@ import torch
 from trimaran.core import append_regular_file, open_regular_fd
 from trimaran.data import cache_folder
 from trimaran.machine import openmp_threads
-from trimaran.runs import RunDirectory, open_run
-from trimaran.runs.run_directory import DESCRIPTORS
+from trimaran.runs import DESCRIPTORS, RunDirectory, open_run
 from trimaran.train.process.rank_setup import read_rank_info
 from trimaran.train.process.supervisor_link import read_supervisor_link
 from trimaran.train.worker import import_for, run_worker

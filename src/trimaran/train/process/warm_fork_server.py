@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from trimaran.runs import difference, take_lock
-from trimaran.runs.warm_protocol import SOCKET, fingerprint
+from trimaran.runs import SOCKET, difference, take_lock
+from trimaran.runs.warm_protocol import fingerprint
 
 _STARTED = time.time()
 _ENVIRONMENT = dict(os.environ)  # noqa: TID251 - an entry point

@@ -12,9 +12,8 @@ from torch import Tensor
 from trimaran.core import SECONDS_DECIMALS, WORLD, Phase, Plan
 from trimaran.data import Inputs, StepBatch
 from trimaran.nets import Network
-from trimaran.parallel import RankMesh, autocast, kept_weight_casts, map_stages
+from trimaran.parallel import RankMesh, autocast, kept_weight_casts, map_stages, time_gathers
 from trimaran.parallel.axes import pp
-from trimaran.parallel.axes.fsdp import time_gathers
 from trimaran.train.loss.cross_entropy import compute_later_loss
 from trimaran.train.loss.objective import Objective, predicted_tokens
 from trimaran.train.metrics.step_clock import ReadEvents, StepClock, attribute

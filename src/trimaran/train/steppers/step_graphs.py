@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trimaran.core import show_bytes
 from trimaran.data import Inputs, StepBatch
-from trimaran.parallel.comm.gradient_buckets import GradientBuckets
+from trimaran.parallel import GradientBuckets
 from trimaran.train.loss.objective import LossSums
 
 log = logging.getLogger(__name__)

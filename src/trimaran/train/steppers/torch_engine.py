@@ -7,8 +7,7 @@ from torch.optim import Optimizer
 
 from trimaran.core import Plan
 from trimaran.nets import Network
-from trimaran.parallel import RankMesh, apply_joint_projections, build_optimizer, split_weights
-from trimaran.parallel.mesh import trained_parameters
+from trimaran.parallel import RankMesh, apply_joint_projections, build_optimizer, split_weights, trained_parameters
 from trimaran.train.loss.objective import Objective
 from trimaran.train.metrics.group_norms import build_group_meter
 from trimaran.train.metrics.step_clock import StepClock

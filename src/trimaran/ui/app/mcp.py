@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trimaran.app.recipe.options import RUNS, Json
-from trimaran.app.show.terminal import raw_stream
+from trimaran.app import RUNS, Json, raw_stream
 
 RunsFolder = Annotated[
     Path | None, typer.Option("--runs", metavar="DIR", help="The folder of the runs. [default: runs/]")

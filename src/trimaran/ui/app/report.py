@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trimaran.app import complete_run, find_run
-from trimaran.app.recipe.options import Json, RunName
+from trimaran.app import Json, RunName, complete_run, find_run
 
 Others = Annotated[
     list[str] | None,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trimaran.app.recipe.options import RUNS, Json
+from trimaran.app import RUNS, Json
 
 RunsFolder = Annotated[
     Path | None, typer.Option("--runs", metavar="DIR", help="The folder of the runs. [default: runs/]")

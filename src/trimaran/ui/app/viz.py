@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trimaran.app import complete_cluster, complete_model_or_recipe, complete_run
-from trimaran.app.recipe.options import Json, Settings, starting
+from trimaran.app import Json, Settings, complete_cluster, complete_model_or_recipe, complete_run, starting
 
 
 def complete_view(incomplete: str) -> list[str]:

@@ -20,9 +20,8 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
 from pydantic import BaseModel, Field
 
-from trimaran.app.runs.run_state import ACTIVE_STATUSES
-from trimaran.core import UserError
-from trimaran.core.version import VERSION
+from trimaran.app import ACTIVE_STATUSES
+from trimaran.core import VERSION, UserError
 from trimaran.ui.assistant.docs_search import DocsIndex, docs_folder
 from trimaran.ui.web.runs_root import RunsRoot, StartedRun, start_run
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from trimaran.app.machine.comm_answer import describe_group, fit_cells, headline, notes, rate_unit, show_rate, show_time
+from trimaran.app import describe_group, fit_cells, headline, notes, rate_unit, show_rate, show_time
 from trimaran.core import show_bytes
 from trimaran.machine import CommCurve, CommPoint, CommResult
 from trimaran.ui.report.draw_figure import draw_figure

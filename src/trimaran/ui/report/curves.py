@@ -5,12 +5,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trimaran.app import RunState, StepHistory
-from trimaran.app.show.text_chart import intervals
+from trimaran.app import RunState, StepHistory, intervals
 from trimaran.core import PHASES
-from trimaran.runs import SCALARS
-from trimaran.runs.read.step_index import Extent, join_extents
-from trimaran.runs.record_types import is_number
+from trimaran.runs import SCALARS, Extent, is_number, join_extents
 
 Point = tuple[float, float]
 Spread = tuple[float, float, float, float]

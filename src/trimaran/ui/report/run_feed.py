@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimaran.app import FindingsPoller, RunState, StepHistory
-from trimaran.app.runs.run_state import ACTIVE_STATUSES
+from trimaran.app import ACTIVE_STATUSES, FindingsPoller, RunState, StepHistory
 from trimaran.core import UserError
 from trimaran.runs import RunDirectory
 from trimaran.ui.report.curves import phases_of, ranks_of

@@ -6,7 +6,7 @@ from typing import Any
 
 from trimaran.app import readable_sample
 from trimaran.core import Mesh, show_bytes, show_count, show_seconds
-from trimaran.runs.record_types import is_number
+from trimaran.runs import is_number
 from trimaran.ui.language import say
 from trimaran.ui.report.curves import tree
 from trimaran.ui.report.figure_axis import SHOW

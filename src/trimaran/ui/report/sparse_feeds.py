@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trimaran.core import open_regular_file
-from trimaran.runs import RunDirectory, RunReader, StepLine, read_details, read_step
-from trimaran.runs.journal import parse_lines
+from trimaran.runs import RunDirectory, RunReader, StepLine, parse_lines, read_details, read_step
 from trimaran.ui.report.curves import DetailedStep, Point, Spread, number, spread, tree
 
 MAX_STEPS = 800

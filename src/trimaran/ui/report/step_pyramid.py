@@ -9,9 +9,7 @@ from collections.abc import Iterator
 
 from trimaran.app import StepHistory
 from trimaran.core import open_regular_file
-from trimaran.runs import RunDirectory, StepBlock, StepLine, read_step
-from trimaran.runs.line_files import next_line
-from trimaran.runs.read.step_index import IndexedBlock, IndexFollower
+from trimaran.runs import IndexedBlock, IndexFollower, RunDirectory, StepBlock, StepLine, next_line, read_step
 
 FANOUT = 4  # blocks that are joined to one of the level above
 MAX_SINGLE_STEPS = 4096  # of a range that is read line by line: about 2 MB

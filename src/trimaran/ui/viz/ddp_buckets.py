@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from trimaran.cost import Ring, all_reduce_seconds, ring_of
-from trimaran.cost.step_time import pipeline_times_of
+from trimaran.cost import Ring, all_reduce_seconds, pipeline_times_of, ring_of
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Formula, Lines, Mode, ModeName, Span, Timeline, ValueSeries, as_modes, show_duration
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject, comm_lines, late_ranks, predicted_waits, waits_table

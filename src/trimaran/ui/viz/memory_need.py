@@ -6,8 +6,7 @@ from typing import Literal, get_args
 from trimaran.core import Plan, Prediction, show_bytes, show_count
 from trimaran.cost import STATE_BYTES, Job, predict
 from trimaran.machine import DEVICES, Cluster
-from trimaran.planner import resized_cluster
-from trimaran.planner.hints import cluster_sizes, first_that_fits
+from trimaran.planner import cluster_sizes, first_that_fits, resized_cluster
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import (
     Bars,

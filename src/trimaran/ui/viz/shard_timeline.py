@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trimaran.core import show_bytes
-from trimaran.cost import Ring, all_gather_seconds, all_reduce_seconds, ring_of
-from trimaran.cost.job import ELEMENT_BYTES
-from trimaran.cost.step_time import pipeline_times_of
+from trimaran.cost import ELEMENT_BYTES, Ring, all_gather_seconds, all_reduce_seconds, pipeline_times_of, ring_of
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import (
     Formula,

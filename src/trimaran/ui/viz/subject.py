@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from trimaran.core import Plan, Prediction, UserError, predicted_comm, show_bytes, show_count
-from trimaran.core.plan import WORLD
+from trimaran.core import WORLD, Plan, Prediction, UserError, predicted_comm, show_bytes, show_count
 from trimaran.cost import Job, predict
 from trimaran.machine import Cluster, CommResult
 from trimaran.planner import Question

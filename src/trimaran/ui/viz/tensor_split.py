@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from trimaran.core import show_bytes
-from trimaran.cost import all_gather_seconds, all_reduce_seconds, ring_of
-from trimaran.cost.job import ELEMENT_BYTES
+from trimaran.cost import ELEMENT_BYTES, all_gather_seconds, all_reduce_seconds, ring_of
 from trimaran.models import OutlineLayer, linears_of
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Formula, Mode, ModeName, Table, as_modes, plain_bars, show_duration

@@ -6,8 +6,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from trimaran.app import stacked_bar
-from trimaran.app.show.text_chart import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve
+from trimaran.app import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve, stacked_bar
 from trimaran.ui.viz.catalogue import SHORT_NAMES
 from trimaran.ui.viz.figures import (
     Bars,

@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trimaran.core import Plan, show_bytes, show_count
-from trimaran.core.plan import SHARDINGS
+from trimaran.core import SHARDINGS, Plan, show_bytes, show_count
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Bars, Formula, Lines, Mode, ModeName, Table, ValueSeries, as_modes, stacked_bars
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject, run_table

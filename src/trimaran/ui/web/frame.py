@@ -15,8 +15,7 @@ from importlib.resources import files
 
 from nicegui import Client, ui
 
-from trimaran.app import shown_errors
-from trimaran.app.show.error_language import Language
+from trimaran.app import Language, shown_errors
 from trimaran.core import UserError
 from trimaran.ui.language import LANGUAGES, current_language, say
 from trimaran.ui.report.markup import Html, tag

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 
 from nicegui import run, ui
 
-from trimaran.app import Status
-from trimaran.app.runs.run_state import ACTIVE_STATUSES
+from trimaran.app import ACTIVE_STATUSES, Status
 from trimaran.core import show_count
 from trimaran.ui.language import Language, current_language, say, speaking
 from trimaran.ui.report.markup import Html, tag

@@ -12,8 +12,7 @@ from urllib.parse import quote
 from nicegui import run, ui
 from nicegui.events import GenericEventArguments
 
-from trimaran.app.recipe.options import path_argument, program_name
-from trimaran.app.runs.run_state import ACTIVE_STATUSES
+from trimaran.app import ACTIVE_STATUSES, path_argument, program_name
 from trimaran.core import UserError, show_seconds
 from trimaran.runs import MARKER
 from trimaran.ui.language import Language, current_language, say, speaking

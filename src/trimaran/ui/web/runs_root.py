@@ -13,12 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from trimaran.app import RunState, Status, resolve
-from trimaran.app.recipe.request import refuse_other_machine
-from trimaran.app.runs.run_state import ACTIVE_STATUSES, finite
-from trimaran.app.show.terminal import tail
-from trimaran.core import UserError, did_you_mean
-from trimaran.core.errors import file_error
+from trimaran.app import ACTIVE_STATUSES, RunState, Status, finite, refuse_other_machine, resolve, tail
+from trimaran.core import UserError, did_you_mean, file_error
 from trimaran.runs import MARKER, RunDirectory, free_run_path, holds_run, open_run
 
 SLUG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from importlib.resources import files
 
-from trimaran.serve.server.access import (
+from trimaran.serve import (
     LOCAL_NAMES,
     Application,
     Message,

@@ -15,10 +15,7 @@ from nicegui import app as nicegui_app
 from nicegui import run, ui
 
 from trimaran.core import UserError
-from trimaran.serve import ConnectionGuard, guarded_http
-from trimaran.serve.app.serve import listen
-from trimaran.serve.server.api_error import status_of
-from trimaran.serve.server.connection_guard import limits_of_process
+from trimaran.serve import ConnectionGuard, guarded_http, limits_of_process, listen, status_of
 from trimaran.ui.language import LANGUAGE_COOKIE, language_of, say, set_server_language, speaking
 from trimaran.ui.report.markup import html_document, tag
 from trimaran.ui.web import compare_page, home_page, run_page, views_page, workshop_page

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 from nicegui import run, ui
 
-from trimaran.app.recipe.options import RUNS
+from trimaran.app import RUNS
 from trimaran.core import UserError, did_you_mean
 from trimaran.models import PRESETS, VLM_PRESETS
 from trimaran.runs import RunDirectory

@@ -18,21 +18,20 @@ from trimaran.app import (
     all_plans,
     build_plan_report,
     complete_setting,
+    pinned_recipe_text,
+    preview_options,
     read_cost_terms,
     read_plan_request,
+    read_recipe,
+    run_settings,
     with_goal,
     with_top,
 )
-from trimaran.app.plan.plan_answer import pinned_recipe_text, run_settings
-from trimaran.app.recipe.request import read_recipe
-from trimaran.app.train.launch_answer import preview_options
 from trimaran.core import Mesh, Plan, TemplateText, UserError, show_count
 from trimaran.launch import open_target
 from trimaran.machine import DEVICES
 from trimaran.models import PRESETS, VLM_PRESETS
-from trimaran.planner import NearMiss, PlanAnswer, Question, predicted
-from trimaran.planner.rules.legal import check_question
-from trimaran.planner.search.rejections import reason_lost, too_big
+from trimaran.planner import NearMiss, PlanAnswer, Question, check_question, predicted, reason_lost, too_big
 from trimaran.ui.web.runs_root import RecentValues
 
 MAX_MICRO_BATCHES = 4  # for each plan: as it is, and smaller ones if it does not divide the batch

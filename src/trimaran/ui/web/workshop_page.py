@@ -10,8 +10,7 @@ from typing import Any
 from nicegui import app, background_tasks, run, ui
 from nicegui.events import GenericEventArguments
 
-from trimaran.app import PlanReport, all_plans, pareto_set
-from trimaran.app.plan.plan_view import occupancy, unit_of
+from trimaran.app import PlanReport, all_plans, occupancy, pareto_set, unit_of
 from trimaran.core import Plan, UserError, show_bytes, show_count, show_seconds
 from trimaran.planner import GOALS, no_fit_error
 from trimaran.ui.language import Language, current_language, say, speaking

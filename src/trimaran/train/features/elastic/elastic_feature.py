@@ -12,8 +12,7 @@ from torch import Tensor
 
 from trimaran.core import LocalSteps, Plan, synchronisation_bytes
 from trimaran.data import BatchFeed, DataShare, Deal, Loader, RowLedger, TokenFeed
-from trimaran.parallel import OuterTensor
-from trimaran.parallel.comm.outer_step import BucketExchange, OuterBucket, exchange_of, split_fragments, start_over
+from trimaran.parallel import BucketExchange, OuterBucket, OuterTensor, exchange_of, split_fragments, start_over
 from trimaran.train.features.elastic.replica import Replica
 from trimaran.train.features.outer_update import OuterShards, ReplicaKeys
 from trimaran.train.inputs.training_data import TrainingData

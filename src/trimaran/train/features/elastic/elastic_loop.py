@@ -16,8 +16,7 @@ from torch import Tensor
 from trimaran.core import StepMetrics
 from trimaran.data import RowLedger, share_of
 from trimaran.parallel import TORCH_DTYPES, CheckpointState, IndexEntry, TensorMeta, TensorShard, copy_values, meta_of
-from trimaran.runs import Journal, Round, RunDirectory
-from trimaran.runs.replica_records import group_prefix
+from trimaran.runs import Journal, Round, RunDirectory, group_prefix
 from trimaran.train.agreement import LoopExit, StepDecision, StopRequest
 from trimaran.train.build import WorkerParts
 from trimaran.train.change_file import ChangeFile

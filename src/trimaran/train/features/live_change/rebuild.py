@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.distributed import distributed_c10d  # private in torch: the table of all groups
 
-from trimaran.checkpoint import MemorySource, match_shards, refuse_unused_tensors
-from trimaran.checkpoint.hand_over import ROUND_BYTES, HeldState, hand_over
+from trimaran.checkpoint import ROUND_BYTES, HeldState, MemorySource, match_shards, refuse_unused_tensors
+from trimaran.checkpoint.hand_over import hand_over
 from trimaran.core import DEVICE_TRAITS, UserError, show_bytes
 from trimaran.machine import free_bytes
 from trimaran.parallel import TensorShard, all_gather_int64, all_gather_json, build_mesh, forget_meshes

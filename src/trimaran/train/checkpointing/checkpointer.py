@@ -115,16 +115,29 @@ class Checkpointer:
         before._wait_for_all(step)
         before.saves.saver.close()
         before.copies.close()
-        memories, totals, last = before._memories, before._totals, before.saves
-        slots, layout = plan_slots(inputs, memories), memories.layout
-        saver = open_saver(inputs, layout, last.saver.uploads)
-        saved, requested = last.saved_step, last.requested_step
-        saves = DiskSaves(inputs, layout, saver, totals, share_bytes=slots.num_bytes, saved=saved, requested=requested)
+        memories, totals = before._memories, before._totals
+        slots = plan_slots(inputs, memories)
+        saver = open_saver(inputs, memories.layout, before.saves.saver.uploads)
+        saves = DiskSaves(
+            inputs,
+            memories.layout,
+            saver,
+            totals,
+            share_bytes=slots.num_bytes,
+            saved=before.saves.saved_step,
+            requested=before.saves.requested_step,
+        )
         copies = StateCopies(inputs, memories, slots, saver, totals, before.copies.give_pinned_memory(slots))
-        restored = RestoredState(step=step, tier="memory", incarnation=(inputs.link.attempt, before._num_rewinds))
-        num, bound = before._num_rewinds, before._bound
         return cls(
-            inputs, memories, copies, saves, totals, restored, num_rewinds=num, bound=bound, copied_step=copied_step
+            inputs,
+            memories,
+            copies,
+            saves,
+            totals,
+            RestoredState(step=step, tier="memory", incarnation=(inputs.link.attempt, before._num_rewinds)),
+            num_rewinds=before._num_rewinds,
+            bound=before._bound,
+            copied_step=copied_step,
         )
 
     def change_section(self, recipe: Recipe, step: int) -> "Checkpointer":

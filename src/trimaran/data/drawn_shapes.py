@@ -59,21 +59,18 @@ def draw(number: int) -> DrawnSample:
     if random.random() < TEXT_ONLY_FRACTION:
         return DrawnSample(b"", *FACTS[random.integers(len(FACTS))])
     width, height = random.choice(SIDES, 2).tolist()
-    shapes = _choose(random, (width // MIN_CELL_PIXELS) * (height // MIN_CELL_PIXELS))
+    # One to four different shapes in drawing order: left to right, then down.
+    max_shapes = (width // MIN_CELL_PIXELS) * (height // MIN_CELL_PIXELS)
+    count = min(1 + int(random.choice(len(SHAPE_COUNT_FRACTIONS), p=SHAPE_COUNT_FRACTIONS)), max_shapes)
+    names = random.choice(len(SHAPES), count, replace=False)
+    colours = random.choice(len(COLOURS), count)
+    shapes = [(SHAPES[name], list(COLOURS)[colour]) for name, colour in zip(names, colours, strict=True)]
     file = io.BytesIO()
     Image.fromarray(_render(random, shapes, width, height)).save(file, "PNG", compress_level=1)
     image = file.getvalue()
     if random.random() < CAPTION_FRACTION:
         return DrawnSample(image, "", " and ".join(f"a {colour} {shape}" for shape, colour in shapes))
     return DrawnSample(image, *_question(random, shapes))
-
-
-def _choose(random: np.random.Generator, max_shapes: int) -> list[DrawnShape]:
-    """Return one to four different shapes in drawing order: left to right, then down."""
-    count = min(1 + int(random.choice(len(SHAPE_COUNT_FRACTIONS), p=SHAPE_COUNT_FRACTIONS)), max_shapes)
-    names = random.choice(len(SHAPES), count, replace=False)
-    colours = random.choice(len(COLOURS), count)
-    return [(SHAPES[name], list(COLOURS)[colour]) for name, colour in zip(names, colours, strict=True)]
 
 
 def _question(random: np.random.Generator, shapes: list[DrawnShape]) -> tuple[str, str]:

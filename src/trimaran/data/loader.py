@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -23,7 +24,6 @@ from trimaran.data.loader_tuner import (
     LoaderSetting,
     LoaderTuner,
     LoaderWaits,
-    default_loader_limits,
 )
 from trimaran.data.step_batch import StepBatch
 from trimaran.data.worker_pool import (
@@ -81,7 +81,9 @@ class Loader:
         limits: LoaderLimits | None = None,
     ) -> None:
         self._feed, self._steps, self._timeout_seconds = feed, range(start_step, steps), timeout_seconds
-        self._limits = limits or default_loader_limits()
+        self._limits = limits or LoaderLimits(  # half of what is free, if nobody says what this rank may use
+            cores=len(os.sched_getaffinity(0)) // 2, free_bytes=psutil.virtual_memory().available // 2
+        )
         number = 0 if workers == "auto" else workers
         setting = LoaderSetting(workers=number, depth=number + EXTRA_BATCHES_AHEAD, pin=self._limits.pin_memory)
         self._tuner = LoaderTuner(self._limits, setting, fixed=workers != "auto")

@@ -4,11 +4,8 @@ A batch depends only on its step, so the setting may change during a run without
 """
 
 import math
-import os
 import time
-from dataclasses import dataclass, field, replace
-
-import psutil
+from dataclasses import dataclass, replace
 
 from trimaran.core import UserError
 
@@ -36,11 +33,6 @@ class LoaderLimits:
     @property
     def memory_bytes(self) -> int:
         return int(self.free_bytes * MEMORY_FRACTION)
-
-
-def default_loader_limits() -> LoaderLimits:
-    """Return half of the free cores and memory of this machine, for a loader without explicit limits."""
-    return LoaderLimits(cores=len(os.sched_getaffinity(0)) // 2, free_bytes=psutil.virtual_memory().available // 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +82,7 @@ class LoaderTuner:
     _calm_windows_needed: int = CALM_WINDOWS_BEFORE_SHRINK
     _shrunk: bool = False  # whether a process was removed since the last one was added
     _pause: int = 0  # windows in which no process is added
-    _next_pause: int = field(default=CALM_WINDOWS_BEFORE_SHRINK)
+    _next_pause: int = CALM_WINDOWS_BEFORE_SHRINK
 
     def choose(self, window: LoaderWindow) -> tuple[LoaderSetting, str] | None:
         """Return the next setting and the reason for it; None if nothing should change."""
@@ -101,7 +93,16 @@ class LoaderTuner:
         before, self._before_growth = self._before_growth, None
         short_waits = window.waited_seconds < MIN_WAIT_SECONDS_PER_BATCH * window.batches
         if wait_fraction <= MIN_WAIT_FRACTION or short_waits:
-            chosen = self._shrink(window, wait_fraction)
+            # Remove a process once it was not needed for several windows.
+            busy = max(window.seconds - window.waited_seconds, 1e-9)
+            needed = max(1, math.ceil(LOAD_MARGIN * window.load_seconds / busy))
+            calm = wait_fraction < CALM_WAIT_FRACTION and needed < self.setting.workers
+            self._calm_windows = self._calm_windows + 1 if calm else 0
+            if self._calm_windows < self._calm_windows_needed:
+                return None
+            self._calm_windows, self._shrunk = 0, True
+            fewer = replace(self.setting, workers=self.setting.workers - 1)
+            chosen = fewer, f"{needed} of {self.setting.workers} processes are enough"
         else:
             self._calm_windows = 0
             reason = f"{wait_fraction:.0%} of the time was spent waiting for batches"
@@ -136,18 +137,6 @@ class LoaderTuner:
             return None  # loading is too slow on average, so a deeper queue does not help
         deeper = self._fitting(replace(now, depth=min(2 * now.depth, MAX_BATCHES_AHEAD)), window.batch_bytes)
         return (deeper, f"{reason}, though loading is fast enough on average") if deeper.depth > now.depth else None
-
-    def _shrink(self, window: LoaderWindow, wait_fraction: float) -> tuple[LoaderSetting, str] | None:
-        """Return a setting with one process less, once it was not needed for several windows."""
-        busy = max(window.seconds - window.waited_seconds, 1e-9)
-        needed = max(1, math.ceil(LOAD_MARGIN * window.load_seconds / busy))
-        calm = wait_fraction < CALM_WAIT_FRACTION and needed < self.setting.workers
-        self._calm_windows = self._calm_windows + 1 if calm else 0
-        if self._calm_windows < self._calm_windows_needed:
-            return None
-        self._calm_windows, self._shrunk = 0, True
-        fewer = replace(self.setting, workers=self.setting.workers - 1)
-        return fewer, f"{needed} of {self.setting.workers} processes are enough"
 
     def set_batch_bytes(self, batch_bytes: int) -> LoaderSetting:
         """Return the setting once the size of a batch is known. Raises if the batches do not fit in memory."""

@@ -15,7 +15,6 @@ from trimaran.data.text.token_shards import IGNORED
 from trimaran.data.vision.image_grid import ALONE, NEWLINE, TokenLayout, grid_positions, grids_of, layout_of
 from trimaran.data.vision.patches import GREY, fill_patches
 
-Span = tuple[int, int]
 Layouts = Sequence[TokenLayout]
 
 
@@ -106,24 +105,13 @@ def token_positions(sample: PackedSample, rules: ImageRules, length: int) -> np.
     return grid_positions(length, images, times)
 
 
-def row_spans(lengths: np.ndarray, seq_len: int, batching: Batching) -> list[Span]:
-    """Return the span (start, stop) of each sample of a row, including the padding after it.
-
-    With `bucket`, all samples of a row get slots of the same size. Otherwise each span has the length of its sample and
-    all padding is at the end of the row.
-    """
-    if batching == "bucket" and len(lengths):
-        slot = seq_len // int(slots_per_row(lengths.max(), seq_len))
-        return [(number * slot, (number + 1) * slot) for number in range(len(lengths))]
-    stops = np.cumsum(lengths)
-    return list(zip((stops - lengths).tolist(), stops.tolist(), strict=True))
-
-
 class RowArrays:
     """Tokens, labels and documents of all rows of a rank's step; optionally sources and position ids."""
 
-    def __init__(self, share: DataShare, seq_len: int, *, sources: bool, rules: ImageRules | None) -> None:
-        self._share, self._seq_len, self._rules = share, seq_len, rules
+    def __init__(
+        self, share: DataShare, seq_len: int, batching: Batching, *, sources: bool, rules: ImageRules | None
+    ) -> None:
+        self._share, self._seq_len, self._batching, self._rules = share, seq_len, batching, rules
         shape = (share.grad_accum, share.micro_batch, seq_len)
         self.tokens = np.zeros(shape, dtype=np.int64)
         self.labels = np.full(shape, IGNORED, dtype=np.int64)
@@ -133,12 +121,19 @@ class RowArrays:
         self.positions = np.zeros((shape[0], 3, *shape[1:]), dtype=np.int64) if has_grid else None
 
     def write_row(
-        self, number: int, spans: Sequence[Span], samples: Sequence[PackedSample], sources: Sequence[int]
+        self, number: int, lengths: np.ndarray, samples: Sequence[PackedSample], sources: Sequence[int]
     ) -> None:
-        """Write a row. Each sample is a document of its own; the padding at the end is one more document."""
+        """Write a row. Each sample is a document of its own; the padding at the end is one more document.
+
+        With `bucket`, all samples of a row get slots of the same size, and their padding is part of the document.
+        """
         row = divmod(number, self._share.micro_batch)
-        end = spans[-1][1] if spans else 0
-        for document, ((start, stop), sample, source) in enumerate(zip(spans, samples, sources, strict=True)):
+        stops = np.cumsum(lengths).tolist()
+        if self._batching == "bucket" and stops:
+            slot = self._seq_len // int(slots_per_row(lengths.max(), self._seq_len))
+            stops = [slot * count for count in range(1, len(stops) + 1)]
+        starts, end = [0, *stops][:-1], stops[-1] if stops else 0
+        for document, (start, stop, sample, source) in enumerate(zip(starts, stops, samples, sources, strict=True)):
             used = slice(start, start + len(sample))
             self.tokens[row][used], self.labels[row][used] = sample.tokens, sample.labels
             self.documents[row][start:stop] = document
@@ -147,7 +142,7 @@ class RowArrays:
             if self.positions is not None:
                 assert self._rules is not None
                 self.positions[row[0], :, row[1], start:stop] = token_positions(sample, self._rules, stop - start)
-        self.documents[row][end:] = len(spans)
+        self.documents[row][end:] = len(stops)
         if self.positions is not None:
             self.positions[row[0], :, row[1], end:] = grid_positions(self._seq_len - end, ())
 
@@ -182,10 +177,9 @@ class ImageArrays:
             self._name, self._data = "patches", np.empty((size, 3 * rules.frames * rules.patch**2), dtype=np.uint8)
         else:
             self._name, self._data = "features", np.empty((size, features.width), dtype=features.dtype)
-        self._filled = self._num_grids = 0
+        self._filled = self._num_grids = self._num_tokens = 0
         self._grids: list[np.ndarray] = []
         self._offsets: list[tuple[int, int, int]] = []
-        self._num_tokens = 0
         self._layouts: list[TokenLayout] = []
 
     def begin_micro_batch(self) -> None:
@@ -204,8 +198,7 @@ class ImageArrays:
             at = stop
         self._commit(at, grids, layouts)
 
-    def append_blank(self, grids: Sequence[np.ndarray], layouts: Layouts = ()) -> None:
-        """Append blank images."""
+    def append_blank(self, grids: Sequence[np.ndarray], layouts: Layouts) -> None:
         stop = self._filled + sum(map(self._count, grids))
         self._data[self._filled : stop] = GREY if self._features is None else 0
         self._commit(stop, grids, layouts)

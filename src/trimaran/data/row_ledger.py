@@ -89,7 +89,8 @@ class RowLedger:
         places = np.arange((step - deal.first_step) * len(deal.members) * deal.rows_per_step)
         lost = [each for each in deal.members if each not in contributed]
         steps = range(deal.first_step, step)
-        again = [_dealt(self._share, deal, each).rows_of(steps, range(self._share.dp)).ravel() for each in lost]
+        all_ranks = range(self._share.dp)
+        again = [self.dealt_share(each, self._share).rows_of(steps, all_ranks).ravel() for each in lost]
         num_returned = sum(stop - start for start, stop in deal.returned)
         left = deal.rows(np.arange(len(places), max(len(places), num_returned)))
         self.next_row = deal.next_row + max(0, len(places) - num_returned)
@@ -99,7 +100,14 @@ class RowLedger:
 
     def dealt_share(self, member: int, share: DataShare) -> DealtShare:
         """Return the part of the rank with this share in the rows of its replica, `member`."""
-        return _dealt(share, self._current, member)
+        return DealtShare(
+            rank=share.rank,
+            dp=share.dp,
+            micro_batch=share.micro_batch,
+            grad_accum=share.grad_accum,
+            deal=self._current,
+            member=member,
+        )
 
     def continues(self, before: Deal) -> bool:
         """Return whether the deal is what `before` said about the same steps, as batches loaded ahead need it."""
@@ -134,17 +142,6 @@ class RowLedger:
             next_row=self.next_row,
             returned=self.returned,
         )
-
-
-def _dealt(share: DataShare, deal: Deal, member: int) -> DealtShare:
-    return DealtShare(
-        rank=share.rank,
-        dp=share.dp,
-        micro_batch=share.micro_batch,
-        grad_accum=share.grad_accum,
-        deal=deal,
-        member=member,
-    )
 
 
 def spans_of(rows: np.ndarray) -> Spans:

@@ -63,25 +63,6 @@ class PackingRules:
 
 def pack_samples(table: SampleTable, ids: np.ndarray, sample_sizes: SampleSizes, rules: PackingRules) -> RowPacking:
     """Return the rows of the samples `ids`, which may repeat."""
-    usable, num_truncated, left_out = _usable(table, ids, sample_sizes, rules)
-    shuffled = usable[positions(rules.seed, np.arange(len(usable)), len(usable))] if len(usable) else usable
-    lengths = np.minimum(sample_sizes.lengths[shuffled], rules.seq_len)
-    extra_cost = sample_sizes.extra_cost(TYPICAL_COST, rules.seq_len)[shuffled]
-    order, offsets = PACKERS[rules.batching](lengths, extra_cost, rules.seq_len)
-    return RowPacking(
-        seq_len=rules.seq_len,
-        batching=rules.batching,
-        offsets=offsets,
-        samples=shuffled[order],
-        num_truncated=num_truncated,
-        left_out=left_out,
-    )
-
-
-def _usable(
-    table: SampleTable, ids: np.ndarray, sample_sizes: SampleSizes, rules: PackingRules
-) -> tuple[np.ndarray, int, dict[str, int]]:
-    """Return the ids that fit a row, how many of them are truncated, and the number of rejected ones by reason."""
     unique, counts = np.unique(ids, return_counts=True)
     lengths = sample_sizes.lengths[unique]
     left_out = dict.fromkeys(REJECTION_REASONS, 0)
@@ -97,7 +78,19 @@ def _usable(
             left_out[reason] += int(counts[position])
     keep = np.zeros(table.num_samples, dtype=bool)
     keep[unique[fits]] = True
-    return np.asarray(ids)[keep[ids]], num_truncated, left_out
+    usable = np.asarray(ids)[keep[ids]]
+    shuffled = usable[positions(rules.seed, np.arange(len(usable)), len(usable))] if len(usable) else usable
+    lengths = np.minimum(sample_sizes.lengths[shuffled], rules.seq_len)
+    extra_cost = sample_sizes.extra_cost(TYPICAL_COST, rules.seq_len)[shuffled]
+    order, offsets = PACKERS[rules.batching](lengths, extra_cost, rules.seq_len)
+    return RowPacking(
+        seq_len=rules.seq_len,
+        batching=rules.batching,
+        offsets=offsets,
+        samples=shuffled[order],
+        num_truncated=num_truncated,
+        left_out=left_out,
+    )
 
 
 def _reason_against_truncation(
@@ -114,13 +107,11 @@ def _reason_against_truncation(
             if np.cumsum(weights)[is_image][-1] > rules.seq_len:
                 return "an image would be cut"
     predicted_at = np.cumsum(weights)[1:] - 2  # the position before each token
-    if not sample.targets[1:][predicted_at < rules.seq_len].any():
-        return "no target would be left"
-    return None
+    return None if sample.targets[1:][predicted_at < rules.seq_len].any() else "no target would be left"
 
 
 def _pack(lengths: np.ndarray, extra_cost: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of the samples and the row offsets: best-fit packing that mixes expensive and cheap samples.
+    """Pack best-fit, and mix expensive and cheap samples; see PACKERS.
 
     Samples are packed in windows of neighbours, longest first. A sample goes to the row where it leaves the least
     space. An expensive sample prefers rows that are cheap for their length, and a cheap one expensive rows.
@@ -182,19 +173,19 @@ class _OpenRows:
 
 
 def _bucket(lengths: np.ndarray, extra_cost: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of the samples and the row offsets: samples of similar length share a row."""
+    """Put samples of similar length into a row; see PACKERS."""
     slots, sizes = slots_per_row(lengths, seq_len), list[int]()
     for bucket, count in zip(*(each.tolist() for each in np.unique(slots, return_counts=True)), strict=True):
         sizes += [bucket] * (count // bucket) + [count % bucket] * (count % bucket > 0)
     return np.argsort(slots, kind="stable"), _offsets(np.array(sizes, dtype=np.int64))
 
 
-def _pad(lengths: np.ndarray, extra_cost: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of the samples and the row offsets: one sample per row."""
-    return np.arange(len(lengths)), np.arange(len(lengths) + 1)
-
-
-PACKERS = {"pack": _pack, "bucket": _bucket, "pad": _pad}
+# Of the lengths and extra costs of samples, and seq_len: the order of the samples and the row offsets.
+PACKERS = {
+    "pack": _pack,
+    "bucket": _bucket,
+    "pad": lambda lengths, extra_cost, seq_len: (np.arange(len(lengths)), np.arange(len(lengths) + 1)),
+}
 
 
 def _offsets(sizes: np.ndarray) -> np.ndarray:
@@ -216,24 +207,18 @@ def open_row_packing(
     facts = [FORMAT, table.digest, hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest(), own]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     path = folder / f"chart-{key}.npz"
-    if (packing := _read(path, rules)) is None:
+    try:
+        with open_regular_file(path, follow_links=True) as file, np.load(file, allow_pickle=False) as arrays:
+            counts = arrays["counts"].tolist()
+            offsets, samples = arrays["offsets"], arrays["samples"]  # reading verifies the CRC of the zip file
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         packing = pack_samples(table, ids, sample_sizes, rules)
         counts = [packing.num_truncated, *(packing.left_out[reason] for reason in REJECTION_REASONS)]
         with suppress(OSError):  # without a writable cache each start only takes some seconds longer
             path.parent.mkdir(parents=True, exist_ok=True)
             with replace_file(path) as file:
                 np.savez(file, offsets=packing.offsets, samples=packing.samples, counts=np.array(counts))
-    return packing
-
-
-def _read(path: Path, rules: PackingRules) -> RowPacking | None:
-    """Return the packing saved at `path`; None if the file is missing or damaged."""
-    try:
-        with open_regular_file(path, follow_links=True) as file, np.load(file, allow_pickle=False) as arrays:
-            counts = arrays["counts"].tolist()
-            offsets, samples = arrays["offsets"], arrays["samples"]  # reading verifies the CRC of the zip file
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return None
+        return packing
     left_out = dict(zip(REJECTION_REASONS, counts[1:], strict=True))
     return RowPacking(
         seq_len=rules.seq_len,

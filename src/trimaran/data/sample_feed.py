@@ -9,7 +9,7 @@ import numpy as np
 from trimaran.core import DataSection, ImageRules, RowCost, UserError
 from trimaran.data.feed import BadSample, DataShare, LoadedArrays, QuarantiningFeed, positions
 from trimaran.data.quarantine import BadSampleError, retried
-from trimaran.data.row_arrays import FeatureSource, ImageArrays, PackedSample, RowArrays, SamplePacker, row_spans
+from trimaran.data.row_arrays import FeatureSource, ImageArrays, PackedSample, RowArrays, SamplePacker
 from trimaran.data.row_packing import PackingRules, RowPacking, open_row_packing
 from trimaran.data.sample_costs import SampleSizes, SampleTable, measure_samples
 from trimaran.data.text.token_shards import IGNORED
@@ -191,10 +191,10 @@ class SampleFeed(QuarantiningFeed):
         batch = self._assign(step)
         rows = batch.rows_of(self.share.rank)
         has_sources = len(self._table.source_names) > 1
-        arrays = RowArrays(self.share, self.packing.seq_len, sources=has_sources, rules=self._options.rules)
         rules, features, images = self._options.rules, self._options.features, None
+        arrays = RowArrays(self.share, self.packing.seq_len, self.packing.batching, sources=has_sources, rules=rules)
+        num_patches = int(sum(self._sample_sizes.patches[row].sum() for row in rows))
         if rules is not None:
-            num_patches = int(sum(self._sample_sizes.patches[row].sum() for row in rows))
             size = num_patches if features is None else num_patches // rules.merge**2
             images = ImageArrays(self._table, rules, size, features)
         bad: list[BadSample] = []
@@ -205,13 +205,20 @@ class SampleFeed(QuarantiningFeed):
             for sample_id in row.tolist():
                 at(sample_id)
                 samples.append(self._fetch(sample_id, images, bad))
-            spans = row_spans(self._lengths(row), self.packing.seq_len, self.packing.batching)
-            arrays.write_row(number, spans, samples, self._table.sources[row].tolist())
+            arrays.write_row(number, self._lengths(row), samples, self._table.sources[row].tolist())
+        tokens = int(sum(self._lengths(row).sum() for row in rows))
+        metrics: dict[str, float] = {"samples": sum(map(len, rows)), "tokens": tokens}
+        metrics["padding"] = len(rows) * self.packing.seq_len - tokens
+        if rules is not None:
+            metrics["patches"] = num_patches
+        metrics["cost"] = float(rank_costs(batch.costs, batch.assignment)[:, self.share.rank].sum())
+        # Over `cost`, both summed over ranks, this is how much longer the slowest rank takes than the mean.
+        metrics["slowest"] = slowest_rank_cost(batch.costs, batch.assignment)
         return LoadedArrays(
             arrays=arrays.arrays() | ({} if images is None else images.arrays()),
             num_valid=int(np.count_nonzero(arrays.labels != IGNORED)),
             offsets={} if images is None else images.offsets(),
-            metrics=self._metrics(batch, rows) | {"bad": len(bad)},
+            metrics=metrics | {"bad": len(bad)},
             bad=tuple(bad),
         )
 
@@ -238,19 +245,6 @@ class SampleFeed(QuarantiningFeed):
         if images is not None:
             images.append(numbers, packed.grids, packed.layouts)
         return packed
-
-    def _metrics(self, batch: RowAssignment, rows: Sequence[np.ndarray]) -> dict[str, float]:
-        """Return the metrics of this rank's rows: samples, tokens, padding, patches and cost.
-
-        `slowest` over `cost`, both summed over ranks, is how much longer the slowest rank takes than the mean.
-        """
-        tokens = int(sum(self._lengths(row).sum() for row in rows))
-        found: dict[str, float] = {"samples": sum(map(len, rows)), "tokens": tokens}
-        found["padding"] = len(rows) * self.packing.seq_len - tokens
-        if self._options.rules is not None:
-            found["patches"] = sum(int(self._sample_sizes.patches[row].sum()) for row in rows)
-        found["cost"] = float(rank_costs(batch.costs, batch.assignment)[:, self.share.rank].sum())
-        return found | {"slowest": slowest_rank_cost(batch.costs, batch.assignment)}
 
     def _assign(self, step: int) -> RowAssignment:
         """Return the row assignment of a step. All ranks compute the same one."""

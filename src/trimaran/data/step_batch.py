@@ -9,7 +9,8 @@ from torch import Tensor
 from trimaran.data.feed import BadSample
 
 Inputs = Mapping[str, Tensor]  # one micro-batch: the keyword inputs of the network
-HOST_ARRAYS = ("documents", "grids")  # describe the layout of the other arrays; the host needs their values
+# They describe the layout of the other arrays. The host needs their values, without a synchronization: `host_<name>`.
+HOST_ARRAYS = ("documents", "grids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,7 @@ class StepBatch:
     host_arrays: Mapping[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "StepBatch":
-        """Return the batch on `device`. From pinned memory the copy is asynchronous.
-
-        HOST_ARRAYS also stay on the host, under the name `host_<name>`: reading them from the device would
-        synchronize.
-        """
+        """Return the batch on `device`, copied asynchronously from pinned memory. HOST_ARRAYS also stay on the host."""
         arrays = {name: each.to(device, non_blocking=True) for name, each in self.arrays.items()}
         host_arrays = {name: self.arrays[name] for name in HOST_ARRAYS if name in self.arrays}
         # As `replace`, which takes twice as long.
@@ -43,11 +40,12 @@ class StepBatch:
 
     def micro(self, index: int) -> Inputs:
         """Return one micro-batch."""
-        inputs = {name: self._slice(name, each, index) for name, each in self.arrays.items()}
-        return inputs | {f"host_{name}": self._slice(name, each, index) for name, each in self.host_arrays.items()}
-
-    def _slice(self, name: str, array: Tensor, index: int) -> Tensor:
-        return array[slice(*self.offsets[name][index : index + 2])] if name in self.offsets else array[index]
+        inputs = {}
+        for prefix, arrays in (("", self.arrays), ("host_", self.host_arrays)):
+            for name, array in arrays.items():
+                at = slice(*self.offsets[name][index : index + 2]) if name in self.offsets else index
+                inputs[prefix + name] = array[at]
+        return inputs
 
 
 def text_batch(

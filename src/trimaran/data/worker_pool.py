@@ -71,7 +71,7 @@ class SharedSlot:
             wanted = int(end * GROWTH)
             # Raises if memory is short; touching unallocated pages would kill the process instead.
             os.posix_fallocate(self._file, 0, wanted)
-            self._map_all(wanted)
+            self._map, self.num_bytes = mmap.mmap(self._file, wanted), wanted
         for (_, _, _, offset), array in zip(locations, arrays.values(), strict=True):
             np.copyto(self._view(array.dtype.str, array.shape, offset), array)
         return locations
@@ -79,7 +79,7 @@ class SharedSlot:
     def arrays(self, locations: Sequence[Sequence], num_bytes: int) -> dict[str, np.ndarray]:
         """Return views of the arrays at `locations`. `num_bytes` is the current size of the slot."""
         if num_bytes != self.num_bytes:
-            self._map_all(num_bytes)
+            self._map, self.num_bytes = mmap.mmap(self._file, num_bytes), num_bytes
         return {name: self._view(dtype, tuple(shape), offset) for name, dtype, shape, offset in locations}
 
     def _view(self, dtype: str, shape: tuple[int, ...], offset: int) -> np.ndarray:
@@ -87,9 +87,6 @@ class SharedSlot:
             return np.empty(shape, dtype=dtype)  # a view needs at least one byte
         assert self._map is not None
         return np.ndarray(shape, dtype=dtype, buffer=self._map, offset=offset)
-
-    def _map_all(self, num_bytes: int) -> None:
-        self._map, self.num_bytes = mmap.mmap(self._file, num_bytes), num_bytes
 
     def close(self) -> None:
         """Release the memory. It is freed once no array refers to it."""
@@ -318,7 +315,8 @@ class WorkerPool:
         del self._workers[size:]
         for worker in [each for each in self._draining if not each.pending]:
             self._draining.remove(worker)
-            self._end(worker)
+            worker.kill()
+            worker.close()
 
     def request(self, step: int) -> bool:
         """Give `step` to the worker with the fewest pending steps. Return False if all are busy."""
@@ -381,7 +379,8 @@ class WorkerPool:
         if worker.sample != NO_SAMPLE:  # a replacement may fail before it reaches a sample
             self._failed_sample[step] = worker.sample
         failure = self._failure(worker, error)
-        self._end(worker)
+        worker.kill()
+        worker.close()
         new = None if self._failures[step] > MAX_RESTARTS else self._start(replaces=worker)
         if new is None:
             worker.pending.clear()
@@ -409,8 +408,3 @@ class WorkerPool:
             if self._killed:
                 return None
             return LoaderWorker(self._read, timeout_seconds=self._timeout_seconds, siblings=siblings)
-
-    @staticmethod
-    def _end(worker: LoaderWorker) -> None:
-        worker.kill()
-        worker.close()

@@ -15,12 +15,18 @@ def fill_patches(data: bytes, size: tuple[int, int], rules: ImageRules, out: np.
     Joined frames share their patches; an image is repeated in all frames.
     """
     rows, columns = canvas_of(size, rules)
-    if rules.variant == "native" and rules.frames > 1:
-        _fill_frames(split_frames(data), (columns * rules.patch, rows * rules.patch), rules, out)
+    native_size = (columns * rules.patch, rows * rules.patch)
+    if rules.variant == "native" and rules.frames > 1:  # ordered by channel, frame, row, column: Qwen2-VL's order
+        frames = split_frames(data)
+        target = out.reshape(len(out), 3, rules.frames, rules.patch**2)
+        one = np.empty((len(out), 3 * rules.patch**2), dtype=out.dtype)
+        for number in range(rules.frames):
+            if number < len(frames):  # the last frame is repeated
+                cut_patches(pixels_of(frames[number], [native_size])[0], rules, one)
+            target[:, :, number] = one.reshape(len(out), 3, -1)
         return
     if rules.variant == "native":
-        (pixels,) = pixels_of(data, [(columns * rules.patch, rows * rules.patch)])
-        cut_patches(pixels, rules, out)
+        cut_patches(pixels_of(data, [native_size])[0], rules, out)
         return
     side = tile_side(rules)
     pixels, per_tile = side * rules.patch, side * side
@@ -34,16 +40,6 @@ def fill_patches(data: bytes, size: tuple[int, int], rules: ImageRules, out: np.
         ordered = [*tiles, *thumbnail] if rules.thumbnail == "last" else [*thumbnail, *tiles]
     for number, tile in enumerate(ordered):  # the last pixels of a tile may make no complete patch
         cut_patches(tile[:pixels, :pixels], rules, out[number * per_tile : (number + 1) * per_tile])
-
-
-def _fill_frames(frames: list[bytes], size: tuple[int, int], rules: ImageRules, out: np.ndarray) -> None:
-    """Write patches ordered by channel, frame, row, column: Qwen2-VL's order. The last frame is repeated."""
-    target = out.reshape(len(out), 3, rules.frames, rules.patch**2)
-    one = np.empty((len(out), 3 * rules.patch**2), dtype=out.dtype)
-    for number in range(rules.frames):
-        if number < len(frames):
-            cut_patches(pixels_of(frames[number], [size])[0], rules, one)
-        target[:, :, number] = one.reshape(len(out), 3, -1)
 
 
 def cut_patches(pixels: np.ndarray, rules: ImageRules, out: np.ndarray) -> None:

@@ -7,15 +7,12 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from trimaran.app.show.terminal import clean_standard_streams, raw_stream
+from trimaran.app.show.terminal import PrintableStream, raw_stream
 from trimaran.runs import drop_unread_output, open_closed_output
-
-if TYPE_CHECKING:
-    pass
 
 COMMANDS = {
     "init": "Look at a model and data, and write a recipe for them.",
@@ -90,7 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # what the terminal cannot show becomes a question mark
     if arguments[0] in COMMANDS_THAT_TRAIN:
         drop_unread_output()
-    clean_standard_streams()
+    # `print`, logging, tracebacks and every library write without control codes.
+    for name in ("stdout", "stderr"):
+        if (raw := getattr(sys, name)) is not None and not isinstance(raw, PrintableStream):
+            setattr(sys, name, PrintableStream(raw))
     try:
         # Raise if an argument is not UTF-8: it could not be written to a recipe, a log or JSON.
         for word in arguments:

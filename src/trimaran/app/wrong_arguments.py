@@ -51,16 +51,13 @@ def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> UserEr
     return UserError("A001", what, where=f"`{command}`", fix=fix)
 
 
-def _near_field(name: str) -> str:
-    fields = {each.rpartition(".")[2]: each for each in reversed(all_fields())}
-    return fields.get(closest(name, fields, cutoff=0.8), "")
-
-
 def _setting(option: str, arguments: Sequence[str], context: Any) -> str:
     """Return the `--set` argument for an unknown option; empty if no field of a recipe has such a name."""
     takes_settings = context is not None and any("--set" in each.opts for each in context.command.params)
     name = option.lstrip("-").replace("-", "_")
-    field = option.lstrip("-") if "." in option else field_for(name) or _near_field(name)
+    last_names = {each.rpartition(".")[2]: each for each in reversed(all_fields())}
+    near = last_names.get(closest(name, last_names, cutoff=0.8), "")
+    field = option.lstrip("-") if "." in option else field_for(name) or near
     if not takes_settings or field not in all_fields():
         return ""
     for index, word in enumerate(arguments):

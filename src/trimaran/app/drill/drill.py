@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +27,7 @@ from trimaran.runs import handled_signals
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trimaran.app.drill.drill_run import Drill, DrillResult, OwnRun
+    from trimaran.app.drill.drill_run import DrillResult, OwnRun
     from trimaran.app.drill.inject import DrillFault
     from trimaran.app.recipe.request import Request
     from trimaran.runs import RunDirectory
@@ -107,7 +106,7 @@ def drill(
     trimaran drill recipes/stdlib-tiny.yaml --all --json
     trimaran drill runs/stdlib-tiny --slow 1=2x --yes
     """
-    from trimaran.app.drill.drill_run import is_own
+    from trimaran.app.drill.drill_run import OwnRun, is_own
     from trimaran.app.drill.inject import KINDS, DrillFault, parse_kill_in_change, parse_slow
     from trimaran.app.show.clean_console import open_console
 
@@ -131,8 +130,21 @@ def drill(
             stack.enter_context(handled_signals(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP))
             own: OwnRun | None = None
             if target is None or target == "-" or YAML.search(target):
+                from trimaran.app.recipe.prepare_data import check_data
+                from trimaran.app.recipe.request import refuse_other_machine
+                from trimaran.runs import free_run_path, refuse_occupied
+
                 request = _request(target, settings or [], faults)
-                own = stack.enter_context(_start_own_run(request, run_dir, console, check=not no_check))
+                path = run_dir or free_run_path(RUNS, f"{request.recipe.name}-drill")
+                refuse_occupied(path)
+                check_data(request.recipe)
+                refuse_other_machine(request.cluster)
+                if not no_check:
+                    from trimaran.app.machine.machine_check import refuse_unfit_machine
+
+                    refuse_unfit_machine(request)
+                console.print(f"starting a run of its own in {path}")
+                own = stack.enter_context(OwnRun(request, path, console))
                 directory = own.run
             else:
                 directory = find_run(target)
@@ -161,16 +173,38 @@ class Drills:
         self.interrupted = False
 
     def run_all(self, faults: "list[DrillFault]", *, every_fault: bool, allow_root: bool) -> None:
-        """Inject the faults in the order of `KINDS`, until the run does not go on after one, or Ctrl-C."""
+        """Inject the faults in the order of `KINDS`, until the run does not go on after one, or Ctrl-C.
+
+        With `every_fault`, also those that were not named; faults that cannot be injected here are in `skipped`.
+        """
         from trimaran.app.drill.drill_run import Drill
-        from trimaran.app.drill.inject import KINDS
+        from trimaran.app.drill.inject import KINDS, DrillFault
 
         with self._console.status("") as status:
             drill = Drill(self.run, within=self._within, own=self._own, show=status.update)
             try:
                 drill.refuse(faults, allow_root=allow_root)
                 if every_fault:
-                    faults = [*faults, *self._every_fault(drill, faults)]
+                    processes, named = drill.wait_for_steady_run(), {each.kind.name for each in faults}
+                    last_rank = max(processes.ranks)
+                    for name, kind in KINDS.items():
+                        if name in named or name in ("cut", "kill-in-change"):
+                            continue
+                        takes_rank = name in ("kill", "stop", "slow", "kill-loader")
+                        fault, why = DrillFault(kind=kind, rank=last_rank if takes_rank else None), ""
+                        if kind.ends_run and self._own is None:
+                            why = f"it ends the run; name it to do so: --{name}"
+                        elif name == "slow" and len(processes.hosts) < 2:
+                            why = "one rank alone cannot be compared with others"
+                        else:
+                            try:
+                                drill.refuse([fault], allow_root=False)
+                            except UserError as error:
+                                why = error.what
+                        if why:
+                            self.skipped.append((fault.title, why))
+                        else:
+                            faults.append(fault)
                 ordered = sorted(faults, key=lambda each: [*KINDS].index(each.kind.name))
                 for number, fault in enumerate(ordered):
                     self.results.append(drill.inject(fault))
@@ -182,31 +216,6 @@ class Drills:
             except KeyboardInterrupt:
                 self.interrupted = True
 
-    def _every_fault(self, drill: "Drill", named: "list[DrillFault]") -> "Iterator[DrillFault]":
-        """Yield the faults that were not named and can be injected here; those that cannot are in `skipped`."""
-        from trimaran.app.drill.inject import KINDS, DrillFault
-
-        processes = drill.wait_for_steady_run()
-        rank = max(processes.ranks)
-        for name, kind in KINDS.items():
-            if name in {each.kind.name for each in named} or name in ("cut", "kill-in-change"):
-                continue
-            fault = DrillFault(kind=kind, rank=rank if name in ("kill", "stop", "slow", "kill-loader") else None)
-            why = ""
-            if kind.ends_run and self._own is None:
-                why = f"it ends the run; name it to do so: --{name}"
-            elif name == "slow" and len(processes.hosts) < 2:
-                why = "one rank alone cannot be compared with others"
-            else:
-                try:
-                    drill.refuse([fault], allow_root=False)
-                except UserError as error:
-                    why = error.what
-            if why:
-                self.skipped.append((fault.title, why))
-            else:
-                yield fault
-
     def print_results(self, *, as_json: bool) -> int:
         passed = bool(self.results) and all(each.passed for each in self.results) and not self.interrupted
         if as_json:
@@ -215,9 +224,33 @@ class Drills:
             answer: dict[str, Any] = {"run_dir": str(self.run.path), "passed": passed, "drills": drills}
             typer.echo(json.dumps(answer | {"skipped": skipped, "interrupted": self.interrupted}))
         else:
+            from rich.table import Table
+            from rich.text import Text
+
             from trimaran.app.show.clean_console import open_console
 
-            show_drills(self.results, self.skipped, open_console())
+            console = open_console()
+            table = Table(box=None, pad_edge=False)
+            for title in ("fault", "noticed", "new step", "lost", "cause", "named", "result"):
+                table.add_column(title, justify="right" if title in ("noticed", "new step", "lost") else "left")
+            for each in self.results:
+                cause = each.cause or "-"
+                table.add_row(
+                    each.fault,
+                    _seconds(each.detected_seconds),
+                    _seconds(each.recovered_seconds),
+                    "-" if each.lost_steps is None else str(each.lost_steps),
+                    f"{cause} of rank {', '.join(map(str, each.suspects))}" if each.suspects else cause,
+                    "yes" if each.named else "no",
+                    Text("passed", style="green") if each.passed else Text("failed", style="bold red"),
+                )
+            if self.results:
+                console.print(table)
+            for each in self.results:
+                if each.note:
+                    console.print(Text(f"{each.fault}: {each.note}"), soft_wrap=True)
+            for fault, why in self.skipped:
+                console.print(Text(f"{fault}: left out: {why}"), soft_wrap=True)
             if self.interrupted:
                 typer.echo("interrupted; everything that lasts was undone", err=True)
             typer.echo(f"details: {program_name()} incidents {path_argument(self.run.path)}")
@@ -240,52 +273,6 @@ def _request(file: str | None, settings: list[str], faults: "list[DrillFault]") 
             fix = f"name one of 0 to {last}, or change the cluster"
             raise UserError("A001", what, where=f"--{fault.kind.name}", fix=fix)
     return request
-
-
-def _start_own_run(request: "Request", run_dir: Path | None, console: "Console", *, check: bool) -> "OwnRun":
-    from trimaran.app.drill.drill_run import OwnRun
-    from trimaran.app.recipe.prepare_data import check_data
-    from trimaran.app.recipe.request import refuse_other_machine
-    from trimaran.runs import free_run_path, refuse_occupied
-
-    path = run_dir or free_run_path(RUNS, f"{request.recipe.name}-drill")
-    refuse_occupied(path)
-    check_data(request.recipe)
-    refuse_other_machine(request.cluster)
-    if check:
-        from trimaran.app.machine.machine_check import refuse_unfit_machine
-
-        refuse_unfit_machine(request)
-    console.print(f"starting a run of its own in {path}")
-    return OwnRun(request, path, console)
-
-
-def show_drills(results: "Sequence[DrillResult]", skipped: Sequence[tuple[str, str]], console: "Console") -> None:
-    """Print one row for each result, its note below the table, and the faults that were left out."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("fault", "noticed", "new step", "lost", "cause", "named", "result"):
-        table.add_column(title, justify="right" if title in ("noticed", "new step", "lost") else "left")
-    for each in results:
-        cause = each.cause or "-"
-        table.add_row(
-            each.fault,
-            _seconds(each.detected_seconds),
-            _seconds(each.recovered_seconds),
-            "-" if each.lost_steps is None else str(each.lost_steps),
-            f"{cause} of rank {', '.join(map(str, each.suspects))}" if each.suspects else cause,
-            "yes" if each.named else "no",
-            Text("passed", style="green") if each.passed else Text("failed", style="bold red"),
-        )
-    if results:
-        console.print(table)
-    for each in results:
-        if each.note:
-            console.print(Text(f"{each.fault}: {each.note}"), soft_wrap=True)
-    for fault, why in skipped:
-        console.print(Text(f"{fault}: left out: {why}"), soft_wrap=True)
 
 
 def _seconds(value: float | None) -> str:

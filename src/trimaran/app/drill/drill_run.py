@@ -265,7 +265,16 @@ class OwnRun:
     """Creates a run of a recipe and starts it; the end of the `with` block stops it, with a checkpoint."""
 
     def __init__(self, request: Request, path: Path, console: Console) -> None:
-        self.run: RunDirectory = create_checked_run(without_end(request), path, console)
+        # Enough steps for any drill, and frequent checkpoints unless the recipe sets them.
+        recipe = request.recipe
+        every = CHECKPOINT_EVERY if recipe.checkpoint.every in ("auto", "off") else recipe.checkpoint.every
+        sections = {
+            "train": recipe.train.model_copy(update={"steps": STEPS}),
+            "data": recipe.data.model_copy(update={"epochs": 0}),
+            "checkpoint": recipe.checkpoint.model_copy(update={"every": every}),
+        }
+        endless = replace(request, recipe=recipe.model_copy(update=sections))
+        self.run: RunDirectory = create_checked_run(endless, path, console)
         mark_as_own(self.run)
         self._supervisor: LocalRun = start_local(self.run)
 
@@ -420,15 +429,3 @@ def _has_ended(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def without_end(request: Request) -> Request:
-    """Return the request with enough steps for any drill, and frequent checkpoints unless the recipe sets them."""
-    recipe = request.recipe
-    every = CHECKPOINT_EVERY if recipe.checkpoint.every in ("auto", "off") else recipe.checkpoint.every
-    sections = {
-        "train": recipe.train.model_copy(update={"steps": STEPS}),
-        "data": recipe.data.model_copy(update={"epochs": 0}),
-        "checkpoint": recipe.checkpoint.model_copy(update={"every": every}),
-    }
-    return replace(request, recipe=recipe.model_copy(update=sections))

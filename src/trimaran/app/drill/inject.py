@@ -84,31 +84,23 @@ def find_processes(run: RunDirectory) -> RunProcesses | None:
         raise other_machine(run, f"no rank of this run is on this machine ({platform.node()}), but on {names}",
                             sorted(hosts.values())[0])  # fmt: skip
     try:
-        supervisor, fork_server = _parents(run, next(iter(ranks.values())), attempt.pid)
+        own = next(iter(ranks.values()))
+        if os.geteuid() not in (0, own.uids().real):
+            raise UserError("S033", f"the processes of this run belong to {own.username()}", where=str(run.path),
+                            fix="run the drill as the user who started the run")  # fmt: skip
+        fork_server = own.parent()
+        if fork_server is None or not any(word.endswith(FORK_SERVERS) for word in fork_server.cmdline()):
+            raise UserError("S033", "the ranks of this run have no supervisor: they were started by torchrun",
+                            where=str(run.path), fix="start the run with `trimaran train`")  # fmt: skip
+        supervisor = fork_server.parent()
+        # The process that started the attempt may be on another node, whose supervisor then is the parent.
+        if supervisor is None or not any(word.endswith(SUPERVISOR) for word in supervisor.cmdline()):
+            supervisor = psutil.Process(attempt.pid)  # of a warm fork server
     except psutil.NoSuchProcess:
         return _none_if_held(run)
     return RunProcesses(
         run=run, attempt=attempt.number, supervisor=supervisor, fork_server=fork_server, ranks=ranks, hosts=hosts
     )
-
-
-def _parents(run: RunDirectory, rank: psutil.Process, supervisor: int) -> tuple[psutil.Process, psutil.Process]:
-    """Return the supervisor and the fork server of a rank; raise if it has none, or belongs to another user.
-
-    `supervisor` is the process that started the attempt. On several nodes it may be on another one; each node then has
-    a supervisor of its own, the parent of its fork server.
-    """
-    if os.geteuid() not in (0, rank.uids().real):
-        raise UserError("S033", f"the processes of this run belong to {rank.username()}", where=str(run.path),
-                        fix="run the drill as the user who started the run")  # fmt: skip
-    fork_server = rank.parent()
-    if fork_server is None or not any(word.endswith(FORK_SERVERS) for word in fork_server.cmdline()):
-        raise UserError("S033", "the ranks of this run have no supervisor: they were started by torchrun",
-                        where=str(run.path), fix="start the run with `trimaran train`")  # fmt: skip
-    parent = fork_server.parent()
-    if parent is not None and any(word.endswith(SUPERVISOR) for word in parent.cmdline()):
-        return parent, fork_server
-    return psutil.Process(supervisor), fork_server  # of a warm fork server
 
 
 def other_machine(run: RunDirectory, what: str, host: str) -> UserError:
@@ -416,7 +408,8 @@ def find_peers(processes: RunProcesses, node: str) -> list[str]:
 
     They are those that the supervisor and the ranks of this machine are connected to.
     """
-    here = {platform.node(), *own_addresses()}
+    own = (each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found)
+    here = {platform.node(), *own}
     if node not in here:
         try:
             is_address = bool(ipaddress.ip_address(node))
@@ -457,7 +450,3 @@ def cut_network(peers: Sequence[str], *, seconds: float) -> Iterator[None]:
         yield
     finally:
         restore.communicate()
-
-
-def own_addresses() -> set[str]:
-    return {each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimaran.app.recipe.options import Json, Settings, complete_recipe, starting
-from trimaran.core import UserError, needed_user_cache, write_atomically
+from trimaran.core import EXIT_DONE, EXIT_USER, UserError, needed_user_cache, write_atomically
 from trimaran.machine import Calibration, calibration_folder, detect, machine_name, num_cores
 from trimaran.runs import check_disk_folder, refuse_unusable
 
@@ -166,8 +166,13 @@ def comm(
     srun trimaran bench comm --nodes $SLURM_NNODES --node $SLURM_NODEID --address $HEAD:29400 --calibrate
     torchrun --nproc-per-node 8 -m trimaran bench comm
     """
-    from trimaran.app.machine.comm_answer import run_comm
-    from trimaran.app.machine.comm_request import CommOptions
+    from trimaran.app.machine.comm_answer import calibrated, show_comm, tree_of
+    from trimaran.app.machine.comm_request import CommOptions, measure_comm
+    from trimaran.app.main import open_leaf
+    from trimaran.app.show.clean_console import open_console
+    from trimaran.machine.calibration import find_calibration
+    from trimaran.machine.checks.software import misspelt, wrong_algorithms
+    from trimaran.machine.comm_result import read_comm_result
 
     mesh = None
     if recipe is not None or settings:
@@ -176,7 +181,51 @@ def comm(
         mesh = resolve(recipe, settings or ()).plan.mesh
     options = CommOptions(collectives=collectives, sizes=sizes, groups=groups, backend=backend, dtype=dtype,
                           seconds=seconds, ranks=ranks, nodes=nodes, node=node, address=address, mesh=mesh)  # fmt: skip
-    return run_comm(options, against=against, show=show, out=out, html=html, calibrate=write_links, as_json=as_json)
+    other = read_comm_result(against) if against else None
+    for option, file in (("--out", out), ("--html", html)):
+        if file is not None:
+            refuse_unwritable(file, what="result", option=option)
+    if show:
+        result = read_comm_result(show)
+    else:
+        for problem in (*misspelt(os.environ), *wrong_algorithms(os.environ)):
+            typer.echo(f"H007: {problem.what}; {problem.fix}", err=True)
+        result = measure_comm(options, os.environ, open_console(stderr=True))
+    if result is None:
+        return EXIT_DONE  # another node or rank shows it
+    tree = tree_of(result)
+    if out:
+        out.write_text(json.dumps(tree, indent=1) + "\n")
+    path = None
+    if write_links:  # add the links to this machine's calibration
+        visible = "" if result.backend == "gloo" else os.environ.get("CUDA_VISIBLE_DEVICES")
+        name = machine_name(detect(visible_devices=visible))
+        folder = calibration_folder(os.environ) or needed_user_cache(os.environ)
+        new = calibrated(result, find_calibration(folder, name))
+        if new.collectives is None and new.network is None:
+            raise UserError("C010", "no bandwidth could be fitted, so the planner gets no link", where="--calibrate",
+                            fix="measure at least three sizes, with more --seconds")  # fmt: skip
+        path = folder / f"{name}.json"
+        refuse_unwritable(path)
+        write_calibration(path, new)
+        tree["calibration"] = str(path)
+    if other is not None:
+        tree["against"] = tree_of(other)
+    if html:
+        html.write_text(open_leaf("bench comm --html")(result, other), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(tree))
+    else:
+        show_comm(result, open_console(), against=other)
+        typer.echo("")
+        for each in filter(None, (out, html)):
+            typer.echo(f"written to {each}")
+        if path is not None:
+            typer.echo(f"the planner uses these links from now on: {path}")
+            typer.echo(f"in a cluster file:  calibration: {path}")
+        else:
+            typer.echo("next  trimaran bench comm --calibrate   (the planner then uses these links)")
+    return EXIT_USER if result.wrong else EXIT_DONE
 
 
 def _rows(calibration: Calibration) -> list[tuple[str, float, str, str]]:

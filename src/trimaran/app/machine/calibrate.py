@@ -7,23 +7,21 @@ from typing import Annotated
 import typer
 
 from trimaran.app.recipe.options import Json, argument, cluster_option, complete_run
+from trimaran.core import UserError
 
 FROM_HELP = "Run directories, their names under runs/, or folders that contain runs."
-From = Annotated[
-    list[str] | None, typer.Option("--from", metavar="RUN...", help=FROM_HELP, autocompletion=complete_run)
-]
 More = Annotated[list[str] | None, argument("[RUN...]", "More of them.", complete_run)]
-ClusterName = Annotated[str | None, cluster_option("What all of the runs ran on. [default: as each run says]")]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of the user's cache.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be fitted, and write nothing.")]
 
 
 def calibrate(
-    runs: From = None,
+    runs: Annotated[
+        list[str] | None, typer.Option("--from", metavar="RUN...", help=FROM_HELP, autocompletion=complete_run)
+    ] = None,
     more: More = None,
-    cluster: ClusterName = None,
+    cluster: Annotated[str | None, cluster_option("What all of the runs ran on. [default: as each run says]")] = None,
     output: Output = None,
-    dry_run: DryRun = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be fitted, and write nothing.")] = False,
     as_json: Json = False,
 ) -> int:
     """Fit the rates of devices, links and hosts to measured runs. The planner then uses them for such devices.
@@ -37,8 +35,9 @@ def calibrate(
     trimaran calibrate --from old-runs --cluster 4x8xH100 --output fleet.json   # for `calibration:` in a cluster file
     """
     from trimaran.app.machine.bench import refuse_unwritable, write_calibration
-    from trimaran.app.machine.calibrate_runs import calibrate_runs, refuse_no_gain, show_calibration
+    from trimaran.app.machine.calibrate_runs import calibrate_runs, show_calibration
     from trimaran.app.show.clean_console import open_console
+    from trimaran.planner.measure.fit_rates import median_error
 
     if output is not None and not dry_run:
         refuse_unwritable(output)
@@ -46,7 +45,12 @@ def calibrate(
         answer = calibrate_runs([*(runs or []), *(more or [])], cluster=cluster, output=output)
     if not as_json:
         show_calibration(answer, open_console())
-    refuse_no_gain(answer)
+    if not answer.better:
+        errors = ", ".join(f"{median_error(each.result.before):.1%} for {each.device}" for each in answer.fits)
+        raise UserError("P086", f"nothing gets better: the median error of these runs is {errors}, and no rate that "
+                        "they determine makes it smaller", where="trimaran calibrate --from",
+                        fix="keep the rates as they are, or add runs of other models, plans and numbers of nodes"
+                        )  # fmt: skip
     for each in answer.better:
         if not dry_run and each.calibration is not None:
             refuse_unwritable(each.path)

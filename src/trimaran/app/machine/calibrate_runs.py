@@ -168,17 +168,6 @@ def calibrate_runs(names: Sequence[str], *, cluster: str | None, output: Path | 
     return CalibrateAnswer(fits=tuple(fits), skipped=tuple(skipped))
 
 
-def refuse_no_gain(answer: CalibrateAnswer) -> None:
-    """Raise if no rate is to be changed: the predictions are as good as these runs can make them."""
-    if answer.better:
-        return
-    errors = ", ".join(f"{median_error(each.result.before):.1%} for {each.device}" for each in answer.fits)
-    raise UserError("P086", f"nothing gets better: the median error of these runs is {errors}, and no rate that they "
-                    "determine makes it smaller", where="trimaran calibrate --from",
-                    fix="keep the rates as they are, or add runs of other models, plans and numbers of nodes"
-                    )  # fmt: skip
-
-
 def _observe(runs: Iterable[Path], cluster: str | None) -> tuple[list[ObservedRun], list[tuple[str, str]]]:
     found: list[ObservedRun] = []
     skipped: list[tuple[str, str]] = []
@@ -254,49 +243,49 @@ def show_calibration(answer: CalibrateAnswer, console: Console) -> None:
     for number, fit in enumerate(answer.fits):
         if number:
             console.print()
-        _show_fit(fit, console)
+        result = fit.result
+        console.print(Text(f"{fit.device}: predicted steps of {len(fit.observed)} measured plans", style="bold"))
+        columns = ("run", "plan", "measured", "error before", "after", *(["left out"] if result.left_out else []))
+        table = plain_table()
+        for column in columns:
+            table.add_column(column, justify="left" if column in ("run", "plan") else "right", no_wrap=column != "plan")
+        for number, each in enumerate(fit.observed[:MAX_SHOWN_RUNS]):
+            errors = [result.before[number], result.after[number], *result.left_out[number : number + 1]]
+            seconds = show_seconds(each.found.steps.busy_seconds)
+            table.add_row(
+                each.run.path.name, layout_of(each.found.plan), seconds, *(f"{error:+.1%}" for error in errors)
+            )
+        medians = [result.before, result.after, *([result.left_out] if result.left_out else [])]
+        table.add_row("median", "", "", *(f"{median_error(each):.1%}" for each in medians), style="bold")
+        console.print(table)
+        if (more := len(fit.observed) - MAX_SHOWN_RUNS) > 0:
+            console.print(Text(f"and {more:,} more, which the medians include", style="dim"))
+        if not fit.changes:
+            continue
+        console.print()
+        table = plain_table()
+        for column in ("rate", "before", "after", "±", "from"):
+            table.add_column(
+                column, justify="left" if column in ("rate", "from") else "right", no_wrap=column != "from"
+            )
+        every = {str(each.run.path) for each in fit.observed}
+        for change in fit.changes:
+            runs = f"{len(change.runs)} of {len(every)} runs"
+            if len(change.runs) == len(every):
+                runs = "all runs" if len(every) > 1 else "the run"
+            after = Text(f"{_rate(change.after)} {change.unit}", style=GREEN)
+            table.add_row(str(change.parameter), _rate(change.before), after, f"{change.sigma:.0%}", runs)
+        console.print(table)
+        if result.undetermined:
+            names = ", ".join(map(str, result.undetermined))
+            console.print(Text(f"as they were, because these runs do not determine them: {names}", style="dim"),
+                          soft_wrap=True)  # fmt: skip
     if answer.skipped:
         console.print(Text("\nnot used", style="dim"))
         for run, reason in answer.skipped[:MAX_SHOWN_SKIPPED]:
             console.print(Text(f"- {run}: {reason}"), soft_wrap=True)
         if (more := len(answer.skipped) - MAX_SHOWN_SKIPPED) > 0:
             console.print(Text(f"- and {more:,} more"))
-
-
-def _show_fit(fit: DeviceFit, console: Console) -> None:
-    result = fit.result
-    console.print(Text(f"{fit.device}: predicted steps of {len(fit.observed)} measured plans", style="bold"))
-    columns = ("run", "plan", "measured", "error before", "after", *(["left out"] if result.left_out else []))
-    table = plain_table()
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("run", "plan") else "right", no_wrap=column != "plan")
-    for number, each in enumerate(fit.observed[:MAX_SHOWN_RUNS]):
-        errors = [result.before[number], result.after[number], *result.left_out[number : number + 1]]
-        seconds = show_seconds(each.found.steps.busy_seconds)
-        table.add_row(each.run.path.name, layout_of(each.found.plan), seconds, *(f"{error:+.1%}" for error in errors))
-    medians = [result.before, result.after, *([result.left_out] if result.left_out else [])]
-    table.add_row("median", "", "", *(f"{median_error(each):.1%}" for each in medians), style="bold")
-    console.print(table)
-    if (more := len(fit.observed) - MAX_SHOWN_RUNS) > 0:
-        console.print(Text(f"and {more:,} more, which the medians include", style="dim"))
-    if not fit.changes:
-        return
-    console.print()
-    table = plain_table()
-    for column in ("rate", "before", "after", "±", "from"):
-        table.add_column(column, justify="left" if column in ("rate", "from") else "right", no_wrap=column != "from")
-    every = {str(each.run.path) for each in fit.observed}
-    for change in fit.changes:
-        runs = f"{len(change.runs)} of {len(every)} runs"
-        if len(change.runs) == len(every):
-            runs = "all runs" if len(every) > 1 else "the run"
-        after = Text(f"{_rate(change.after)} {change.unit}", style=GREEN)
-        table.add_row(str(change.parameter), _rate(change.before), after, f"{change.sigma:.0%}", runs)
-    console.print(table)
-    if result.undetermined:
-        names = ", ".join(map(str, result.undetermined))
-        console.print(Text(f"as they were, because these runs do not determine them: {names}", style="dim"),
-                      soft_wrap=True)  # fmt: skip
 
 
 def _rate(value: float) -> str:

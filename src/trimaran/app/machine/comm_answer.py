@@ -1,33 +1,23 @@
 """The answer of `trimaran bench comm`: what it says about links, how it is shown, and what the planner gets of it."""
 
-import json
 import math
-import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import typer
 from rich.columns import Columns
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
-from trimaran.app.machine.bench import refuse_unwritable, write_calibration
-from trimaran.app.machine.comm_request import CommOptions, measure_comm
-from trimaran.app.main import open_leaf
-from trimaran.app.show.clean_console import open_console, plain_table
+from trimaran.app.show.clean_console import plain_table
 from trimaran.app.show.text_chart import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve
-from trimaran.core import EXIT_DONE, EXIT_USER, UserError, show_bytes
-from trimaran.core.regular_files import needed_user_cache
+from trimaran.core import show_bytes
 from trimaran.cost.collective import NETWORK_HOP_FACTOR, REDUCE_HOP_FACTOR
-from trimaran.machine import Calibration, calibration_folder, detect, machine_name
-from trimaran.machine.calibration import Collectives, find_calibration
+from trimaran.machine import Calibration
+from trimaran.machine.calibration import Collectives
 from trimaran.machine.checks.between_nodes import culprits, suspects
-from trimaran.machine.checks.software import misspelt, wrong_algorithms
-from trimaran.machine.comm_result import CommCurve, CommPair, CommResult, LinkFit, read_comm_result
+from trimaran.machine.comm_result import CommCurve, CommPair, CommResult, LinkFit
 from trimaran.runs.record_types import finite_values
 
 Tree = dict[str, Any]
@@ -40,98 +30,31 @@ MIN_GIGABYTES = 0.1  # a second: slower links are shown in MB/s
 NOTABLE_CHANGE = 0.1  # of a bandwidth against an earlier result
 
 
-def run_comm(
-    options: CommOptions,
-    *,
-    against: Path | None,
-    show: Path | None,
-    out: Path | None,
-    html: Path | None,
-    calibrate: bool,
-    as_json: bool,
-) -> int:
-    """Measure, or read the file `show`, and print and write; return 2 if a collective returned wrong values."""
-    other = read_comm_result(against) if against else None
-    for option, file in (("--out", out), ("--html", html)):
-        if file is not None:
-            refuse_unwritable(file, what="result", option=option)
-    if show:
-        result: CommResult | None = read_comm_result(show)
-    else:
-        for problem in (*misspelt(os.environ), *wrong_algorithms(os.environ)):
-            typer.echo(f"H007: {problem.what}; {problem.fix}", err=True)
-        result = measure_comm(options, os.environ, open_console(stderr=True))
-    if result is None:
-        return EXIT_DONE  # another node or rank shows it
-    tree = tree_of(result)
-    if out:
-        out.write_text(json.dumps(tree, indent=1) + "\n")
-    path = _calibrate(result) if calibrate else None
-    if path is not None:
-        tree["calibration"] = str(path)
-    if other is not None:
-        tree["against"] = tree_of(other)
-    if html:
-        html.write_text(open_leaf("bench comm --html")(result, other), encoding="utf-8")
-    if as_json:
-        typer.echo(json.dumps(tree))
-    else:
-        show_comm(result, open_console(), against=other)
-        typer.echo("")
-        for each in filter(None, (out, html)):
-            typer.echo(f"written to {each}")
-        if path is not None:
-            typer.echo(f"the planner uses these links from now on: {path}")
-            typer.echo(f"in a cluster file:  calibration: {path}")
-        else:
-            typer.echo("next  trimaran bench comm --calibrate   (the planner then uses these links)")
-    return EXIT_USER if result.wrong else EXIT_DONE
-
-
 def tree_of(result: CommResult) -> Tree:
     """Return the result with what follows from it: bandwidths, fits and outliers."""
     tree = result.model_dump(mode="json")
-    tree["curves"] = [{**row, **_derived(curve)} for row, curve in zip(tree["curves"], result.curves, strict=True)]
+    for row, each in zip(tree["curves"], result.curves, strict=True):
+        fit = each.fit()
+        row["points"] = [
+            {
+                **point.model_dump(mode="json"),
+                "algorithm_gb_per_second": each.algorithm_bandwidth(point) / 1e9,
+                "bus_gb_per_second": each.bus_bandwidth(point) / 1e9,
+            }
+            for point in each.points
+        ]
+        row["fit"] = fit and {
+            "alpha_us": fit.alpha_seconds * 1e6,
+            "alpha_error_us": finite_values(fit.alpha_error_seconds * 1e6),
+            "bus_gb_per_second": fit.bytes_per_second / 1e9,
+            "bandwidth_error": finite_values(fit.bandwidth_error),
+            "residual": fit.residual,
+            "hop_us": fit.alpha_seconds * 1e6 / each.num_hops,
+            "outlier_bytes": [round(size / each.bus_factor) for size in fit.outliers],
+        }
     tree["outliers"] = [{"ranks": each.ranks, "factor": each.factor, "is_pair": each.is_pair,
                          "text": each.text(result.hosts)} for each in find_outliers(result.pairs)]  # fmt: skip
     return tree
-
-
-def _derived(curve: CommCurve) -> Tree:
-    fit = curve.fit()
-    points = [
-        {
-            **point.model_dump(mode="json"),
-            "algorithm_gb_per_second": curve.algorithm_bandwidth(point) / 1e9,
-            "bus_gb_per_second": curve.bus_bandwidth(point) / 1e9,
-        }
-        for point in curve.points
-    ]
-    fitted = fit and {
-        "alpha_us": fit.alpha_seconds * 1e6,
-        "alpha_error_us": finite_values(fit.alpha_error_seconds * 1e6),
-        "bus_gb_per_second": fit.bytes_per_second / 1e9,
-        "bandwidth_error": finite_values(fit.bandwidth_error),
-        "residual": fit.residual,
-        "hop_us": fit.alpha_seconds * 1e6 / curve.num_hops,
-        "outlier_bytes": [round(size / curve.bus_factor) for size in fit.outliers],
-    }
-    return {"points": points, "fit": fitted}
-
-
-def _calibrate(result: CommResult) -> Path:
-    """Add the measured links to this machine's calibration, and return its file."""
-    visible = "" if result.backend == "gloo" else os.environ.get("CUDA_VISIBLE_DEVICES")
-    name = machine_name(detect(visible_devices=visible))
-    folder = calibration_folder(os.environ) or needed_user_cache(os.environ)
-    new = calibrated(result, find_calibration(folder, name))
-    if new.collectives is None and new.network is None:
-        raise UserError("C010", "no bandwidth could be fitted, so the planner gets no link", where="--calibrate",
-                        fix="measure at least three sizes, with more --seconds")  # fmt: skip
-    path = folder / f"{name}.json"
-    refuse_unwritable(path)
-    write_calibration(path, new)
-    return path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,23 +129,18 @@ def _collectives(curves: Sequence[CommCurve], *, per_node: int) -> Collectives |
     if nodes > 1 and "all_to_all_gb_per_second" in rates:
         # The cost model counts only what leaves the node; what stays inside it takes no time on this link.
         rates["all_to_all_gb_per_second"] *= (ranks - min(per_node, ranks - 1)) / (ranks - 1)
-    hop = _hop_seconds(fits, ranks)
-    if not rates or hop <= 0:
+    # The latency of a hop of an all-gather; without one, from the next best collective.
+    hops = {"all_gather": ranks - 1, "reduce_scatter": ranks - 1, "send_recv": 1,
+            "all_reduce": 2 * (ranks - 1) * REDUCE_HOP_FACTOR, "all_to_all": ranks - 1, "broadcast": 1}  # fmt: skip
+    best = next((name for name in hops if name in fits), None)
+    if not rates or best is None:
+        return None
+    curve, fit = fits[best]
+    hop = (fit.alpha_seconds or min(curve.points, key=lambda point: point.num_bytes).seconds) / hops[best]
+    if hop <= 0:
         return None
     latency = hop / (NETWORK_HOP_FACTOR if nodes > 1 else 1.0)
     return Collectives(devices=ranks, latency_us=latency * 1e6, **rates)
-
-
-def _hop_seconds(fits: Mapping[str, tuple[CommCurve, LinkFit]], ranks: int) -> float:
-    """Return the latency of a hop of an all-gather; without one, from the next best collective."""
-    hops = {"all_gather": ranks - 1, "reduce_scatter": ranks - 1, "send_recv": 1,
-            "all_reduce": 2 * (ranks - 1) * REDUCE_HOP_FACTOR, "all_to_all": ranks - 1, "broadcast": 1}  # fmt: skip
-    for name, count in hops.items():
-        if name in fits:
-            curve, fit = fits[name]
-            smallest = min(curve.points, key=lambda point: point.num_bytes).seconds
-            return (fit.alpha_seconds or smallest) / count
-    return 0.0
 
 
 def show_comm(result: CommResult, console: Console, *, against: CommResult | None = None) -> None:
@@ -231,11 +149,25 @@ def show_comm(result: CommResult, console: Console, *, against: CommResult | Non
     for group in dict.fromkeys(each.group for each in result.curves):
         curves = [each for each in result.curves if each.group == group]
         console.print(Text(f"\n{describe_group(curves[0])}", style="bold"))
-        console.print(_fit_table(curves, against))
+        name, unit = rate_unit(curves)
+        table = plain_table("collective", "latency", "±", f"bus {name}", "±", "best", "planner's")
+        table.columns[0].justify = "left"
+        if against is not None:
+            table.add_column("against", justify="right", no_wrap=True)
+        for each in curves:
+            fit = each.fit()
+            planned = each.planned_gb_per_second
+            cells = [
+                *fit_cells(fit, unit),
+                show_rate(each.best_bus_bandwidth, unit),
+                show_rate(planned * 1e9, unit) if planned else "",
+                *([_change(each, fit, against)] if against is not None else []),
+            ]
+            table.add_row(Text(each.collective.replace("_", "-"), style=COLORS[each.collective]), *cells)
+        console.print(table)
         console.print()
         console.print(Columns([_panel(each) for each in curves], padding=(0, 3)))
         table = plain_table(gap=1)
-        name, unit = rate_unit(curves)
         table.add_column(f"bus {name}", no_wrap=True)
         for each in curves:
             table.add_column(each.collective.replace("_", "-"), justify="right", no_wrap=True)
@@ -274,39 +206,13 @@ def notes(result: CommResult, against: CommResult | None) -> list[str]:
         curves = len({(each["group"], each["collective"]) for each in result.skipped})
         lines.append(f"not measured: sizes from {show_bytes(least)} in {curves} curves; give it more --seconds")
     if against is not None:
-        lines += changed_variables(against, result)
+        for name in ("device", "backend", "dtype", "world_size", "num_nodes", "torch", "nccl"):
+            old, new = getattr(against, name), getattr(result, name)
+            lines += [f"differs: {name} was {old or 'none'}, is {new or 'none'}"] if old != new else []
+        for name in sorted({*against.environment, *result.environment}):
+            old, new = against.environment.get(name), result.environment.get(name)
+            lines += [f"differs: {name} was {old or 'not set'}, is {new or 'not set'}"] if old != new else []
     return lines
-
-
-def changed_variables(before: CommResult, after: CommResult) -> list[str]:
-    """Return how the variables of NCCL and gloo, the versions and the ranks differ."""
-    lines = []
-    for name in ("device", "backend", "dtype", "world_size", "num_nodes", "torch", "nccl"):
-        old, new = getattr(before, name), getattr(after, name)
-        lines += [f"differs: {name} was {old or 'none'}, is {new or 'none'}"] if old != new else []
-    for name in sorted({*before.environment, *after.environment}):
-        old, new = before.environment.get(name), after.environment.get(name)
-        lines += [f"differs: {name} was {old or 'not set'}, is {new or 'not set'}"] if old != new else []
-    return lines
-
-
-def _fit_table(curves: Sequence[CommCurve], against: CommResult | None) -> Table:
-    name, unit = rate_unit(curves)
-    table = plain_table("collective", "latency", "±", f"bus {name}", "±", "best", "planner's")
-    table.columns[0].justify = "left"
-    if against is not None:
-        table.add_column("against", justify="right", no_wrap=True)
-    for each in curves:
-        fit = each.fit()
-        planned = each.planned_gb_per_second
-        cells = [
-            *fit_cells(fit, unit),
-            show_rate(each.best_bus_bandwidth, unit),
-            show_rate(planned * 1e9, unit) if planned else "",
-            *([_change(each, fit, against)] if against is not None else []),
-        ]
-        table.add_row(Text(each.collective.replace("_", "-"), style=COLORS[each.collective]), *cells)
-    return table
 
 
 def fit_cells(fit: LinkFit | None, unit: float) -> list[str]:

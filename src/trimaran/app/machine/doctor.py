@@ -3,20 +3,14 @@
 import json
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trimaran.app.recipe.options import Json, Settings, complete_fabric, complete_recipe
 from trimaran.app.show.text_chart import GREEN, ORANGE, RED
 from trimaran.core import EXIT_DONE, UserError, did_you_mean
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from trimaran.machine.checks.fabric_presets import VariableChange
 
 Recipe = Annotated[
     str | None,
@@ -60,7 +54,28 @@ def doctor(
     if fabric:
         return show_fabric(fabric, several_nodes=nodes > 1, as_json=as_json)
     if bad_nodes or forget_node:
-        return forget_bad_node(forget_node) if forget_node else show_bad_nodes(as_json=as_json)
+        from trimaran.runs.node_records import add_observation, bad_nodes_file, observe, read_bad_nodes
+
+        path = bad_nodes_file(os.environ)
+        bad = read_bad_nodes(path)
+        if forget_node:
+            if forget_node not in bad:
+                what = f"{forget_node} is not known to be bad{did_you_mean(forget_node, bad)}"
+                raise UserError("L080", what, where=f"--forget-node {forget_node}",
+                                fix="list the bad nodes: trimaran doctor --bad-nodes")  # fmt: skip
+            add_observation(path, observe(forget_node, "cleared", "a person says that it is good"))
+            typer.echo(f"{forget_node} is not avoided any more")
+        elif as_json:
+            typer.echo(json.dumps({"file": str(path), "nodes": [each.as_dict() for each in bad.values()]}))
+        elif not bad:
+            typer.echo(f"no node is known to be bad ({path})")
+        else:
+            for each in bad.values():
+                until = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.expires))
+                last = each.observations[-1]
+                where = f"; {last.run} {last.incident}".rstrip() if last.run else ""
+                typer.echo(f"{each.node}  until {until}: {each.why}{where}")
+        return EXIT_DONE
     if run:
         from trimaran.app.runs.run_findings import diagnose_run
 
@@ -76,42 +91,9 @@ def doctor(
     return check_machine(recipe, settings or (), rendezvous, quick=quick, as_json=as_json)
 
 
-def show_bad_nodes(*, as_json: bool) -> int:
-    """Print the nodes that new runs avoid."""
-    from trimaran.runs.node_records import bad_nodes_file, read_bad_nodes
-
-    path = bad_nodes_file(os.environ)
-    bad = read_bad_nodes(path)
-    if as_json:
-        typer.echo(json.dumps({"file": str(path), "nodes": [each.as_dict() for each in bad.values()]}))
-        return 0
-    if not bad:
-        typer.echo(f"no node is known to be bad ({path})")
-    for each in bad.values():
-        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(each.expires))
-        last = each.observations[-1]
-        where = f"; {last.run} {last.incident}".rstrip() if last.run else ""
-        typer.echo(f"{each.node}  until {until}: {each.why}{where}")
-    return 0
-
-
-def forget_bad_node(node: str) -> int:
-    """Record that a person says the node is good."""
-    from trimaran.runs.node_records import add_observation, bad_nodes_file, observe, read_bad_nodes
-
-    path = bad_nodes_file(os.environ)
-    bad = read_bad_nodes(path)
-    if node not in bad:
-        what = f"{node} is not known to be bad{did_you_mean(node, bad)}"
-        raise UserError("L080", what, where=f"--forget-node {node}",
-                        fix="list the bad nodes: trimaran doctor --bad-nodes")  # fmt: skip
-    add_observation(path, observe(node, "cleared", "a person says that it is good"))
-    typer.echo(f"{node} is not avoided any more")
-    return 0
-
-
 def show_fabric(name: str, *, several_nodes: bool, as_json: bool) -> int:
     """Print how the environment differs from the preset of the fabric `name`, or of this machine's (`auto`)."""
+    from rich.table import Table
     from rich.text import Text
 
     from trimaran.app.show.clean_console import open_console
@@ -140,7 +122,18 @@ def show_fabric(name: str, *, several_nodes: bool, as_json: bool) -> int:
     cards = f"; cards {', '.join(facts.cards)}" if facts.cards else ""
     headline = f"{facts.fabric}: {what}{cards}" + (f"; interface {facts.interface}" if facts.interface else "")
     console.print(Text(headline, style="bold"))
-    console.print(_diff(changes))
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(style="dim")
+    for each in changes:
+        if each.step == "unset" and each.now is None:
+            continue  # as it should be, and nobody asked
+        mark, style = ("=", "dim") if each.is_done else MARKS[each.step]
+        text = f"{each.name}={each.value}" + (f" (now {each.now})" if each.now not in (None, each.value) else "")
+        text = f"{each.name}={each.now}" if each.step == "unset" else text
+        table.add_row(Text(mark, style=style), Text(text, style=style), each.why)
+    console.print(table)
     for each in problems:
         console.print(Text(f"! {each.what}; {each.fix}", style=RED), soft_wrap=True)
     changes = [each for each in changes if each.step != "try"]
@@ -157,21 +150,3 @@ def show_fabric(name: str, *, several_nodes: bool, as_json: bool) -> int:
         typer.echo(f"  environment: {{{', '.join(values)}}}")
     typer.echo("? may help: measure with `trimaran bench comm` before and after")
     return EXIT_DONE
-
-
-def _diff(changes: "Sequence[VariableChange]") -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(style="dim")
-    for each in changes:
-        if each.step == "unset" and each.now is None:
-            continue  # as it should be, and nobody asked
-        mark, style = ("=", "dim") if each.is_done else MARKS[each.step]
-        text = f"{each.name}={each.value}" + (f" (now {each.now})" if each.now not in (None, each.value) else "")
-        text = f"{each.name}={each.now}" if each.step == "unset" else text
-        table.add_row(Text(mark, style=style), Text(text, style=style), each.why)
-    return table

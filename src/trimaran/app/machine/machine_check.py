@@ -12,10 +12,10 @@ import psutil
 import typer
 
 from trimaran.app.recipe.options import RUNS
-from trimaran.core import EXIT_DONE, EXIT_USER, Bytes, Plan, Recipe, Seconds, UserError
+from trimaran.core import EXIT_DONE, EXIT_USER, Bytes, Seconds, UserError
 from trimaran.cost import STATE_BYTES
 from trimaran.cost.goodput import checkpoint_bytes
-from trimaran.machine import Cluster, calibration_folder, detect
+from trimaran.machine import calibration_folder, detect
 from trimaran.machine.checks.machine_facts import CheckResult, RunRequirements
 from trimaran.machine.checks.measure_machine import (
     ProbeProcess,
@@ -67,29 +67,8 @@ def refuse_unfit_machine(request: "Request", *, where: str = THIS_MACHINE) -> No
     check_before_run(os.environ, request.plan, kind=cluster.device.kind, nodes=cluster.num_nodes, where=where)
 
 
-def requirements_of(recipe: Recipe, plan: Plan, cluster: Cluster, *, num_parameters: int = 0) -> RunRequirements:
-    """Return what a plan requires of the machine; without the number of parameters, the disk is not checked."""
-    prediction, saves = plan.prediction, recipe.checkpoint
-    one = checkpoint_bytes(num_parameters, moment_bytes=STATE_BYTES[recipe.train.optimizer.states])
-    kept = 0 if saves.is_off else saves.keep + 1 if saves.every else 1
-    every = saves.every if isinstance(saves.every, int) else 0  # "auto" adapts to the disk
-    prometheus = recipe.telemetry.prometheus
-    taken = bool(prometheus.port) and is_port_in_use(prometheus.host, prometheus.port)
-    return RunRequirements(
-        kind=cluster.device.kind,
-        ranks=plan.mesh.world_size,
-        nodes=cluster.num_nodes,
-        device_bytes=(prediction.device_bytes or prediction.peak_bytes) if prediction else Bytes(0),
-        error=prediction.error if prediction else 0.0,
-        checkpoint_bytes=Bytes(0) if saves.is_off else one,
-        disk_bytes=Bytes(kept * one + (4 * num_parameters if recipe.train.save else 0)),
-        every=every,
-        interval=Seconds(every * prediction.step_seconds) if prediction and every else None,
-        ports=(prometheus.port,) if taken else (),
-    )
-
-
 def _requirements(recipe: str | None, settings: Sequence[str]) -> RunRequirements | None:
+    """Return what the run requires of the machine; None if neither a recipe nor a setting is named."""
     if recipe is None and not settings:
         return None
     from trimaran.app.recipe.request import resolve
@@ -101,7 +80,26 @@ def _requirements(recipe: str | None, settings: Sequence[str]) -> RunRequirement
             raise  # a recipe that cannot be read is not the machine's fault
         return RunRequirements(refusal=f"{error.code}: {error.what}", remedy=error.fix)
     parameters = request.outline.saved_parameters if request.outline else 0
-    return requirements_of(request.recipe, request.plan, request.cluster, num_parameters=parameters)
+
+    resolved, prediction = request.recipe, request.plan.prediction
+    saves = resolved.checkpoint
+    one = checkpoint_bytes(parameters, moment_bytes=STATE_BYTES[resolved.train.optimizer.states])
+    kept = 0 if saves.is_off else saves.keep + 1 if saves.every else 1
+    every = saves.every if isinstance(saves.every, int) else 0  # "auto" adapts to the disk
+    prometheus = resolved.telemetry.prometheus
+    taken = bool(prometheus.port) and is_port_in_use(prometheus.host, prometheus.port)
+    return RunRequirements(
+        kind=request.cluster.device.kind,
+        ranks=request.plan.mesh.world_size,
+        nodes=request.cluster.num_nodes,
+        device_bytes=(prediction.device_bytes or prediction.peak_bytes) if prediction else Bytes(0),
+        error=prediction.error if prediction else 0.0,
+        checkpoint_bytes=Bytes(0) if saves.is_off else one,
+        disk_bytes=Bytes(kept * one + (4 * parameters if resolved.train.save else 0)),
+        every=every,
+        interval=Seconds(every * prediction.step_seconds) if prediction and every else None,
+        ports=(prometheus.port,) if taken else (),
+    )
 
 
 def interface_to(address: str) -> str:

@@ -12,15 +12,13 @@ from trimaran.core import UserError, show_seconds
 from trimaran.launch import ANSWER_SECONDS, IDLE_MINUTES, ask_warm, start_warm
 from trimaran.runs import LOG, runtime_folder
 
-Minutes = Annotated[
-    float, typer.Option("--minutes", metavar="N", min=0.1, max=1440, help="End after this time without a new run.")
-]
-
 
 def warm(
     show: Annotated[bool, typer.Option("--list", help="Show it; start nothing.")] = False,
     stop: Annotated[bool, typer.Option("--stop", help="End it; runs that use it continue.")] = False,
-    minutes: Minutes = IDLE_MINUTES,
+    minutes: Annotated[
+        float, typer.Option("--minutes", metavar="N", min=0.1, max=1440, help="End after this time without a new run.")
+    ] = IDLE_MINUTES,
     as_json: Json = False,
 ) -> int:
     """Keep a process with torch imported in the background: `trimaran train --warm` then starts seconds faster.

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,27 +15,21 @@ from trimaran.app.recipe.options import RUNS, Json, argument, cluster_option
 from trimaran.core import UserError, show_bytes, show_count, show_seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from trimaran.planner import Question
     from trimaran.planner.measure.run_index import MeasuredPlan, RunIndex
 
 FOLDERS_HELP = "Folders with runs. [default: runs/, and the runs of `trimaran jobs`]"
 Folders = Annotated[list[Path] | None, argument("[FOLDER...]", FOLDERS_HELP, file_okay=False)]
-ModelName = Annotated[str | None, typer.Option(metavar="X", help="Only models whose name contains X.")]
 ClusterName = Annotated[str | None, cluster_option("Only clusters whose name contains C, such as H100 or 2x8xH100.")]
 COLUMNS = ("tokens/s", "step", "mfu", "memory", "predicted", "goodput", "batch", "date", "run", "plan")
 NUM_FIGURES = 7  # columns that are aligned to the right
-
-Groups = dict[tuple[str, int, str], list["MeasuredPlan"]]
-"""Measured plans by model, its number of parameters, and cluster."""
 MAX_NEWEST_RUNS = 16  # of runs/, that `plan` looks at for changes
 MAX_READ_RUNS = 8  # of these that are new or have changed, about 15 ms each
 
 
 def history(
     folders: Folders = None,
-    model: ModelName = None,
+    model: Annotated[str | None, typer.Option(metavar="X", help="Only models whose name contains X.")] = None,
     cluster: ClusterName = None,
     as_json: Json = False,
 ) -> int:
@@ -48,7 +42,10 @@ def history(
     trimaran history /shared/runs --model llama --cluster H100
     trimaran history --json | jq '.groups[].plans[0]'
     """
+    from rich.text import Text
+
     from trimaran.app.show.clean_console import open_console
+    from trimaran.app.show.terminal import aligned
 
     with open_console(stderr=True).status("reading runs"):
         runs = runs_in(folders or [], os.environ)
@@ -61,7 +58,12 @@ def history(
         if (model or "").casefold() in each.model.casefold()
         and (cluster or "").casefold() in each.job.cluster.casefold()
     ]
-    groups, skipped = group_plans(plans), {key: run.reason for key, run in known.items() if run.reason}
+    plans.sort(key=lambda each: -each.measured.tokens_per_second)
+    groups: dict[tuple[str, int, str], list[MeasuredPlan]] = {}  # by model, its parameters, and cluster
+    for each in plans:
+        groups.setdefault((each.model, each.parameters, each.job.cluster), []).append(each)
+    groups = dict(sorted(groups.items()))
+    skipped = {key: run.reason for key, run in known.items() if run.reason}
     if as_json:
         found = [{"model": name, "parameters": parameters, "cluster": where,
                   "plans": [each.as_dict() | {"error": each.error} for each in group]}
@@ -69,34 +71,18 @@ def history(
         reasons = [{"run": run, "reason": reason} for run, reason in skipped.items()]
         typer.echo(json.dumps({"groups": found, "num_runs": len(runs), "skipped": reasons}))
         return 0
-    show_history(groups, open_console())
+    console = open_console()
+    for number, ((model, parameters, cluster), group) in enumerate(groups.items()):
+        size = f", {show_count(parameters)} parameters" if parameters else ""
+        console.print(Text(f"{chr(10) if number else ''}{model}{size}, on {cluster or 'an unknown cluster'}",
+                           style="bold"))  # fmt: skip
+        for at, line in enumerate(aligned([COLUMNS, *map(_row, group)], NUM_FIGURES)):
+            console.print(Text(line, style="" if at else "dim"), soft_wrap=True)
     if not plans:
         typer.echo("no measured plan was found; name folders with runs: trimaran history FOLDER")
     if skipped:
         typer.echo(f"\n{len(skipped)} of {len(runs)} runs have no measured plan; --json says why")
     return 0
-
-
-def group_plans(plans: "Iterable[MeasuredPlan]") -> Groups:
-    """Return the plans by model and cluster, in the order of their names; the fastest plan of each first."""
-    groups: Groups = {}
-    for each in sorted(plans, key=lambda each: -each.measured.tokens_per_second):
-        groups.setdefault((each.model, each.parameters, each.job.cluster), []).append(each)
-    return dict(sorted(groups.items()))
-
-
-def show_history(groups: Groups, console: "Console") -> None:
-    """Print a table for each model and cluster. Rows are never cut: paths are there to be copied."""
-    from rich.text import Text
-
-    from trimaran.app.show.terminal import aligned
-
-    for number, ((model, parameters, cluster), plans) in enumerate(groups.items()):
-        size = f", {show_count(parameters)} parameters" if parameters else ""
-        console.print(Text(f"{chr(10) if number else ''}{model}{size}, on {cluster or 'an unknown cluster'}",
-                           style="bold"))  # fmt: skip
-        for at, line in enumerate(aligned([COLUMNS, *map(_row, plans)], NUM_FIGURES)):
-            console.print(Text(line, style="" if at else "dim"), soft_wrap=True)
 
 
 def _row(plan: "MeasuredPlan") -> tuple[str, ...]:
@@ -162,9 +148,16 @@ def best_measured_plan(question: "Question", environ: Mapping[str, str]) -> "Mea
 
     Only the index is read, and those of the newest runs under `runs/` that have changed since they were read.
     """
-    from trimaran.planner.measure.run_index import best_measured, index_path, job_of_plan, open_index
+    from trimaran.planner.measure.run_index import best_measured, find_runs, index_path, job_of_plan, open_index
 
-    path, newest = index_path(environ), _newest_runs()
+    try:
+        with os.scandir(RUNS) as entries:
+            found = [(each.stat().st_mtime, each.name) for each in entries if each.is_dir(follow_symlinks=False)]
+    except OSError:
+        found = []
+    folders = (RUNS / name for _, name in sorted(found, reverse=True)[:MAX_NEWEST_RUNS])
+    newest = [run for folder in folders for run in find_runs(folder, depth=0)]
+    path = index_path(environ)
     if question.outline is None or not (newest or (path and path.exists())):
         return None
     index = open_index(path)
@@ -172,15 +165,3 @@ def best_measured_plan(question: "Question", environ: Mapping[str, str]) -> "Mea
     index.write()
     job = asdict(job_of_plan(question.recipe, question.outline, str(question.cluster), platform.node()))
     return best_measured(index, lambda each: each == job)
-
-
-def _newest_runs() -> list[Path]:
-    from trimaran.planner.measure.run_index import find_runs
-
-    try:
-        with os.scandir(RUNS) as entries:
-            found = [(each.stat().st_mtime, each.name) for each in entries if each.is_dir(follow_symlinks=False)]
-    except OSError:
-        return []
-    newest = (RUNS / name for _, name in sorted(found, reverse=True)[:MAX_NEWEST_RUNS])
-    return [run for path in newest for run in find_runs(path, depth=0)]

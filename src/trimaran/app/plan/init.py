@@ -16,27 +16,21 @@ if TYPE_CHECKING:  # `--help` imports neither the planner nor the readers of dat
     from trimaran.app.plan.new_recipe import Choices
     from trimaran.app.recipe.facts import DataFacts, ModelFacts
 
-ModelName = Annotated[str | None, typer.Option(metavar="DIR|NAME", help="A model folder, or a name on the Hub.")]
 DataName = Annotated[str | None, typer.Option(metavar="PATH|NAME", help="A file, a folder, or a dataset on the Hub.")]
-Split = Annotated[str, typer.Option(metavar="NAME", help="The split of a dataset on the Hub.")]
 OUT_HELP = "A new file for the recipe. [default: MODEL-METHOD.yaml]"
-Out = Annotated[Path | None, typer.Option(metavar="FILE", help=OUT_HELP)]
-MethodName = Annotated[
-    Literal["full", "lora", "qlora"] | None,
-    typer.Option("--method", help="What is trained. [default: the first of these that fits the cluster]"),
-]
-ClusterText = Annotated[str, cluster_option("8xH100, 2xcpu, ...")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take what is proposed.")]
 
 
 def init(
-    model: ModelName = None,
+    model: Annotated[str | None, typer.Option(metavar="DIR|NAME", help="A model folder, or a name on the Hub.")] = None,
     data: DataName = None,
-    out: Out = None,
-    method: MethodName = None,
-    cluster: ClusterText = "auto",
-    split: Split = "train",
-    yes: Yes = False,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help=OUT_HELP)] = None,
+    method: Annotated[
+        Literal["full", "lora", "qlora"] | None,
+        typer.Option("--method", help="What is trained. [default: the first of these that fits the cluster]"),
+    ] = None,
+    cluster: Annotated[str, cluster_option("8xH100, 2xcpu, ...")] = "auto",
+    split: Annotated[str, typer.Option(metavar="NAME", help="The split of a dataset on the Hub.")] = "train",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: take what is proposed.")] = False,
     as_json: Json = False,
 ) -> int:
     """Look at a model and data, and write a recipe for them, with a comment on every choice.
@@ -52,7 +46,10 @@ def init(
     from trimaran.app.plan.new_recipe import choose_values, recipe_text, run_name
     from trimaran.app.plan.plan import plan_as_dict
     from trimaran.app.recipe.facts import look_at_data, look_at_model
+    from trimaran.app.recipe.recipe_files import with_local_files, with_model_tokenizer
+    from trimaran.core import expand_user
     from trimaran.machine import parse_cluster
+    from trimaran.models import is_hub_name
 
     asks = not yes
     model, data = _given("--model", model, asks=asks), _given("--data", data, asks=asks)
@@ -64,7 +61,12 @@ def init(
     devices = parse_cluster(cluster, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     found_model = look_at_model(model)
     _say(f"model  {found_model.describe()}")
-    found_data = look_at_data(data, _local_data(data, split), found_model.tokenizer, split=split)
+    if is_hub_name(data):
+        section = DataSection(source="datasets", path=data, split=split)
+        folder = Path(str(with_local_files(Recipe(data=section), weights=False).data.path))
+    else:
+        folder = expand_user(data)
+    found_data = look_at_data(data, folder, found_model.tokenizer, split=split)
     _say(f"data   {found_data.describe()}")
     if found_data.has_images and not found_model.takes_images:
         raise UserError("T051", "the samples have images, and this model takes no images", where=found_data.named,
@@ -78,7 +80,6 @@ def init(
     _refuse_existing(file)
     text = recipe_text(found_model, found_data, choices)
     from trimaran.app.recipe.prepare_data import check_all_data, check_ranks
-    from trimaran.app.recipe.recipe_files import with_local_files, with_model_tokenizer
     from trimaran.app.recipe.request import resolve
 
     # The checks of `train --dry-run` come first; the file is complete or absent.
@@ -128,18 +129,6 @@ def _refuse_existing(file: Path) -> None:
     if not file.parent.is_dir():
         raise UserError("A026", "the folder of this file does not exist", where=str(file),
                         fix=f"create it: mkdir -p {file.parent}")  # fmt: skip
-
-
-def _local_data(named: str, split: str) -> Path:
-    """Return where the data is; a dataset on the Hub is fetched."""
-    from trimaran.app.recipe.recipe_files import with_local_files
-    from trimaran.core.regular_files import expand_user
-    from trimaran.models import is_hub_name
-
-    if not is_hub_name(named):
-        return expand_user(named)
-    recipe = with_local_files(Recipe(data=DataSection(source="datasets", path=named, split=split)), weights=False)
-    return Path(str(recipe.data.path))
 
 
 def _ask(choices: "Choices", model: "ModelFacts", data: "DataFacts", *, asks_method: bool) -> "Choices":

@@ -13,10 +13,10 @@ from pydantic import BaseModel
 
 from trimaran.app.plan.plan_answer import show_slower, slower
 from trimaran.app.recipe.plan_request import PlanRequest
-from trimaran.core import Plan, Recipe, UserError, expand_user
+from trimaran.core import Plan, Recipe, UserError
 from trimaran.cost import STACKS
 from trimaran.machine import Cluster
-from trimaran.planner import EMITTERS, PlanAnswer, Question, ReadConfig, read_pins
+from trimaran.planner import EMITTERS, PlanAnswer, Question, ReadConfig
 from trimaran.planner.emit import Emission, emit
 from trimaran.planner.search.goals import search
 
@@ -174,12 +174,6 @@ class ToolFile:
         """Return the translation for `--json`."""
         about = {"file": str(self.path), "settings": self.settings(cluster), "mismatch": self.mismatch(cluster) or None}
         return about | self.found.as_dict()
-
-
-def read_tool_file(path: Path) -> ToolFile:
-    """Return what a file of accelerate or DeepSpeed says; raise UserError if it is neither."""
-    path = expand_user(str(path))
-    return ToolFile(path=path, found=read_pins(path))
 
 
 def with_pins(

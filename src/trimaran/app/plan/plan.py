@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,65 +26,50 @@ if TYPE_CHECKING:  # `--help` does not import the planner
     from trimaran.app.recipe.request import Request
 
 MODEL_HELP = "A recipe (YAML, or - for standard input), a preset, a config.json or a model folder."
-ModelOrRecipe = Annotated[str | None, argument("MODEL|RECIPE", MODEL_HELP, complete_model_or_recipe)]
-ClusterName = Annotated[str | None, cluster_option("8xH100, 4x8xA100-80GB, auto or a YAML file.")]
-Length = Annotated[int | None, typer.Option(metavar="N", help="Tokens per sequence.")]
-Batch = Annotated[int | None, typer.Option(metavar="N", help="Sequences per optimizer step.")]
 GOAL_HELP = "throughput, memory, cost, fewest-gpus or goodput."
-GoalName = Annotated[str, typer.Option(metavar="NAME", help=GOAL_HELP, autocompletion=complete_goal)]
-Top = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many plans to show.")]
 TOOL_HELP = "Write config files of the best plan: accelerate, deepspeed, hf-trainer, torchtitan or megatron."
-Tool = Annotated[str | None, typer.Option(metavar="TOOL", help=TOOL_HELP, autocompletion=complete_tool)]
 Output = Annotated[Path | None, typer.Option(metavar="DIR", help="Where --emit writes. [default: a folder named TOOL]")]
 FROM_HELP = "Pin what accelerate's YAML or a ds_config.json says; see --set."
-From = Annotated[Path | None, typer.Option("--from", metavar="FILE", help=FROM_HELP)]
-Force = Annotated[bool, typer.Option("--force", help="Let --emit overwrite files.")]
 Tokens = Annotated[str | None, typer.Option(metavar="N", help="Show how long N tokens take: 300B, 1T.")]
 Price = Annotated[float | None, typer.Option(metavar="AMOUNT", help="Price of a GPU hour: show what --tokens cost.")]
-Mtbf = Annotated[float | None, typer.Option(metavar="HOURS", help="Mean time between failures of one GPU.")]
 ADAPTER_HELP = "Train an adapter, not the whole model: lora, dora, or qlora (lora on a 4-bit base)."
-AdapterName = Annotated[
-    str | None, typer.Option(metavar="KIND[:RANK]", help=ADAPTER_HELP, autocompletion=complete_adapter)
-]
 
-Serve = Annotated[bool, typer.Option("--serve", help="Plan how to serve the model, not how to train it.")]
 PromptTokens = Annotated[int | None, typer.Option(metavar="N", help="Tokens of a prompt, with --serve. [default: 512]")]
-OutputTokens = Annotated[
-    int | None, typer.Option(metavar="N", help="Tokens of an answer, with --serve. [default: 256]")
-]
-Weights = Annotated[
-    str | None, typer.Option(metavar="FORMAT", help="With --serve: bf16, fp16, fp32, fp8, int8 or int4 weights.")
-]
-Running = Annotated[
-    int | None,
-    typer.Option("--max-running", metavar="N", min=1, help="With --serve: requests computed together. [default: 64]"),
-]
-ServedTp = Annotated[int | None, typer.Option("--tp", metavar="N", help="With --serve: tensor-parallel ranks.")]
-ServedPp = Annotated[int | None, typer.Option("--pp", metavar="N", help="With --serve: pipeline stages.")]
 
 
 def plan(
-    what: ModelOrRecipe = None,
-    cluster: ClusterName = None,
-    seq_len: Length = None,
-    global_batch: Batch = None,
-    adapter: AdapterName = None,
-    from_file: From = None,
-    goal: GoalName = "throughput",
-    top: Top = 8,
-    emit: Tool = None,
+    what: Annotated[str | None, argument("MODEL|RECIPE", MODEL_HELP, complete_model_or_recipe)] = None,
+    cluster: Annotated[str | None, cluster_option("8xH100, 4x8xA100-80GB, auto or a YAML file.")] = None,
+    seq_len: Annotated[int | None, typer.Option(metavar="N", help="Tokens per sequence.")] = None,
+    global_batch: Annotated[int | None, typer.Option(metavar="N", help="Sequences per optimizer step.")] = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="KIND[:RANK]", help=ADAPTER_HELP, autocompletion=complete_adapter)
+    ] = None,
+    from_file: Annotated[Path | None, typer.Option("--from", metavar="FILE", help=FROM_HELP)] = None,
+    goal: Annotated[str, typer.Option(metavar="NAME", help=GOAL_HELP, autocompletion=complete_goal)] = "throughput",
+    top: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="How many plans to show.")] = 8,
+    emit: Annotated[str | None, typer.Option(metavar="TOOL", help=TOOL_HELP, autocompletion=complete_tool)] = None,
     output: Output = None,
-    force: Force = False,
+    force: Annotated[bool, typer.Option("--force", help="Let --emit overwrite files.")] = False,
     tokens: Tokens = None,
     price: Price = None,
-    mtbf: Mtbf = None,
-    serve: Serve = False,
+    mtbf: Annotated[float | None, typer.Option(metavar="HOURS", help="Mean time between failures of one GPU.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Plan how to serve the model, not how to train it.")] = False,
     prompt_tokens: PromptTokens = None,
-    output_tokens: OutputTokens = None,
-    max_running: Running = None,
-    weights: Weights = None,
-    tp: ServedTp = None,
-    pp: ServedPp = None,
+    output_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of an answer, with --serve. [default: 256]")
+    ] = None,
+    max_running: Annotated[
+        int | None,
+        typer.Option(
+            "--max-running", metavar="N", min=1, help="With --serve: requests computed together. [default: 64]"
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="With --serve: bf16, fp16, fp32, fp8, int8 or int4 weights.")
+    ] = None,
+    tp: Annotated[int | None, typer.Option("--tp", metavar="N", help="With --serve: tensor-parallel ranks.")] = None,
+    pp: Annotated[int | None, typer.Option("--pp", metavar="N", help="With --serve: pipeline stages.")] = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> int:
@@ -100,17 +86,17 @@ def plan(
     trimaran plan llama-3.1-8b --cluster 8xH100 --from ds_config.json
     trimaran plan --serve llama-3-8b --cluster 8xH100 --prompt-tokens 1024 --output-tokens 256
     """
+    from trimaran.app.plan.history import best_measured_plan
     from trimaran.app.plan.plan_answer import (
         as_dict,
         build_plan_report,
         read_cost_terms,
         with_files,
         with_goal,
-        with_measured,
         with_top,
     )
     from trimaran.app.recipe.plan_request import adapter_setting, read_plan_request, say_reference
-    from trimaran.core import EXIT_DONE, EXIT_USER, UserError
+    from trimaran.core import EXIT_DONE, EXIT_USER, UserError, expand_user
     from trimaran.planner.search.goals import no_fit_error
 
     serving = {"--prompt-tokens": prompt_tokens, "--output-tokens": output_tokens, "--max-running": max_running,
@@ -136,9 +122,11 @@ def plan(
     if from_file is None:
         pinned = read_plan_request(what, shortcuts, settings)
     else:
-        from trimaran.app.plan.other_tools import read_tool_file, with_pins
+        from trimaran.app.plan.other_tools import ToolFile, with_pins
+        from trimaran.planner import read_pins
 
-        tool_file = read_tool_file(from_file)
+        path = expand_user(str(from_file))
+        tool_file = ToolFile(path=path, found=read_pins(path))
         pinned = with_pins(tool_file, shortcuts, settings, lambda given: read_plan_request(what, given, settings))
     request = with_top(with_goal(pinned, goal), top)
     say_reference(pinned)
@@ -154,7 +142,8 @@ def plan(
             searching = open_console(stderr=True).status("searching plans")
     with searching:
         report = build_plan_report(request, terms, tool=emit)
-    report = with_measured(with_files(report, output, force=force), os.environ)
+    report = with_files(report, output, force=force)
+    report = replace(report, measured=best_measured_plan(report.request.question, os.environ))
     if as_json:
         translated = {"from": tool_file.as_dict(report.request.question.cluster)} if tool_file else {}
         typer.echo(json.dumps(as_dict(report, top=top) | translated))

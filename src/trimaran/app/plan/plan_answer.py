@@ -199,9 +199,18 @@ class PlanReport:
 
     @property
     def next_command(self) -> str:
+        """The command that starts the plan; '' without a plan."""
         if self.emitted and self.emitted.folder:
             return self.emitted.command
-        return _next_command(self.request, self.answer, self.best) if self.best else ""
+        if self.best is None:
+            return ""
+        answer, request = self.answer, self.request
+        if not _trains_here(self.best, answer):  # a tool that supports the plan gets it
+            words = [*request.arguments, *(["--set", f"cluster={answer.part}"] if answer.part else [])]
+            return shlex.join([program_name(), "plan", *words, "--emit", _tool_for(self.best, answer)[0]])
+        file = [request.file] if request.file else []
+        settings = [word for each in run_settings(request, answer, self.best) for word in ("--set", each)]
+        return shlex.join([*start_command(answer.cluster), "train", *file, *settings])
 
     @property
     def is_measured(self) -> bool:
@@ -253,13 +262,6 @@ def build_plan_report(request: PlanRequest, terms: CostTerms, *, tool: str | Non
     from trimaran.planner.reliability import reliability_of
 
     return replace(report, reliability=reliability_of(report.best, question, answer.cluster))
-
-
-def with_measured(report: PlanReport, environ: Mapping[str, str]) -> PlanReport:
-    """Return the report with the fastest measured plan; nothing is read where no run was ever seen."""
-    from trimaran.app.plan.history import best_measured_plan
-
-    return replace(report, measured=best_measured_plan(report.request.question, environ))
 
 
 def with_files(report: PlanReport, folder: Path | None, *, force: bool) -> PlanReport:
@@ -326,19 +328,6 @@ def as_dict(report: PlanReport, *, top: int) -> dict[str, Any]:
         "trainer": report.trainer.as_dict() if report.trainer else None,
     }
     return tree if answer.ranked else tree | {"error": no_fit_error(answer).as_dict()}
-
-
-def _next_command(request: PlanRequest, answer: PlanAnswer, best: Plan) -> str:
-    """Return the command that starts the plan: `train`, with the plan pinned if `train` would choose another.
-
-    A plan that our trainer does not support is written for a tool that does.
-    """
-    if not _trains_here(best, answer):
-        part = ["--set", f"cluster={answer.part}"] if answer.part else []
-        return shlex.join([program_name(), "plan", *request.arguments, *part, "--emit", _tool_for(best, answer)[0]])
-    file = [request.file] if request.file else []
-    settings = [word for each in run_settings(request, answer, best) for word in ("--set", each)]
-    return shlex.join([*start_command(answer.cluster), "train", *file, *settings])
 
 
 def run_settings(request: PlanRequest, answer: PlanAnswer, best: Plan) -> list[str]:

@@ -83,8 +83,30 @@ def add_plan(facts: Table, plan: Plan, cluster: Cluster, *, unit: str) -> None:
     if plan.reduces_after_backward and plan.captures_steps:
         when = "after backward, not during it (plan.comm.overlap: false)"
         facts.add_row("gradients", f"summed {when}, so that CUDA graphs launch forward and backward")
-    if prediction := plan.prediction:
-        _add_cost(facts, prediction, cluster, unit)
+    if (prediction := plan.prediction) is None:
+        return
+    verdict = Text("fits", style=GREEN) if prediction.fits else Text("does not fit", style=f"bold {RED}")
+    # device_bytes: tensors, the allocator's reserve, the CUDA context and the collectives' buffers.
+    size = prediction.memory_limit or cluster.device.memory_bytes
+    full = f"{show_bytes(prediction.device_bytes)} of {show_bytes(size)} a device"
+    fraction = f" ({occupancy(prediction, cluster):.0%}), "
+    facts.add_row("memory", Text.assemble(full, fraction, verdict, f"; tensors {show_bytes(prediction.peak_bytes)}"))
+    for kind in prediction.kinds:
+        fewest, most = kind.layers
+        layers = f"{most} layers" if fewest == most else f"{fewest} to {most} layers"
+        busy = f"busy for {show_seconds(kind.busy_seconds)} of a step"
+        needed = f"{show_bytes(kind.device_bytes)} of {show_bytes(kind.memory_bytes)}"
+        count = "1 row" if kind.rows == 1 else f"{kind.rows} rows"
+        facts.add_row("", f"{kind.ranks} x {kind.device}: {count} and {layers} each, {busy}, {needed}")
+    if prediction.host_bytes:
+        facts.add_row("host", f"{show_bytes(prediction.host_bytes)} of {show_bytes(cluster.host_bytes)} a node, pinned")
+    if prediction.disk_bytes:
+        facts.add_row("disk", f"{show_bytes(prediction.disk_bytes)} a node, in files")
+    speed = f"{show_seconds(prediction.step_seconds)} a step, {show_count(prediction.tokens_per_second)} {unit}/s"
+    facts.add_row("speed", f"{speed}, mfu {prediction.mfu:.0%}" if prediction.mfu_is_known else speed)
+    memory = "" if prediction.memory_error is None else f" of a step, ±{prediction.memory_error:.0%} of memory"
+    source = f"; {prediction.source}" if prediction.source else ""
+    facts.add_row("error", f"±{prediction.error:.0%}{memory}{source}")
 
 
 def show_terms(plan: Plan, console: Console) -> None:
@@ -120,36 +142,36 @@ def occupancy(prediction: Prediction, cluster: Cluster) -> float:
     return prediction.device_bytes / (prediction.memory_limit or cluster.device.memory_bytes)
 
 
-def _add_cost(facts: Table, prediction: Prediction, cluster: Cluster, unit: str) -> None:
-    verdict = Text("fits", style=GREEN) if prediction.fits else Text("does not fit", style=f"bold {RED}")
-    # device_bytes: tensors, the allocator's reserve, the CUDA context and the collectives' buffers.
-    size = prediction.memory_limit or cluster.device.memory_bytes
-    full = f"{show_bytes(prediction.device_bytes)} of {show_bytes(size)} a device"
-    fraction = f" ({occupancy(prediction, cluster):.0%}), "
-    facts.add_row("memory", Text.assemble(full, fraction, verdict, f"; tensors {show_bytes(prediction.peak_bytes)}"))
-    for kind in prediction.kinds:
-        fewest, most = kind.layers
-        layers = f"{most} layers" if fewest == most else f"{fewest} to {most} layers"
-        busy = f"busy for {show_seconds(kind.busy_seconds)} of a step"
-        needed = f"{show_bytes(kind.device_bytes)} of {show_bytes(kind.memory_bytes)}"
-        count = "1 row" if kind.rows == 1 else f"{kind.rows} rows"
-        facts.add_row("", f"{kind.ranks} x {kind.device}: {count} and {layers} each, {busy}, {needed}")
-    if prediction.host_bytes:
-        facts.add_row("host", f"{show_bytes(prediction.host_bytes)} of {show_bytes(cluster.host_bytes)} a node, pinned")
-    if prediction.disk_bytes:
-        facts.add_row("disk", f"{show_bytes(prediction.disk_bytes)} a node, in files")
-    speed = f"{show_seconds(prediction.step_seconds)} a step, {show_count(prediction.tokens_per_second)} {unit}/s"
-    facts.add_row("speed", f"{speed}, mfu {prediction.mfu:.0%}" if prediction.mfu_is_known else speed)
-    memory = "" if prediction.memory_error is None else f" of a step, ±{prediction.memory_error:.0%} of memory"
-    source = f"; {prediction.source}" if prediction.source else ""
-    facts.add_row("error", f"±{prediction.error:.0%}{memory}{source}")
-
-
 def show_report(report: PlanReport, console: Console, *, top: int) -> None:
     """Print the answer. If nothing fits, the plan with the least memory is shown instead of the best."""
     answer = report.answer
     shown = report.best or next((miss.plan for miss in answer.misses), None)
-    _show_facts(report, shown, console)
+    question = report.request.question
+    recipe, facts = question.recipe, facts_table()
+    facts.add_row("run", recipe.name)
+    add_model(facts, question.outline)
+    idle = answer.question.cluster.world_size - answer.cluster.world_size
+    facts.add_row("cluster", f"{answer.cluster}{f', {idle} of {question.cluster} stay idle' if idle else ''}")
+    facts.add_row("step", _step(question))
+    if rows := question.rows:
+        facts.add_row("images", f"{rows.images:,.1f} images of {rows.patches:,.0f} patches in all a sequence, by the "
+                      f"first {rows.num_samples:,} samples of the data")  # fmt: skip
+    if shown:
+        add_plan(facts, shown, answer.cluster, unit=unit_of(question.outline))
+    if not answer.ranked:
+        missing = answer.missing or f"{show_bytes(answer.missing_bytes)} a device"
+        facts.add_row("missing", Text(missing, style=f"bold {RED}"))
+        facts.add_row("smallest", f"{answer.smallest} is enough" if answer.smallest else "no number of them is enough")
+    if found := report.reliability:
+        spares = f"{found.spares} spare nodes, a checkpoint every {found.save_every:,} steps"
+        facts.add_row("job", f"goodput {found.goodput:.1%} of weeks with failures, simulated: {spares}, "
+                      f"MTTR {show_seconds(found.mttr)}")  # fmt: skip
+    if report.measured:
+        facts.add_row("measured", _measured(report, unit_of(question.outline)))
+    for name, text in report.cost.rows if report.cost else ():
+        facts.add_row(name, text)
+    facts.add_row("searched", f"{answer.num_considered:,} plans")
+    console.print(facts)
     if shown:
         show_terms(shown, console)
     if len(answer.ranked) > 1:
@@ -186,35 +208,6 @@ def show_report(report: PlanReport, console: Console, *, top: int) -> None:
         console.print(Text(f"not the best plan: {emitted.loss}", style=ORANGE), soft_wrap=True)
     for note in emitted.emission.notes:
         console.print(Text(f"- {note}", style="dim"), soft_wrap=True)
-
-
-def _show_facts(report: PlanReport, plan: Plan | None, console: Console) -> None:
-    question, answer = report.request.question, report.answer
-    recipe, facts = question.recipe, facts_table()
-    facts.add_row("run", recipe.name)
-    add_model(facts, question.outline)
-    idle = answer.question.cluster.world_size - answer.cluster.world_size
-    facts.add_row("cluster", f"{answer.cluster}{f', {idle} of {question.cluster} stay idle' if idle else ''}")
-    facts.add_row("step", _step(question))
-    if rows := question.rows:
-        facts.add_row("images", f"{rows.images:,.1f} images of {rows.patches:,.0f} patches in all a sequence, by the "
-                      f"first {rows.num_samples:,} samples of the data")  # fmt: skip
-    if plan:
-        add_plan(facts, plan, answer.cluster, unit=unit_of(question.outline))
-    if not answer.ranked:
-        missing = answer.missing or f"{show_bytes(answer.missing_bytes)} a device"
-        facts.add_row("missing", Text(missing, style=f"bold {RED}"))
-        facts.add_row("smallest", f"{answer.smallest} is enough" if answer.smallest else "no number of them is enough")
-    if found := report.reliability:
-        spares = f"{found.spares} spare nodes, a checkpoint every {found.save_every:,} steps"
-        facts.add_row("job", f"goodput {found.goodput:.1%} of weeks with failures, simulated: {spares}, "
-                      f"MTTR {show_seconds(found.mttr)}")  # fmt: skip
-    if report.measured:
-        facts.add_row("measured", _measured(report, unit_of(question.outline)))
-    for name, text in report.cost.rows if report.cost else ():
-        facts.add_row(name, text)
-    facts.add_row("searched", f"{answer.num_considered:,} plans")
-    console.print(facts)
 
 
 def _measured(report: PlanReport, unit: str) -> str:

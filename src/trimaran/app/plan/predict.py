@@ -6,7 +6,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from trimaran.core import UserError, did_you_mean, open_regular_file, show_bytes
 from trimaran.planner import MAX_LINE_BYTES, answer_line, example_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    pass
 
 FILE_HELP = "One JSON object per line: {id, model, cluster, plan, stack}. - is standard input."
 Questions = Annotated[str | None, argument("FILE", FILE_HELP, complete_lines)]
@@ -62,15 +62,45 @@ def _stream(stream: BinaryIO) -> None:
 
 
 def _show(stream: BinaryIO) -> None:
+    """Print the answers as a table, their number, and the first errors."""
     from rich.progress import Progress
+    from rich.text import Text
 
-    from trimaran.app.show.clean_console import open_console
+    from trimaran.app.show.clean_console import open_console, plain_table
 
     console, size = open_console(), _size(stream)
     with Progress(console=console, transient=True, disable=not (size and console.is_terminal)) as bar:
         read = bar.wrap_file(stream, total=size, description="predicting") if size else stream
-        tally = count_answers(_answers(read))
-    show_answers(tally, console)
+        tally, began = AnswerCount(), time.perf_counter()
+        for answer in _answers(read):
+            tally.add(answer)
+        seconds = time.perf_counter() - began
+    few = len(tally.first) <= MAX_ALL_ROWS
+    rows = tally.first if few else [answer for *_, answer in sorted(tally.best, reverse=True)]
+    table = plain_table()
+    table.add_column("id", overflow="ellipsis", no_wrap=True, max_width=32)
+    table.add_column("")
+    for column in ("memory", "step", "tokens/s/GPU", "mfu"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", style="dim")
+    for answer in rows:
+        verdict = Text("fits", style=GREEN) if answer["fits"] else Text("no", style=RED)
+        numbers = show_bytes(answer["device_bytes"]), show_seconds(answer["step_seconds"])
+        speed = f"{answer['tokens_per_second_per_gpu']:,.0f}", f"{answer['mfu']:.0%}"
+        table.add_row(Text(str(answer["id"])), verdict, *numbers, *speed, Text(answer.get("why", "")))
+    if rows:
+        console.print(table)
+    summary = f"{tally.num_answers:,} lines in {show_seconds(seconds)}, {tally.num_fitting:,} fit"
+    if not few:
+        summary += f"; these are the {len(rows)} fastest per GPU, --json has all"
+    console.print(Text(summary, style="dim"))
+    if tally.num_errors:
+        console.print(Text(f"{tally.num_errors:,} lines have errors:", style=RED))
+    for answer in tally.errors:
+        error = answer["error"]
+        name = "" if answer["id"] is None else f", id {str(answer['id'])[:40]}"
+        text = f"  {error['code']}: {error['what']} ({error['where']}{name}); {error['fix']}"
+        console.print(Text(text), soft_wrap=True)
 
 
 def _answers(stream: BinaryIO) -> Iterator[dict[str, Any]]:
@@ -114,7 +144,6 @@ class AnswerCount:
     num_answers: int = 0
     num_fitting: int = 0
     num_errors: int = 0
-    seconds: float = 0.0
     first: list[dict[str, Any]] = field(default_factory=list)
     best: list[tuple[float, int, dict[str, Any]]] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
@@ -130,46 +159,3 @@ class AnswerCount:
         if answer["fits"]:
             push = heapq.heappush if len(self.best) < MAX_BEST_ROWS else heapq.heappushpop
             push(self.best, (answer["tokens_per_second_per_gpu"], -self.num_answers, answer))
-
-
-def count_answers(answers: Iterable[dict[str, Any]]) -> AnswerCount:
-    """Return the answers and how long they took."""
-    tally, began = AnswerCount(), time.perf_counter()
-    for answer in answers:
-        tally.add(answer)
-    tally.seconds = time.perf_counter() - began
-    return tally
-
-
-def show_answers(tally: AnswerCount, console: "Console") -> None:
-    """Print the answers as a table, their number, and the first errors."""
-    from rich.text import Text
-
-    from trimaran.app.show.clean_console import plain_table
-
-    few = len(tally.first) <= MAX_ALL_ROWS
-    rows = tally.first if few else [answer for *_, answer in sorted(tally.best, reverse=True)]
-    table = plain_table()
-    table.add_column("id", overflow="ellipsis", no_wrap=True, max_width=32)
-    table.add_column("")
-    for column in ("memory", "step", "tokens/s/GPU", "mfu"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("", style="dim")
-    for answer in rows:
-        verdict = Text("fits", style=GREEN) if answer["fits"] else Text("no", style=RED)
-        numbers = show_bytes(answer["device_bytes"]), show_seconds(answer["step_seconds"])
-        speed = f"{answer['tokens_per_second_per_gpu']:,.0f}", f"{answer['mfu']:.0%}"
-        table.add_row(Text(str(answer["id"])), verdict, *numbers, *speed, Text(answer.get("why", "")))
-    if rows:
-        console.print(table)
-    summary = f"{tally.num_answers:,} lines in {show_seconds(tally.seconds)}, {tally.num_fitting:,} fit"
-    if not few:
-        summary += f"; these are the {len(rows)} fastest per GPU, --json has all"
-    console.print(Text(summary, style="dim"))
-    if tally.num_errors:
-        console.print(Text(f"{tally.num_errors:,} lines have errors:", style=RED))
-    for answer in tally.errors:
-        error = answer["error"]
-        name = "" if answer["id"] is None else f", id {str(answer['id'])[:40]}"
-        text = f"  {error['code']}: {error['what']} ({error['where']}{name}); {error['fix']}"
-        console.print(Text(text), soft_wrap=True)

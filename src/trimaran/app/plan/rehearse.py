@@ -19,15 +19,12 @@ from trimaran.app.recipe.options import (
 
 MODEL_HELP = "A recipe, or a model, which is planned with defaults. [default: a small built-in recipe]"
 CLUSTER_HELP = "The cluster of the plan: 8x8xH100, or a YAML file. [default: the recipe's]"
-RecipeOrModel = Annotated[str | None, argument("MODEL|RECIPE", MODEL_HELP, complete_model_or_recipe)]
-ClusterName = Annotated[str | None, cluster_option(CLUSTER_HELP)]
 Ranks = Annotated[
     str | None,
     typer.Option(metavar="LIST", help="first, last, stages (one rank of each pipeline stage), or numbers, with commas. "
                  "[default: first, and last in a pipeline]",
                  autocompletion=words_of("first", "first,last", "last", "stages")),
 ]  # fmt: skip
-Steps = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Measured steps, after a warm-up.")]
 Layers = Annotated[
     int,
     typer.Option(metavar="N", min=0, max=4096, show_default=False,
@@ -37,10 +34,10 @@ NOT_MEASURED = 1  # the exit code if a rank ran out of memory or failed
 
 
 def rehearse(
-    what: RecipeOrModel = None,
-    cluster: ClusterName = None,
+    what: Annotated[str | None, argument("MODEL|RECIPE", MODEL_HELP, complete_model_or_recipe)] = None,
+    cluster: Annotated[str | None, cluster_option(CLUSTER_HELP)] = None,
     ranks: Ranks = None,
-    steps: Steps = 5,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Measured steps, after a warm-up.")] = 5,
     layers: Layers = 0,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,

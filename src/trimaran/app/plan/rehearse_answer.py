@@ -13,7 +13,7 @@ from trimaran.app.recipe.request import with_absolute_paths
 from trimaran.app.show.clean_console import plain_table
 from trimaran.app.show.text_chart import GREEN, RED
 from trimaran.core import Plan, UserError, show_bytes, show_seconds
-from trimaran.machine import Cluster, calibration_folder, detect, refuse_mixed
+from trimaran.machine import calibration_folder, detect, refuse_mixed
 from trimaran.models import refuse_freezing
 from trimaran.planner import RankCost, Rehearsal, RehearsalRequest, choose, refuse_fewer_layers
 
@@ -42,13 +42,18 @@ def read_rehearse_request(
                         where="plan.engine", fix="rehearse the plan with engine torch")  # fmt: skip
     if layers:
         refuse_fewer_layers(recipe, question.spec, plan, layers)
+    # Ranks are measured on this machine's first device; those of a cluster of CPUs stay on a CPU.
+    here = question.cluster
+    if not here.device.traits.shares_cores:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        here = detect(visible_devices=visible, calibrations=calibration_folder(os.environ))
     return RehearsalRequest(
         recipe=recipe,
         spec=question.spec,
         job=question.job,
         plan=plan,
         cluster=question.cluster,
-        here=_device_at_hand(question.cluster),
+        here=here,
         ranks=chosen_ranks(ranks, plan),
         steps=steps,
         layers=layers,
@@ -70,13 +75,6 @@ def chosen_ranks(text: str | None, plan: Plan) -> tuple[int, ...]:
             what = f"'{word[:40]}' is no rank of a plan with {world:,}"
             raise UserError("P090", what, where="--ranks", fix=RANKS_FIX)
     return tuple(found)
-
-
-def _device_at_hand(cluster: Cluster) -> Cluster:
-    """Return this machine, on whose first device ranks are measured. Ranks of a cluster of CPUs stay on a CPU."""
-    if cluster.device.traits.shares_cores:
-        return cluster
-    return detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"), calibrations=calibration_folder(os.environ))
 
 
 def show_rehearsal(rehearsal: Rehearsal, console: Console) -> None:

@@ -17,6 +17,8 @@ from trimaran.app.recipe.options import (
     complete_run,
 )
 
+MAX_FAILURES = 200_000  # that are simulated in minutes
+
 
 def complete_plan(incomplete: str) -> list[str]:
     """Return what `simulate` accepts: runs, and what `plan` accepts."""
@@ -24,15 +26,9 @@ def complete_plan(incomplete: str) -> list[str]:
 
 
 PLAN_HELP = "A run, its plan.json, a file of `plan --json`, a recipe, or a model, which is planned first."
-PlanName = Annotated[str | None, argument("PLAN", PLAN_HELP, complete_plan)]
-ClusterName = Annotated[str | None, cluster_option("12500x8xH100, or a YAML file. [default: the plan's]")]
-Days = Annotated[float, typer.Option(metavar="N", min=0.01, max=3650, help="How long the job runs.")]
-Seed = Annotated[int, typer.Option(metavar="N", min=0, max=2**31, help="The same seed gives the same answer.")]
 Runs = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Simulate the job so often, and average.")]
 SPARES_HELP = "Spare nodes. [default: enough for 99.9% of the time]"
-Spares = Annotated[int | None, typer.Option(metavar="N", min=0, max=10**6, help=SPARES_HELP)]
 INTERVAL_HELP = "Between checkpoints. [default: the best]"
-Interval = Annotated[float | None, typer.Option(metavar="SECONDS", min=0.1, max=10**7, help=INTERVAL_HELP)]
 Restart = Annotated[float, typer.Option(metavar="SECONDS", min=0, max=10**6, help="From a failure to the first step.")]
 Repair = Annotated[float, typer.Option(metavar="HOURS", min=0.01, max=10**5, help="Until a broken node is back.")]
 Mtbf = Annotated[
@@ -41,32 +37,28 @@ Mtbf = Annotated[
                  help="Mean time between failures of one GPU. [default: as in the Llama 3 run, 50,700]"),
 ]  # fmt: skip
 RAILS_HELP, POD_HELP = "Network cards of a node. [default: one a GPU]", "Nodes with full bandwidth. [default: all]"
-Rails = Annotated[int, typer.Option(metavar="N", min=0, max=64, show_default=False, help=RAILS_HELP)]
-Pod = Annotated[int, typer.Option(metavar="NODES", min=0, max=10**6, show_default=False, help=POD_HELP)]
-Oversubscription = Annotated[
-    float, typer.Option(metavar="N", min=1, max=1000, help="How much less bandwidth leads out of a pod.")
-]
 OUT_HELP = "Write the answer there, and timelines of a step and the job for Perfetto."
-Out = Annotated[Path | None, typer.Option(metavar="DIR", help=OUT_HELP)]
 
 
 def simulate(
-    what: PlanName = None,
-    cluster: ClusterName = None,
-    days: Days = 30.0,
-    seed: Seed = 0,
+    what: Annotated[str | None, argument("PLAN", PLAN_HELP, complete_plan)] = None,
+    cluster: Annotated[str | None, cluster_option("12500x8xH100, or a YAML file. [default: the plan's]")] = None,
+    days: Annotated[float, typer.Option(metavar="N", min=0.01, max=3650, help="How long the job runs.")] = 30.0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, max=2**31, help="The same seed gives the same answer.")] = 0,
     runs: Runs = 4,
-    spares: Spares = None,
-    save_every: Interval = None,
+    spares: Annotated[int | None, typer.Option(metavar="N", min=0, max=10**6, help=SPARES_HELP)] = None,
+    save_every: Annotated[float | None, typer.Option(metavar="SECONDS", min=0.1, max=10**7, help=INTERVAL_HELP)] = None,
     restart: Restart = 600.0,
     repair: Repair = 24.0,
     mtbf: Mtbf = None,
-    rails: Rails = 0,
-    pod: Pod = 0,
-    oversubscription: Oversubscription = 1.0,
+    rails: Annotated[int, typer.Option(metavar="N", min=0, max=64, show_default=False, help=RAILS_HELP)] = 0,
+    pod: Annotated[int, typer.Option(metavar="NODES", min=0, max=10**6, show_default=False, help=POD_HELP)] = 0,
+    oversubscription: Annotated[
+        float, typer.Option(metavar="N", min=1, max=1000, help="How much less bandwidth leads out of a pod.")
+    ] = 1.0,
     seq_len: SeqLen = None,
     global_batch: GlobalBatch = None,
-    out: Out = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help=OUT_HELP)] = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
@@ -82,17 +74,21 @@ def simulate(
     """
     from trimaran.app.plan.simulate_answer import (
         read_simulate_request,
-        refuse_endless_failures,
         show_simulation,
         simulation_as_dict,
     )
     from trimaran.app.show.clean_console import open_console, progress_bar
+    from trimaran.core import UserError
     from trimaran.cost import Fabric, Scenario, with_worth
     from trimaran.cost import simulate as simulate_plan
 
     shortcuts = {"cluster": cluster, "data.seq_len": seq_len, "train.global_batch": global_batch}
     request = read_simulate_request(what, shortcuts, settings or [])
-    refuse_endless_failures(request, mtbf, days)
+    failures = 24 * days * request.plan.mesh.world_size / mtbf if mtbf is not None else 0.0
+    if mtbf is not None and failures > MAX_FAILURES:  # the job would not make progress
+        least = mtbf * failures / MAX_FAILURES
+        raise UserError("P084", f"{failures:,.0f} failures in {days:g} days are too many to simulate",
+                        where="--mtbf", fix=f"name at least {least:.2g} hours for one GPU, or fewer days")  # fmt: skip
     scenario = Scenario(
         days=days, seed=seed, runs=runs, spares=request.spares if spares is None else spares, interval=save_every,
         restart=restart, repair=repair * 3600, mtbf_hours=mtbf,
@@ -103,7 +99,6 @@ def simulate(
         simulation = with_worth(found, report)
     answer = simulation_as_dict(request, simulation)
     if out is not None:
-        from trimaran.core import UserError
         from trimaran.cost.simulate.simulation import job_trace, step_trace
         from trimaran.runs.read.traces import write_merged
 

@@ -26,7 +26,6 @@ from trimaran.machine import Cluster, refuse_mixed
 from trimaran.models import PRESETS
 from trimaran.planner import Question, best_plans, no_fit_error, nothing_fits, predicted, resized_cluster
 
-MAX_FAILURES = 200_000
 PLAN_FILE = re.compile(r"\.json$")
 PLAN_FIX = "name a run, its plan.json, a file of `trimaran plan --json`, a recipe or a model"
 MAX_SHOWN_CAUSES = 4
@@ -71,17 +70,6 @@ def read_simulate_request(
     if not (found := best_plans(question).ranked):
         raise no_fit_error(nothing_fits(question))
     return SimulateRequest(question=question, plan=predicted(found[0].plan, question), cluster=question.cluster)
-
-
-def refuse_endless_failures(request: SimulateRequest, mtbf_hours: float | None, days: float) -> None:
-    """Raise if there would be more failures than can be simulated in minutes: the job would not make progress."""
-    if mtbf_hours is None:
-        return
-    failures = 24 * days * request.plan.mesh.world_size / mtbf_hours
-    if failures > MAX_FAILURES:
-        least = mtbf_hours * failures / MAX_FAILURES
-        raise UserError("P084", f"{failures:,.0f} failures in {days:g} days are too many to simulate",
-                        where="--mtbf", fix=f"name at least {least:.2g} hours for one GPU, or fewer days")  # fmt: skip
 
 
 def _run_folder(what: str | None) -> Path | None:

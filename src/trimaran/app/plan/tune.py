@@ -1,44 +1,40 @@
 """`trimaran tune`: measures the planner's best plans and their neighbours here, and writes the fastest as a recipe."""
 
 import json
+import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from trimaran.app.recipe.options import Json, NoCheck, RecipeFile, Settings, path_argument, program_name
 from trimaran.core import UserError
 
-if TYPE_CHECKING:
-    from trimaran.planner.measure.tuner import TuneResult
-
 EXIT_INTERRUPTED = 130
-Minutes = Annotated[float, typer.Option(metavar="N", min=0.1, max=1440, help="Time for trials.")]
 MinGain = Annotated[
     float | None,
     typer.Option(metavar="F", min=0, max=1, show_default=False,
                  help="End when no trial is expected to shorten a step by this fraction. [default: the noise]"),
 ]  # fmt: skip
-Out = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Where the recipe is written. [default: in the results folder]")
-]
-Folder = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="The folder of the results. [default: runs/tune/NAME-DIGEST]", file_okay=False),
-]
-Again = Annotated[bool, typer.Option("--again", help="Measure plans again that were measured before.")]
 NoCalibrate = Annotated[bool, typer.Option("--no-calibrate", help="Leave the planner's rates as they are.")]
 
 
 def tune(
     recipe: RecipeFile = None,
-    minutes: Minutes = 10.0,
+    minutes: Annotated[float, typer.Option(metavar="N", min=0.1, max=1440, help="Time for trials.")] = 10.0,
     min_gain: MinGain = None,
     settings: Settings = None,
-    out: Out = None,
-    folder: Folder = None,
-    again: Again = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the recipe is written. [default: in the results folder]")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="The folder of the results. [default: runs/tune/NAME-DIGEST]", file_okay=False
+        ),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure plans again that were measured before.")] = False,
     no_calibrate: NoCalibrate = False,
     no_check: NoCheck = False,
     as_json: Json = False,
@@ -56,14 +52,12 @@ def tune(
     trimaran tune my.yaml --set plan.mesh.tp=2 --out tuned.yaml
     trimaran tune my.yaml --json | jq '.best.measured'
     """
+    from trimaran.app.plan.history import read_index
     from trimaran.app.plan.tune_answer import (
         Refit,
-        add_to_history,
         read_tune_request,
         refit_rates,
         refuse_other_file,
-        show_gain,
-        show_refit,
         show_tuning,
         tune_here,
         tuned_recipe_text,
@@ -82,13 +76,21 @@ def tune(
             if again:
                 store.forget()
             result = tune_here(request, store, console, minutes=minutes, min_gain=min_gain, check=not no_check)
-            _refuse_nothing(result, request.folder)
-            assert result.best is not None
+            if result.best is None and result.stopped == "interrupted":
+                raise UserError("A041", "interrupted before a plan was measured", where=str(request.folder),
+                                fix="run the same command again")  # fmt: skip
+            if result.best is None:
+                reasons = [f"{each.candidate.plan}: {each.outcome}: {each.reason}" for each in result.tried[:3]]
+                raise UserError("A041", f"no plan could be measured: {'; '.join(reasons) or result.why}",
+                                where=str(request.folder), fix="see logs/ in the folders of the trials; "
+                                "`trimaran train` shows the same error live; or allow more time with --minutes"
+                                )  # fmt: skip
             assert result.best.seconds is not None
             step = f"{1000 * result.best.seconds:.1f} ms a step"
             remark = f"{step} on {request.about['cluster']} ({request.about['host']})"
             write_tuned_recipe(path, tuned_recipe_text(request.written, result.best.candidate, remark=remark))
-            add_to_history(runs := store.runs())
+            runs = store.runs()
+            read_index([run.absolute() for run in runs], os.environ)  # `trimaran plan` then knows them
             with console.status("fitting rates to the trials"):
                 refit = Refit(None, "--no-calibrate") if no_calibrate else refit_rates(runs, result.stopped)
     except KeyboardInterrupt:  # before the first trial, or a second time
@@ -109,20 +111,6 @@ def tune(
         typer.echo(json.dumps(answer))
         return 0
     console = open_console()
-    show_tuning(result, request.ranked[0], console)
-    show_gain(result, console)
-    show_refit(refit.answer, refit.trouble, console)
+    show_tuning(result, refit, request.ranked[0], console)
     typer.echo(f"\nrecipe  {path}\nnext    {command}")
     return 0
-
-
-def _refuse_nothing(result: "TuneResult", folder: Path) -> None:
-    if result.best is not None:
-        return
-    if result.stopped == "interrupted":
-        raise UserError("A041", "interrupted before a plan was measured", where=str(folder),
-                        fix="run the same command again")  # fmt: skip
-    reasons = [f"{each.candidate.plan}: {each.outcome}: {each.reason}" for each in result.tried[:3]]
-    raise UserError("A041", f"no plan could be measured: {'; '.join(reasons) or result.why}", where=str(folder),
-                    fix="see logs/ in the folders of the trials; `trimaran train` shows the same error live; "
-                    "or allow more time with --minutes")  # fmt: skip

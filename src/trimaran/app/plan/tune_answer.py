@@ -39,7 +39,7 @@ from trimaran.machine import refuse_mixed
 from trimaran.models import refuse_freezing
 from trimaran.planner import Question
 from trimaran.planner.measure.fit_rates import median_error
-from trimaran.planner.measure.run_index import index_path, job_of_plan, open_index
+from trimaran.planner.measure.run_index import job_of_plan
 from trimaran.planner.measure.trial_record import MeasuredTrial, TrialLimits, TrialStore, TriedCandidate, TuneCandidate
 from trimaran.planner.measure.tuner import StopReason, Tuner, TuneResult, TuneTask
 from trimaran.planner.search.goals import no_fit_error, search
@@ -80,11 +80,6 @@ class TuneRequest:
         return Request(recipe=self.recipe, spec=question.spec, outline=question.outline, cluster=question.cluster,
                        plan=self.ranked[0])  # fmt: skip
 
-    @property
-    def free_workers(self) -> bool:
-        """Whether the recipe leaves the number of loader processes open."""
-        return "workers" not in self.question.recipe.data.model_fields_set
-
 
 def read_tune_request(file: str | None, settings: Sequence[str], folder: Path | None) -> TuneRequest:
     """Return the recipe in `file` with `settings` on top and the planner's plans for it, the best first.
@@ -101,25 +96,11 @@ def read_tune_request(file: str | None, settings: Sequence[str], folder: Path | 
     answer = search(question)
     if not answer.ranked:
         raise no_fit_error(answer)
-    about = about_of(question)
-    digest = sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
-    return TuneRequest(
-        question=question,
-        recipe=with_model_tokenizer(with_local_files(recipe)),
-        written=recipe,
-        ranked=(*answer.ranked, *(tie.plan for tie in answer.ties)),
-        about=about,
-        folder=folder or RUNS / TUNED_FOLDER / f"{recipe.name}-{digest}",
-    )
-
-
-def about_of(question: Question) -> dict[str, Any]:
-    """Return what measured step times depend on beside the plan: model, data shape, cluster and software."""
-    recipe = question.recipe
+    # What measured step times depend on beside the plan: model, data shape, cluster and software.
     job = job_of_plan(recipe, question.outline, str(question.cluster), platform.node())
     data = recipe.data.model_dump(mode="json", include={*SHAPE_OF_DATA})
     data["samples"].pop("images")
-    return {
+    about = {
         "model": job.model,
         "seq_len": job.seq_len,
         "global_batch": job.global_batch,
@@ -135,6 +116,15 @@ def about_of(question: Question) -> dict[str, Any]:
         "python": platform.python_version(),
         "threads": os.environ.get("OMP_NUM_THREADS", ""),
     }
+    digest = sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:8]
+    return TuneRequest(
+        question=question,
+        recipe=with_model_tokenizer(with_local_files(recipe)),
+        written=recipe,
+        ranked=(*answer.ranked, *(tie.plan for tie in answer.ties)),
+        about=about,
+        folder=folder or RUNS / TUNED_FOLDER / f"{recipe.name}-{digest}",
+    )
 
 
 class TuneProgress:
@@ -196,8 +186,16 @@ def _setting(field: str, value: object) -> str:
     return f"{name} every {value}" if field == "recompute" and isinstance(value, int) else f"{name} {value}"
 
 
-def show_tuning(result: TuneResult, first: Plan, console: Console) -> None:
-    """Print what was tried, fastest first, and what was not. Rows are never cut."""
+@dataclass(frozen=True, slots=True)
+class Refit:
+    """What the trials say about the planner's rates: the fits, or why there are none."""
+
+    answer: CalibrateAnswer | None
+    trouble: str = ""
+
+
+def show_tuning(result: TuneResult, refit: Refit, first: Plan, console: Console) -> None:
+    """Print what was tried, fastest first, and what was not; the gain; and the rates. Rows are never cut."""
     console.print(Text.assemble(("the planner's first choice  ", "dim"), str(first)), soft_wrap=True)
     console.print()
     rows: list[tuple[tuple[str, ...], str]] = [(COLUMNS, "dim")]
@@ -233,36 +231,26 @@ def show_tuning(result: TuneResult, first: Plan, console: Console) -> None:
         console.print(Text(f"and {more:,} more that were not tried; --json lists them", style="dim"))
     console.print()
     console.print(Text(f"stopped after {show_seconds(result.seconds)}: {result.why}"), soft_wrap=True)
+    if result.best is not None and result.best is result.first and result.gain is not None:
+        console.print(Text("the planner's first choice is the fastest of those that were measured"))
+    elif result.best is not None and result.first is not None and result.gain is not None:
+        error = (result.best.sigma**2 + result.first.sigma**2) ** 0.5
+        console.print(Text.assemble((f"{result.gain:.1%} less time a step", f"bold {GREEN}"), f" (± {error:.1%}) than "
+                                    f"the planner's first choice: {_step(result.best.seconds)} instead of "
+                                    f"{_step(result.first.seconds)}"), soft_wrap=True)  # fmt: skip
+    if refit.answer is None:
+        console.print(Text(f"calibration: as it was: {refit.trouble}", style="dim"), soft_wrap=True)
+        return
+    for fit in refit.answer.fits:
+        before, after = median_error(fit.result.before), median_error(fit.result.after)
+        text = f"calibration of {fit.device}: median error of {len(fit.observed)} plans {before:.1%} before"
+        text += f", {after:.1%} after; written to {fit.path}" if fit.calibration else ", and no rate makes it smaller"
+        console.print(Text(text), soft_wrap=True)
 
 
 def _expected(seconds: float, gain: float, result: TuneResult) -> str:
     reason = {"time": "time was over", "interrupted": "interrupted"}.get(result.stopped, "too little to expect")
     return f"{reason}; expected {_step(seconds)}" + (f", gain {gain:.1%}" if gain < 1 else "")
-
-
-def show_gain(result: TuneResult, console: Console) -> None:
-    """Print how much faster the best plan is than the planner's first choice."""
-    if result.best is None or result.gain is None or result.first is None:
-        return
-    if result.best is result.first:
-        console.print(Text("the planner's first choice is the fastest of those that were measured"))
-        return
-    error = (result.best.sigma**2 + result.first.sigma**2) ** 0.5
-    console.print(Text.assemble((f"{result.gain:.1%} less time a step", f"bold {GREEN}"), f" (± {error:.1%}) than the "
-                                f"planner's first choice: {_step(result.best.seconds)} instead of "
-                                f"{_step(result.first.seconds)}"), soft_wrap=True)  # fmt: skip
-
-
-def show_refit(answer: CalibrateAnswer | None, trouble: str, console: Console) -> None:
-    """Print what the trials say about the planner's rates."""
-    if answer is None:
-        console.print(Text(f"calibration: as it was: {trouble}", style="dim"), soft_wrap=True)
-        return
-    for fit in answer.fits:
-        before, after = median_error(fit.result.before), median_error(fit.result.after)
-        text = f"calibration of {fit.device}: median error of {len(fit.observed)} plans {before:.1%} before"
-        text += f", {after:.1%} after; written to {fit.path}" if fit.calibration else ", and no rate makes it smaller"
-        console.print(Text(text), soft_wrap=True)
 
 
 def tuning_as_dict(result: TuneResult) -> dict[str, Any]:
@@ -317,14 +305,6 @@ def _step(seconds: float | None) -> str:
     return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-@dataclass(frozen=True, slots=True)
-class Refit:
-    """What the trials say about the planner's rates: the fits, or why there are none."""
-
-    answer: CalibrateAnswer | None
-    trouble: str = ""
-
-
 def tune_here(
     request: TuneRequest, store: TrialStore, console: Console, *, minutes: float, min_gain: float | None, check: bool
 ) -> TuneResult:
@@ -353,7 +333,7 @@ def tune_here(
             ranked=request.ranked,
             minutes=minutes,
             min_gain=min_gain,
-            free_workers=request.free_workers,
+            free_workers="workers" not in request.question.recipe.data.model_fields_set,
         )
         return Tuner(task, store, measure, view).run()
 
@@ -374,13 +354,6 @@ def refit_rates(runs: list[Path], stopped: StopReason) -> Refit:
     except UserError as error:
         return Refit(None, error.what)
     return Refit(answer)
-
-
-def add_to_history(runs: list[Path]) -> None:
-    """Add the measured plans to the index of `trimaran history`, so that `trimaran plan` knows them."""
-    index = open_index(index_path(os.environ))
-    index.refresh([run.absolute() for run in runs])
-    index.write()
 
 
 @contextmanager

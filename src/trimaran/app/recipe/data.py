@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from trimaran.app.recipe.options import Json, RecipeFile, Settings
 from trimaran.app.show.clean_console import open_console, progress_bar
-from trimaran.core import DataSection, Recipe, UserError, show_bytes, show_count
+from trimaran.core import DataSection, UserError, show_bytes, show_count
 from trimaran.data import TokenShards, cache_folder, pack, prepare
 from trimaran.machine import first_error
 
@@ -78,6 +78,8 @@ def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: 
     trimaran data inspect recipes/vlm-tiny.yaml
     trimaran data inspect mine.yaml --set data.seq_len=2048 --json
     """
+    from trimaran.app.recipe.inspect_data import describe, first_document, first_sample, show, show_sample
+    from trimaran.app.recipe.prepare_data import sample_notices, text_notices
     from trimaran.app.recipe.recipe_files import with_local_files, with_local_model, with_model_tokenizer
     from trimaran.app.recipe.request import read_recipe
     from trimaran.data.data_kind import data_kind_of
@@ -88,26 +90,16 @@ def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: 
     if kind == "scenes":
         raise UserError("T030", "scenes are simulated while they are loaded: there is nothing to inspect",
                         where="data.source: scenes", fix="train on them directly")  # fmt: skip
-    _inspect_text(asked, as_json=as_json) if kind == "text" else _inspect_samples(asked, as_json=as_json)
-
-
-def _inspect_text(asked: Recipe, *, as_json: bool) -> None:
-    from trimaran.app.recipe.inspect_data import first_document, show_sample
-    from trimaran.app.recipe.prepare_data import text_notices
-
-    with progress_bar(open_console(stderr=True)) as progress:
-        shards = TokenShards.open(prepare(asked.data, cache=cache_folder(os.environ), progress=progress))
-    notices, sample = text_notices(asked.data, shards), first_document(shards)
-    _show(shards, as_json=as_json, more={"notices": notices, "bad": shards.bad, "sample": sample})
-    if not as_json:
-        show_sample(sample, open_console())
-        for notice in notices:
-            typer.echo(f"\nnotice      {notice}")
-
-
-def _inspect_samples(asked: Recipe, *, as_json: bool) -> None:
-    from trimaran.app.recipe.inspect_data import describe, first_sample, show
-    from trimaran.app.recipe.prepare_data import sample_notices
+    if kind == "text":
+        with progress_bar(open_console(stderr=True)) as progress:
+            shards = TokenShards.open(prepare(asked.data, cache=cache_folder(os.environ), progress=progress))
+        notices, sample = text_notices(asked.data, shards), first_document(shards)
+        _show(shards, as_json=as_json, more={"notices": notices, "bad": shards.bad, "sample": sample})
+        if not as_json:
+            show_sample(sample, open_console())
+            for notice in notices:
+                typer.echo(f"\nnotice      {notice}")
+        return
     from trimaran.data.samples.prepare_samples import prepare_samples
     from trimaran.data.samples.sample_index import SampleIndex
     from trimaran.data.samples.tokenize_chat import choose_template

@@ -213,8 +213,12 @@ def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split
     fields, text_field = row or {}, "text"
     is_chat = any(name in fields for name in (*CONVERSATIONS, "texts")) or bool(answer_fields(fields))
     has_images = any(fields.get(name) for name in IMAGES) or source == "image-folder"
-    if row is not None and not is_chat and (found := _named_conversation(row, folder)):
-        is_chat, text_field = True, found
+    if row is not None and not is_chat:  # a conversation in a field with another name than usual, or inside an object
+        names = list(_conversations(row))
+        if len(names) > 1:
+            raise UserError("T065", f"several fields hold conversations: {', '.join(names)[:200]}", where=str(folder),
+                            fix="name the one to learn messages")  # fmt: skip
+        is_chat, text_field = bool(names), (names or [text_field])[0]
     if row is not None and not is_chat and source not in ("webdataset", "image-folder") and not has_images:
         text_field = _text_field(row, folder)
     reads_text = not is_chat and not has_images
@@ -305,15 +309,6 @@ def _first_row(source: str, path: Path) -> Mapping[str, Any] | None:
         raise UserError("T065", "there is no row with fields", where=str(path),
                         fix="write one JSON object a line, such as {\"text\": \"...\"}")  # fmt: skip
     return found
-
-
-def _named_conversation(row: Mapping[str, Any], path: Path) -> str | None:
-    """Return the field with a conversation that has another name than usual, or is inside an object."""
-    names = list(_conversations(row))
-    if len(names) > 1:
-        raise UserError("T065", f"several fields hold conversations: {', '.join(names)[:200]}", where=str(path),
-                        fix="name the one to learn messages")  # fmt: skip
-    return names[0] if names else None
 
 
 def _conversations(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

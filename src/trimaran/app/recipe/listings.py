@@ -8,7 +8,7 @@ import typer
 
 from trimaran.app.recipe.options import Json
 from trimaran.app.show.clean_console import open_console, plain_table
-from trimaran.core import EXIT_DONE, EXIT_USER, KINDS, Plugin, Recipe, UserError, installed_plugins, load, show_count
+from trimaran.core import EXIT_DONE, EXIT_USER, KINDS, Recipe, UserError, installed_plugins, load, show_count
 from trimaran.models import PERCEPTION_PRESETS, PRESETS, VLM_PRESETS
 
 if TYPE_CHECKING:
@@ -74,7 +74,14 @@ def plugins(as_json: Json = False) -> int:
     trimaran plugins
     trimaran plugins --json
     """
-    found = [_checked(each) for kind in KINDS for each in installed_plugins(kind)]
+    found: list[dict[str, Any]] = []
+    for plugin in (each for kind in KINDS for each in installed_plugins(kind)):
+        problem: dict[str, Any] | None = None
+        try:
+            load(plugin)
+        except UserError as error:
+            problem = error.as_dict()
+        found.append(plugin.as_dict() | {"target": plugin.target, "loaded": problem is None, "error": problem})
     failed = [each for each in found if each["error"]]
     if as_json:
         kinds = {name: {"group": kind.group, "contract": kind.contract} for name, kind in KINDS.items()}
@@ -94,15 +101,6 @@ def plugins(as_json: Json = False) -> int:
         error = each["error"]
         typer.echo(f"{error['code']}: {error['what']}\n  where: {error['where']}\n  fix:   {error['fix']}", err=True)
     return EXIT_USER if failed else EXIT_DONE
-
-
-def _checked(plugin: Plugin) -> dict[str, Any]:
-    error: dict[str, Any] | None = None
-    try:
-        load(plugin)
-    except UserError as found:
-        error = found.as_dict()
-    return plugin.as_dict() | {"target": plugin.target, "loaded": error is None, "error": error}
 
 
 def schema() -> None:

@@ -64,9 +64,21 @@ def read_plan_request(what: str | None, shortcuts: Mapping[str, object], setting
     arguments += [reference] if is_reference else []
     question = read_question(file, arguments)
     if model:
-        defaults = _defaults(question)
+        # Name, length and batch, unless the user set them; the batch is a multiple of devices.
+        recipe, outline, world_size = question.recipe, question.outline, question.cluster.world_size
+        length = recipe.data.seq_len
+        defaults: dict[str, Any] = {}
+        if outline and "name" not in recipe.model_fields_set:
+            defaults["name"] = re.sub(r"[^a-z0-9._-]+", "-", outline.name.lower()).strip("-._")[:63] or "run"
+        fixed = outline.main.positions if outline else 0
+        if "seq_len" not in recipe.data.model_fields_set:
+            longest = outline.max_seq_len if outline else 0
+            length = fixed or min(longest or DEFAULT_SEQ_LEN, DEFAULT_SEQ_LEN)
+            defaults["data.seq_len"] = length
+        length = fixed or length
+        if "global_batch" not in recipe.train.model_fields_set:
+            defaults["train.global_batch"] = world_size * max(1, DEFAULT_STEP_TOKENS // (length * world_size))
         arguments += [_setting(field, value) for field, value in defaults.items()]
-        recipe = question.recipe
         for field, value in defaults.items():
             section, _, name = field.rpartition(".")
             update = {section: getattr(recipe, section).model_copy(update={name: value})} if section else {name: value}
@@ -154,30 +166,10 @@ def family_of(path: str, families: Sequence[str]) -> str:
 
 def _setting(field: str, value: object) -> str:
     """Return `value` as a `--set` argument, quoted only if YAML would read it as another type."""
-    is_plain = _is_plain(value) if isinstance(value, str) else not isinstance(value, bool)
+    is_plain = not isinstance(value, bool)
+    if isinstance(value, str):
+        try:
+            is_plain = load_yaml(value) == value
+        except TextError:
+            is_plain = False
     return f"{field}={value if is_plain else json.dumps(value, ensure_ascii=False)}"
-
-
-def _is_plain(text: str) -> bool:
-    """Return whether YAML reads the text as itself."""
-    try:
-        return load_yaml(text) == text
-    except TextError:
-        return False
-
-
-def _defaults(question: Question) -> dict[str, Any]:
-    """Return name, length and batch of a bare model, unless the user set them; the batch is a multiple of devices."""
-    recipe, outline, devices = question.recipe, question.outline, question.cluster.world_size
-    seq_len, defaults = recipe.data.seq_len, {}
-    if outline and "name" not in recipe.model_fields_set:
-        defaults["name"] = re.sub(r"[^a-z0-9._-]+", "-", outline.name.lower()).strip("-._")[:63] or "run"
-    fixed = outline.main.positions if outline else 0
-    if "seq_len" not in recipe.data.model_fields_set:
-        longest = outline.max_seq_len if outline else 0
-        seq_len = fixed or min(longest or DEFAULT_SEQ_LEN, DEFAULT_SEQ_LEN)
-        defaults["data.seq_len"] = seq_len
-    seq_len = fixed or seq_len
-    if "global_batch" not in recipe.train.model_fields_set:
-        defaults["train.global_batch"] = devices * max(1, DEFAULT_STEP_TOKENS // (seq_len * devices))
-    return defaults

@@ -25,12 +25,8 @@ from trimaran.models import decoder_of, model_folder, spec_to_hf, weight_files
 
 if TYPE_CHECKING:
     from trimaran.data.samples.sample_index import SampleIndex
-    from trimaran.data.samples.tokenize_chat import ChatTokenizer
 
 MAX_CHECKED_BYTES = 64 << 20  # of data that a dry run reads to its end: some seconds
-
-StepsOfEpochs = Callable[[float], int]
-"""Returns the number of steps of that many passes over the data."""
 TEMPLATE_SOURCES = ("chat", "parquet", "datasets", "webdataset", "shapes")  # may hold conversations
 NO_TORCH = "torch is not installed here"
 
@@ -82,7 +78,38 @@ def prepare_data(
     Returns the recipe; if `data.epochs` is set, `train.steps` is at most the steps of those epochs. `notify` is called
     with what a person should know about the data, such as lines that were left out.
     """
-    steps_in, notices = _prepared(recipe, progress)
+    kind, cache = data_kind_of(recipe), cache_folder(os.environ)
+    share = DataShare(rank=0, dp=1, micro_batch=recipe.train.global_batch, grad_accum=1)
+    notices: list[str] = []
+    if kind == "text":
+        shards = TokenShards.open(prepare(recipe.data, cache=cache, progress=progress))
+        _refuse_unknown(recipe, shards)
+        steps_in = TokenFeed(split(shards, recipe.data)[0], seed=0, share=share).steps_in
+        notices = text_notices(recipe.data, shards)
+    elif kind == "scenes":
+        from trimaran.data.scenes.scene_feed import scene_feeds
+        from trimaran.models.perception_spec import perception_spec
+
+        scenes = perception_spec(recipe.model).scenes()
+        steps_in = scene_feeds(recipe.data, scenes, seed=0, share=share)[0].steps_in
+    else:
+        from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
+        from trimaran.data.samples.prepare_samples import prepare_samples
+        from trimaran.data.samples.sample_index import SampleIndex
+        from trimaran.models.resolve import recipe_image_rules
+
+        rules = recipe_image_rules(recipe)
+        index = SampleIndex.open(prepare_samples(recipe.data, rules=rules, cache=cache, progress=progress))
+        _refuse_unknown(recipe, index)
+        terms = SampleFeedOptions(rules=rules, cost=RowCost(), seed=recipe.train.seed)
+        steps_in = sample_feeds(recipe.data, index, terms, share=share)[0].steps_in
+        for source, part in zip(index.source_names, index.parts, strict=True):
+            if number := part.meta.num_bad:
+                first, total = part.bad[0], number + part.num_samples
+                plural = "sample was" if number == 1 else "samples were"
+                notices.append(f"{source}: {number:,} bad {plural} left out of {total:,}, such as {first['where']}: "
+                               f"{first['reason']}; all are listed in {part.path / BAD}")  # fmt: skip
+        notices += sample_notices(recipe.data, index, rules)
     for notice in notices:
         notify(notice)
     if not recipe.data.epochs:
@@ -97,34 +124,6 @@ def prepare_data(
         notify(f"{epochs} ends the run after {steps:,} steps, before train.steps {recipe.train.steps:,}; "
                "for all of these, set data.epochs=0")  # fmt: skip
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": steps})})
-
-
-def _prepared(recipe: Recipe, progress: Progress | None) -> tuple[StepsOfEpochs, list[str]]:
-    """Prepare the data; return the steps in its epochs, and what a person should know about it."""
-    kind, cache = data_kind_of(recipe), cache_folder(os.environ)
-    share = DataShare(rank=0, dp=1, micro_batch=recipe.train.global_batch, grad_accum=1)
-    if kind == "text":
-        shards = TokenShards.open(prepare(recipe.data, cache=cache, progress=progress))
-        _refuse_unknown(recipe, shards)
-        feed = TokenFeed(split(shards, recipe.data)[0], seed=0, share=share)
-        return feed.steps_in, text_notices(recipe.data, shards)
-    if kind == "scenes":
-        from trimaran.data.scenes.scene_feed import scene_feeds
-        from trimaran.models.perception_spec import perception_spec
-
-        scenes = perception_spec(recipe.model).scenes()
-        return scene_feeds(recipe.data, scenes, seed=0, share=share)[0].steps_in, []
-    from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
-    from trimaran.data.samples.prepare_samples import prepare_samples
-    from trimaran.data.samples.sample_index import SampleIndex
-    from trimaran.models.resolve import recipe_image_rules
-
-    rules = recipe_image_rules(recipe)
-    index = SampleIndex.open(prepare_samples(recipe.data, rules=rules, cache=cache, progress=progress))
-    _refuse_unknown(recipe, index)
-    terms = SampleFeedOptions(rules=rules, cost=RowCost(), seed=recipe.train.seed)
-    steps_in = sample_feeds(recipe.data, index, terms, share=share)[0].steps_in
-    return steps_in, [*bad_sample_notices(index), *sample_notices(recipe.data, index, rules)]
 
 
 def _refuse_unknown(recipe: Recipe, tokens: "TokenShards | SampleIndex") -> None:
@@ -159,31 +158,15 @@ def sample_notices(section: DataSection, index: "SampleIndex", rules: ImageRules
 
     notices = [notice for source in sources_of(section) for notice in split_notices(source)]
     if any(source.source in TEMPLATE_SOURCES for source in sources_of(section)):
-        notices += _template_notices(ChatTokenizer(index.tokenizer, section.samples.template, rules, section.seq_len))
-    return notices
-
-
-def bad_sample_notices(index: "SampleIndex") -> list[str]:
-    """Return a notice for each source with bad samples."""
-    notices = []
-    for source, part in zip(index.source_names, index.parts, strict=True):
-        if number := part.meta.num_bad:
-            first, total = part.bad[0], number + part.num_samples
-            plural = "sample was" if number == 1 else "samples were"
-            notices.append(f"{source}: {number:,} bad {plural} left out of {total:,}, such as {first['where']}: "
-                           f"{first['reason']}; all are listed in {part.path / BAD}")  # fmt: skip
-    return notices
-
-
-def _template_notices(chat: "ChatTokenizer") -> list[str]:
-    own, notices = chat.own_template, []
-    if own is None and not chat.is_named:
-        notices.append(f"the tokenizer has no chat template: conversations are written as {chat.template}; "
-                       "data.samples.template names another")  # fmt: skip
-    if own is not None and own.writes_date:
-        notices.append("the chat template writes the date: it is always 26 Jul 2024 in training data")
-    if own is not None and not own.ends_turns:
-        notices.append("the chat template writes nothing after an answer: the model does not learn when to stop")
+        chat = ChatTokenizer(index.tokenizer, section.samples.template, rules, section.seq_len)
+        own = chat.own_template
+        if own is None and not chat.is_named:
+            notices.append(f"the tokenizer has no chat template: conversations are written as {chat.template}; "
+                           "data.samples.template names another")  # fmt: skip
+        if own is not None and own.writes_date:
+            notices.append("the chat template writes the date: it is always 26 Jul 2024 in training data")
+        if own is not None and not own.ends_turns:
+            notices.append("the chat template writes nothing after an answer: the model does not learn when to stop")
     return notices
 
 

@@ -102,10 +102,17 @@ def with_model_tokenizer(recipe: Recipe) -> Recipe:
     if data.tokenizer is None and recipe.model.path is not None:
         changes["tokenizer"] = _own_tokenizer(recipe)
     elif data.tokenizer is not None and data.tokenizer != "bytes":
-        changes["tokenizer"] = _named_tokenizer(data.tokenizer)
+        named = expand_user(data.tokenizer)
+        if named.name == "tokenizer.json" and (named.parent / "tokenizer_config.json").is_file():
+            changes["tokenizer"] = str(named.parent.absolute())  # the model's folder
+        elif named.exists():
+            changes["tokenizer"] = str(named)
     tokenizer = changes.get("tokenizer", data.tokenizer)
-    if data.samples.template == "auto" and tokenizer is not None and _has_template(tokenizer):
-        changes["samples"] = data.samples.model_copy(update={"template": "model"})
+    if data.samples.template == "auto" and tokenizer is not None and Path(tokenizer).is_dir():
+        from trimaran.data.text.tokenizer import chat_template_names
+
+        if chat_template_names(Path(tokenizer)):
+            changes["samples"] = data.samples.model_copy(update={"template": "model"})
     changed = {name: value for name, value in changes.items() if value != getattr(data, name)}
     return recipe.model_copy(update={"data": data.model_copy(update=changed)}) if changed else recipe
 
@@ -148,21 +155,6 @@ def _own_tokenizer(recipe: Recipe) -> str | None:
             "bytes, set data.tokenizer=bytes",
         )
     return None
-
-
-def _named_tokenizer(path: str) -> str:
-    """Return the tokenizer that a recipe names: for the tokenizer.json of a model folder, that folder."""
-    named = expand_user(path)
-    if named.name == "tokenizer.json" and (named.parent / "tokenizer_config.json").is_file():
-        return str(named.parent.absolute())
-    return str(named) if named.exists() else path
-
-
-def _has_template(tokenizer: str) -> bool:
-    from trimaran.data.text.tokenizer import chat_template_names
-
-    folder = Path(tokenizer)
-    return folder.is_dir() and bool(chat_template_names(folder))
 
 
 def _refuse_other_shards(recipe: Recipe) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trimaran.app.recipe.ask_torch import cluster_of_text
+from trimaran.app.recipe.ask_torch import ask_hf_facts, cluster_of_text
 from trimaran.app.recipe.recipe_files import with_local_model, with_model_tokenizer
 from trimaran.core import Plan, Recipe, RowSizes, UserError, did_you_mean, parse_recipe
 from trimaran.core.errors import collected, raise_together
@@ -50,25 +50,16 @@ def resolve(file: str | None, settings: Sequence[str], *, cluster: Cluster | Non
     recipe, spec, outline = with_absolute_paths(question.recipe), question.spec, question.outline
     refuse_freezing(recipe.model)
     load_used_plugins(recipe, ("data source", "autopilot policy"))  # those of ranks and sinks are checked there
-    plan = _choose_for_trainer(replace(question, recipe=recipe))
-    return Request(recipe=recipe, spec=spec, outline=outline, cluster=question.cluster, plan=plan)
-
-
-def _choose_for_trainer(question: Question) -> Plan:
-    """Return the best plan that our trainer runs. Of a Hugging Face model only its code knows which axes it supports.
-
-    That takes seconds to find out, once, and is asked only if a plan uses such an axis.
-    """
-    inputs = (question.recipe, question.spec, question.cluster, question.outline)
+    inputs = (recipe, spec, question.cluster, outline)
     plan = choose(*inputs)
-    if not question.recipe.model.kind.is_hf or (plan.mesh.tp == plan.mesh.cp == 1 and plan.precision != "fp8"):
-        return plan
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and os.environ["RANK"] != "0":
-        return plan  # under torchrun the plan of rank 0 counts
-    from trimaran.app.recipe.ask_torch import ask_hf_facts
-
-    facts, _ = ask_hf_facts(question.recipe.model, os.environ)
-    return plan if facts is None else choose(*inputs, facts)
+    # Of a Hugging Face model only its code knows which axes it supports. That takes seconds to find out, once, and is
+    # asked only if the plan uses such an axis. Under torchrun the plan of rank 0 counts.
+    uses_axis = plan.mesh.tp > 1 or plan.mesh.cp > 1 or plan.precision == "fp8"
+    is_other_rank = {"RANK", "WORLD_SIZE"} <= os.environ.keys() and os.environ["RANK"] != "0"
+    if recipe.model.kind.is_hf and uses_axis and not is_other_rank:
+        facts, _ = ask_hf_facts(recipe.model, os.environ)
+        plan = plan if facts is None else choose(*inputs, facts)
+    return Request(recipe=recipe, spec=spec, outline=outline, cluster=question.cluster, plan=plan)
 
 
 def read_question(

@@ -2,7 +2,7 @@
 
 import json
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,8 +20,6 @@ from trimaran.runs import RunDirectory, create_run, open_run, refuse_occupied, t
 from trimaran.runs.reserve import DISK_FULL_ERRORS
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from trimaran.checkpoint.convert.import_dcp import ImportedTensors
 
 EXIT_DAMAGED = 1
@@ -116,13 +114,21 @@ def verify_run(
             for answer in answers:
                 typer.echo(f"step {answer['step']} in the store: {'; '.join(answer['damages']) or 'verified'}")
         return EXIT_DAMAGED if any(answer["damages"] for answer in answers) else 0
+    from trimaran.checkpoint.manifest import read_manifest
+    from trimaran.checkpoint.step_files import files_elsewhere
+
     directory = find_run(run)
     folder = directory.checkpoints
     paths = sorted([*(step_path(folder, each) for each in complete_steps(folder)), *without_manifest(folder)])
     chosen = [path for path in paths if step in (None, step_of(path))]
     chosen = chosen or [find_step(folder, step, where=str(directory.path))]
-    answers = [{"step": int(path.name.removeprefix("step-")), "damages": damages, "on_nodes": _other_nodes(path)}
-               for path in chosen if (damages := _damages(path)) is not None]  # fmt: skip
+    answers: list[dict[str, Any]] = []
+    for path in chosen:
+        if (damages := _damages(path)) is not None:
+            elsewhere: list[str] = []
+            with suppress(UserError):  # `_damages` has said why
+                elsewhere = sorted(files_elsewhere(path, read_manifest(path)))
+            answers.append({"step": int(path.name.removeprefix("step-")), "damages": damages, "on_nodes": elsewhere})
     if as_json:
         typer.echo(json.dumps({"run_dir": str(directory.path), "checkpoints": answers}))
     else:
@@ -219,17 +225,6 @@ def import_folder(
     trimaran checkpoints import /data/fsdp/step-1000 --run-dir runs/mine --recipe mine.yaml
     trimaran resume runs/mine
     """
-    answer = _import(folder, run_dir, recipe, settings, step, open_console(stderr=True))
-    if as_json:
-        typer.echo(json.dumps(answer))
-        return
-    moments = "with optimizer states" if answer["with_moments"] else "with a fresh optimizer"
-    typer.echo(f"step {answer['step']} is in {answer['path']}, {moments}\nnext  trimaran resume {run_dir}")
-
-
-def _import(
-    folder: Path, run_dir: Path, recipe: str | None, settings: list[str] | None, step: int | None, console: "Console"
-) -> dict[str, Any]:
     from trimaran.app.recipe.recipe_files import with_model_tokenizer
     from trimaran.app.recipe.request import resolve
     from trimaran.checkpoint.convert.dcp_read import DcpSource
@@ -251,11 +246,16 @@ def _import(
     else:
         run = open_run(run_dir)
         arrivals = find_imported_tensors(source, run.read_recipe())
-    with progress_bar(console) as progress:
+    with progress_bar(open_console(stderr=True)) as progress:
         path = _write(arrivals, source, run, arrivals.step if step is None else step, progress)
-    return {"run_dir": str(run.path), "path": str(path), "step": int(path.name.removeprefix("step-")),
+    answer = {"run_dir": str(run.path), "path": str(path), "step": int(path.name.removeprefix("step-")),
             "tensors": len(arrivals.tensors), "with_moments": arrivals.with_moments,
             "passed_over": source.skipped_keys}  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    moments = "with optimizer states" if answer["with_moments"] else "with a fresh optimizer"
+    typer.echo(f"step {answer['step']} is in {answer['path']}, {moments}\nnext  trimaran resume {run_dir}")
 
 
 def _write(arrivals: "ImportedTensors", source: Any, run: RunDirectory, step: int, progress: Any) -> Path:
@@ -284,16 +284,6 @@ def _exclusive(run: RunDirectory) -> AbstractContextManager[Any]:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL_ERRORS:
             return nullcontext()  # no process holds the lease, and none can take it on a full disk
         raise
-
-
-def _other_nodes(path: Path) -> list[str]:
-    from trimaran.checkpoint.manifest import read_manifest
-    from trimaran.checkpoint.step_files import files_elsewhere
-
-    try:
-        return sorted(files_elsewhere(path, read_manifest(path)))
-    except UserError:
-        return []  # `_damages` has said why
 
 
 def _damages(path: Path) -> list[str] | None:

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from trimaran.app.recipe.options import Json, RunName, find_run
-from trimaran.core import UserError
-from trimaran.runs import RunDirectory, RunReader, read_decisions, writing
+from trimaran.core import UserError, show_seconds
+from trimaran.runs import RunReader, read_decisions, writing
 
 POLL_SECONDS = 0.5
 
@@ -32,19 +32,38 @@ def decisions(
     directory = find_run(run)
     answer: dict[str, Any] = {"run_dir": str(directory.path)}
     if undo:
-        answer["request"] = request_undo(directory, undo)
-    if off:
-        switch_off(directory)
-    from trimaran.app.runs.decisions_view import command_of_decision, decision_lines, show_decisions
+        from trimaran.runs.lease import is_running
+        from trimaran.runs.run_requests import write_change_request
+
+        every = read_decisions(directory)
+        kept = [each for each in every if each.outcome == "kept"]
+        undone = next((each for each in kept if each.id == undo), None)
+        if undone is None:
+            outcome = next((each.outcome for each in every if each.id == undo), "")
+            state_text = f"it was {outcome.replace('-', ' ')}" if outcome else "there is no such decision"
+            names = ", ".join(str(each.id) for each in kept)
+            fix = f"name one that was kept: {names}" if kept else "no decision of this run was kept"
+            raise UserError("A033", f"decision {undo} cannot be undone: {state_text}", where=str(directory.decisions),
+                            fix=fix)  # fmt: skip
+        if not is_running(directory):
+            settings = "`trimaran resume RUN --set FIELD=VALUE` with the values of its undo"
+            raise UserError("A033", f"decision {undo} cannot be undone: the run is not running",
+                            where=str(directory.path), fix=f"resume it with other settings: {settings}")  # fmt: skip
+        reason = f"undo decision {undo}: {undone.reason}"
+        answer["request"] = write_change_request(directory, undone.undo, by="user", reason=reason).id
+    if off:  # from now on, and when the run is resumed
+        with writing(directory):
+            directory.autopilot_off.touch()
+    from trimaran.app.runs.decisions_view import STYLES, command_of_decision, decision_lines
     from trimaran.app.runs.run_state import ACTIVE_STATUSES, RunState
     from trimaran.app.show.clean_console import open_console
 
     found, state = read_decisions(directory), RunState(directory, only_status=True)
     state.refresh()
+    section, spent = directory.read_recipe().autopilot, sum(each.trial_seconds for each in found)
+    mode = "off" if directory.autopilot_off.exists() else section.mode
     if as_json:
-        section, spent = directory.read_recipe().autopilot, sum(each.trial_seconds for each in found)
         shown = [each.as_dict() | {"command": command_of_decision(each, directory, state.status)} for each in found]
-        mode = "off" if directory.autopilot_off.exists() else section.mode
         answer |= {"mode": mode, "budget": section.budget, "spent_seconds": spent, "decisions": shown}
         typer.echo(json.dumps(answer))
         return
@@ -54,9 +73,15 @@ def decisions(
         console.print(f"asked the ranks to take decision {undo} back: change {answer['request']}", soft_wrap=True)
     if off:
         console.print("the autopilot of this run is off; delete RUN/autopilot-off to switch it on again")
+    if not follow and not undo and not off:
+        for each in found:
+            for line in decision_lines(each, directory, state.status):
+                console.print(line, soft_wrap=True)
+        counts = {name: sum(each.outcome == name for each in found) for name in STYLES}
+        parts = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        summary = f"autopilot {mode}: {parts}; trials cost {show_seconds(spent)}"
+        console.print(summary if found else f"the autopilot ({mode}) has decided nothing in this run", soft_wrap=True)
     if not follow:
-        if not undo and not off:
-            show_decisions(directory, found, state.status, console)
         return
     reader, is_active = RunReader(directory), True
     while is_active:
@@ -67,28 +92,3 @@ def decisions(
                 console.print(line, soft_wrap=True)
         if is_active:
             time.sleep(POLL_SECONDS)
-
-
-def request_undo(run: RunDirectory, number: int) -> int:
-    """Ask the ranks to take a kept decision back, as the user, and return the number of the request."""
-    from trimaran.runs.lease import is_running
-    from trimaran.runs.run_requests import write_change_request
-
-    found = next((each for each in read_decisions(run) if each.id == number), None)
-    if found is None or found.outcome != "kept":
-        state = "there is no such decision" if found is None else f"it was {found.outcome.replace('-', ' ')}"
-        kept = ", ".join(str(each.id) for each in read_decisions(run) if each.outcome == "kept")
-        fix = f"name one that was kept: {kept}" if kept else "no decision of this run was kept"
-        raise UserError("A033", f"decision {number} cannot be undone: {state}", where=str(run.decisions), fix=fix)
-    if not is_running(run):
-        settings = "`trimaran resume RUN --set FIELD=VALUE` with the values of its undo"
-        raise UserError("A033", f"decision {number} cannot be undone: the run is not running", where=str(run.path),
-                        fix=f"resume it with other settings: {settings}")  # fmt: skip
-    request = write_change_request(run, found.undo, by="user", reason=f"undo decision {number}: {found.reason}")
-    return request.id
-
-
-def switch_off(run: RunDirectory) -> None:
-    """Stop the autopilot of the run, from now on and when it is resumed."""
-    with writing(run):
-        run.autopilot_off.touch()

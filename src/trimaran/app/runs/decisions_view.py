@@ -1,9 +1,7 @@
 """Shows the decisions of a run's autopilot as a table, and one of them in lines."""
 
 import shlex
-from collections.abc import Sequence
 
-from rich.console import Console
 from rich.text import Text
 
 from trimaran.app.recipe.options import path_argument, program_name
@@ -14,22 +12,6 @@ from trimaran.core import Decision, show_seconds
 from trimaran.runs import RunDirectory
 
 STYLES = {"kept": GREEN, "rolled-back": ORANGE, "refused": RED, "failed": RED, "trying": SKY, "advised": SKY}
-
-
-def show_decisions(run: RunDirectory, decisions: Sequence[Decision], status: Status, console: Console) -> None:
-    """Print every decision, and what all trials cost."""
-    section = run.read_recipe().autopilot
-    mode = "off" if run.autopilot_off.exists() else section.mode
-    if not decisions:
-        console.print(f"the autopilot ({mode}) has decided nothing in this run", soft_wrap=True)
-        return
-    for each in decisions:
-        for line in decision_lines(each, run, status):
-            console.print(line, soft_wrap=True)
-    counts = {name: sum(each.outcome == name for each in decisions) for name in STYLES}
-    parts = [f"{count} {name}" for name, count in counts.items() if count]
-    spent = show_seconds(sum(each.trial_seconds for each in decisions))
-    console.print(f"autopilot {mode}: {', '.join(parts)}; trials cost {spent}", soft_wrap=True)
 
 
 def decision_lines(decision: Decision, run: RunDirectory, status: Status) -> list[Text]:

@@ -33,36 +33,8 @@ def follow(
     """
     if console.is_terminal and not console.is_dumb_terminal and not console.options.ascii_only:
         _follow_in_panel(state, console, has_ended, poller)
-    else:
-        _follow_in_lines(state, console, has_ended, poller)
-
-
-def _follow_in_panel(
-    state: RunState, console: Console, has_ended: Callable[[], bool], poller: FindingsPoller | None
-) -> None:
-    """Draw the panel a few times a second, with space on its right for the ^C that a terminal echoes."""
-    shown = {incident.id for incident in state.incidents}
-    notes: set[str] = set()
-    with Live(console=console, auto_refresh=False) as live:
-        ended = False
-        while not ended:
-            began = time.monotonic()
-            ended = has_ended()
-            show_log(state.refresh(), console)
-            show_notes(state, console, notes)
-            show_incidents(state, console, shown)
-            show_findings(state, console, poller)
-            lines, width = status_lines(state, poller), console.width - len("^C")
-            live.update(draw(state, width=width, height=console.height, extra=lines), refresh=True)
-            if not ended:
-                drawing = time.monotonic() - began
-                time.sleep(min(max(FRAME_SECONDS, drawing / MAX_CPU_FRACTION), MAX_FRAME_SECONDS))
-
-
-def _follow_in_lines(
-    state: RunState, console: Console, has_ended: Callable[[], bool], poller: FindingsPoller | None
-) -> None:
-    """Print a line for the first and the last step, and every few seconds in between."""
+        return
+    # A line for the first and the last step, and every few seconds in between.
     shown, due, ended, evaluated = -1, 0.0, False, 0
     shown_incidents = {incident.id for incident in state.incidents}
     notes: set[str] = set()
@@ -86,6 +58,28 @@ def _follow_in_lines(
             shown, due = state.step, time.monotonic() + LINE_SECONDS
         if not ended:
             time.sleep(FRAME_SECONDS)
+
+
+def _follow_in_panel(
+    state: RunState, console: Console, has_ended: Callable[[], bool], poller: FindingsPoller | None
+) -> None:
+    """Draw the panel a few times a second, with space on its right for the ^C that a terminal echoes."""
+    shown = {incident.id for incident in state.incidents}
+    notes: set[str] = set()
+    with Live(console=console, auto_refresh=False) as live:
+        ended = False
+        while not ended:
+            began = time.monotonic()
+            ended = has_ended()
+            show_log(state.refresh(), console)
+            show_notes(state, console, notes)
+            show_incidents(state, console, shown)
+            show_findings(state, console, poller)
+            lines, width = status_lines(state, poller), console.width - len("^C")
+            live.update(draw(state, width=width, height=console.height, extra=lines), refresh=True)
+            if not ended:
+                drawing = time.monotonic() - began
+                time.sleep(min(max(FRAME_SECONDS, drawing / MAX_CPU_FRACTION), MAX_FRAME_SECONDS))
 
 
 def show_log(lines: Iterable[LogLine], console: Console) -> None:

@@ -27,7 +27,16 @@ def show_profile(answer: dict[str, Any], console: Console) -> None:
         console.print(command, soft_wrap=True)
     for file, recorded in zip(answer["files"], answer.get("nsys", ()), strict=False):
         console.print(file, soft_wrap=True)
-        _show_ranges(recorded, console)
+        phases = [each for each in recorded["ranges"] if each["is_phase"]]
+        others = [each for each in recorded["ranges"] if not each["is_phase"]][:MAX_ROWS]
+        if not phases:
+            console.print("`nsys stats` has shown no ranges of this file; open it in Nsight Systems", soft_wrap=True)
+            continue
+        table = plain_table("time", "share", "calls", texts=[f"range of rank {recorded['rank']}"])
+        for row in (*phases, *others):
+            name = row["text"] if row["is_phase"] else f"  {row['text']}"
+            table.add_row(f"{row['seconds'] * 1e3:.2f} ms", f"{row['share']:.1%}", f"{row['calls']:,}", name)
+        console.print(table)
     for file, trace in zip(answer["files"], answer.get("traces", ()), strict=False):
         console.print(file, soft_wrap=True)
         (first, last), seconds = trace["steps"], trace["seconds"]
@@ -45,41 +54,24 @@ def show_profile(answer: dict[str, Any], console: Console) -> None:
         console.print(table)
     for file, memory in zip(answer["files"], answer.get("memory", ()), strict=False):
         console.print(file, soft_wrap=True)
-        _show_memory(memory, console)
-
-
-def _show_ranges(recorded: dict[str, Any], console: Console) -> None:
-    phases = [each for each in recorded["ranges"] if each["is_phase"]]
-    others = [each for each in recorded["ranges"] if not each["is_phase"]][:MAX_ROWS]
-    if not phases:
-        console.print("`nsys stats` has shown no ranges of this file; open it in Nsight Systems", soft_wrap=True)
-        return
-    table = plain_table("time", "share", "calls", texts=[f"range of rank {recorded['rank']}"])
-    for row in (*phases, *others):
-        name = row["text"] if row["is_phase"] else f"  {row['text']}"
-        table.add_row(f"{row['seconds'] * 1e3:.2f} ms", f"{row['share']:.1%}", f"{row['calls']:,}", name)
-    console.print(table)
-
-
-def _show_memory(memory: dict[str, Any], console: Console) -> None:
-    total = f" of {show_bytes(memory['total'])}" if memory.get("total") else ""
-    held = "allocated" if memory["device"].startswith("cuda") else "resident"
-    console.print(f"step {memory['step']} on {memory['device']}: {show_bytes(memory['allocated'])} {held}{total}")
-    within = memory.get("within", {"kinds": {}, "holders": []})
-    kinds = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in (memory["kinds"] | within["kinds"]).items())
-    console.print(f"known: {kinds}", soft_wrap=True)
-    if peak := memory.get("peak"):
-        console.print(f"peak: {show_bytes(peak['allocated'])}, of which {show_bytes(peak['from_before'])} was "
-                      "allocated before the history began", soft_wrap=True)  # fmt: skip
-    table = plain_table("bytes", "count", texts=["kind", "module"])
-    rows = sorted([*memory["holders"], *within["holders"]], key=lambda row: -row["bytes"])
-    for row in rows[:MAX_ROWS]:
-        table.add_row(show_bytes(row["bytes"]), str(row["count"]), row["kind"], row["module"])
-    console.print(table)
-    lines = peak["lines"] if peak else memory["lines"]
-    if lines:
-        table = plain_table("bytes", "count", texts=["line", "function"])
-        for row in lines[:MAX_ROWS]:
-            where = f"{Path(row['file']).name}:{row['line']}" if row["file"] else "unknown"
-            table.add_row(show_bytes(row["bytes"]), str(row["count"]), where, row["function"])
+        total = f" of {show_bytes(memory['total'])}" if memory.get("total") else ""
+        held = "allocated" if memory["device"].startswith("cuda") else "resident"
+        console.print(f"step {memory['step']} on {memory['device']}: {show_bytes(memory['allocated'])} {held}{total}")
+        within = memory.get("within", {"kinds": {}, "holders": []})
+        kinds = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in (memory["kinds"] | within["kinds"]).items())
+        console.print(f"known: {kinds}", soft_wrap=True)
+        if peak := memory.get("peak"):
+            console.print(f"peak: {show_bytes(peak['allocated'])}, of which {show_bytes(peak['from_before'])} was "
+                          "allocated before the history began", soft_wrap=True)  # fmt: skip
+        table = plain_table("bytes", "count", texts=["kind", "module"])
+        rows = sorted([*memory["holders"], *within["holders"]], key=lambda row: -row["bytes"])
+        for row in rows[:MAX_ROWS]:
+            table.add_row(show_bytes(row["bytes"]), str(row["count"]), row["kind"], row["module"])
         console.print(table)
+        lines = peak["lines"] if peak else memory["lines"]
+        if lines:
+            table = plain_table("bytes", "count", texts=["line", "function"])
+            for row in lines[:MAX_ROWS]:
+                where = f"{Path(row['file']).name}:{row['line']}" if row["file"] else "unknown"
+                table.add_row(show_bytes(row["bytes"]), str(row["count"]), where, row["function"])
+            console.print(table)

@@ -9,17 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 
 from trimaran.app.recipe.options import find_run, path_argument, program_name
 from trimaran.core import Finding, UserError, write_atomically
 from trimaran.runs import RunDirectory
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 STYLES = {"fault": "bold red", "warning": "bold yellow", "note": "bold"}
 
@@ -56,7 +52,21 @@ def diagnose_run(run: str, *, as_json: bool, against: str = "") -> int:
 
     console, steps = open_console(), len(evidence.steps)
     for finding in findings:
-        _print_one(console, finding, directory)
+        head = Text.assemble((f"{finding.code} {finding.severity}", STYLES[finding.severity]), f": {finding.verdict}")
+        console.print(head, soft_wrap=True)
+        effect = finding.expected_effect and f"{finding.expected_effect} (confidence {finding.confidence:.0%})"
+        lines = {
+            "cause": finding.culprit,
+            "seen": ", ".join(f"{name} {_short(value)}" for name, value in finding.evidence.items()),
+            "fix": command_of(finding, directory),
+            "or" if finding.patch else "fix": finding.fix,
+            "expect": effect,
+            "more": f"docs/codes/{finding.code}.md",
+        }
+        for name, text in lines.items():
+            if text:
+                console.print(Text(f"  {name + ':':<8}{text}"), soft_wrap=True)
+        console.print()
     span = f"the last {steps} steps, up to step {last}" if steps else "a run without a finished step"
     console.print(f"{len(findings) or 'no'} finding{'s' * (len(findings) != 1)} in {span}", soft_wrap=True)
     for each in targets:
@@ -74,26 +84,6 @@ def command_of(finding: Finding, run: RunDirectory) -> str:
         return ""
     settings = [part for each in patch_settings(finding.patch) for part in ("--set", shlex.quote(each))]
     return " ".join([program_name(), "train", shlex.quote(path_argument(run.recipe)), *settings])
-
-
-def _print_one(console: "Console", finding: Finding, run: RunDirectory) -> None:
-    from rich.text import Text
-
-    head = Text.assemble((f"{finding.code} {finding.severity}", STYLES[finding.severity]), f": {finding.verdict}")
-    console.print(head, soft_wrap=True)
-    effect = finding.expected_effect and f"{finding.expected_effect} (confidence {finding.confidence:.0%})"
-    lines = {
-        "cause": finding.culprit,
-        "seen": ", ".join(f"{name} {_short(value)}" for name, value in finding.evidence.items()),
-        "fix": command_of(finding, run),
-        "or" if finding.patch else "fix": finding.fix,
-        "expect": effect,
-        "more": f"docs/codes/{finding.code}.md",
-    }
-    for name, text in lines.items():
-        if text:
-            console.print(Text(f"  {name + ':':<8}{text}"), soft_wrap=True)
-    console.print()
 
 
 def _short(value: Any) -> str:

@@ -10,19 +10,17 @@ SHOWN_PROMPTS = {"python-stdlib": "class "}  # a prompt that differs from the sa
 
 
 def prompt_of_run(run: RunDirectory) -> str:
-    """Return a text for the model to continue: the prompt of the run's last sample, or of its recipe."""
+    """Return a text for the model to continue: the prompt of the run's last sample, or of its recipe.
+
+    It is empty, the beginning of a document, if the recipe's prompt depends on the data.
+    """
     state = read_state(run)
     prompts = [event.data.get("prompt") for event in state.events_of_kind("sample") if "expected" not in event.data]
     if prompts and isinstance(prompts[-1], str):
         return prompts[-1]
-    return recipe_prompt(state.recipe)
-
-
-def recipe_prompt(recipe: Recipe) -> str:
-    """Return the prompt of the recipe's sample; empty, the beginning of a document, if it depends on the data."""
-    if recipe.train.sample.prompt != AUTO_PROMPT:
-        return recipe.train.sample.prompt
-    return PYTHON_PROMPT if recipe.data.source == "python-stdlib" else ""
+    if state.recipe.train.sample.prompt != AUTO_PROMPT:
+        return state.recipe.train.sample.prompt
+    return PYTHON_PROMPT if state.recipe.data.source == "python-stdlib" else ""
 
 
 def generate_command(recipe: Recipe, run: str) -> list[str] | None:

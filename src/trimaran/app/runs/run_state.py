@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from typing import Any, Literal
@@ -84,14 +85,6 @@ DETAILS: dict[str, Callable[[Any], str]] = {
     "rows": _rows,
 }
 _EVENT_FIELDS = {field.name for field in fields(Event)}
-
-
-def _detail(show: Callable[[Any], str], value: Any) -> str:
-    """Return the text of a detail; '' if it is damaged, as its fields depend on the plan and are not checked."""
-    try:
-        return show(value)
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
-        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,9 +394,13 @@ class RunState:
         """Details of the last step that only some plans have: names and texts."""
         details = self._shown_details
         names = {"rows": "scenes a step"} if self.unit == "scenes" else {}
-        texts = ((names.get(name, name), _detail(show, details[name])) for name, show in DETAILS.items()
-                 if name in details)  # fmt: skip
-        return [(name, each) for name, each in texts if each]
+        texts: list[tuple[str, str]] = []
+        for name, show in DETAILS.items():
+            # The fields of a detail depend on the plan and are not checked: a damaged one is left out.
+            with suppress(KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
+                if name in details and (text := show(details[name])):
+                    texts.append((names.get(name, name), text))
+        return texts
 
     @property
     def _shown_details(self) -> dict[str, Any]:

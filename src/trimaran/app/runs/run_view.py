@@ -23,7 +23,7 @@ from trimaran.app.show.text_chart import (
     RED,
     SKY,
     curve,
-    interval_means,
+    intervals,
     stacked_bar,
 )
 from trimaran.core import predicted_comm, show_bytes, show_count, show_seconds
@@ -158,7 +158,12 @@ def _curve(state: RunState, width: int, height: int) -> list[RenderableType]:
     labels = [f"{most:.2f}", *[""] * (height - 2), f"{least:.2f}"]
     margin = max(map(len, labels))
     columns = width - margin - 2
-    rows = curve(interval_means(state.history.extents("loss"), DOTS_PER_CELL * columns), width=columns, height=height)
+    extents = state.history.extents("loss")
+    means = [
+        math.fsum(each.total for each in extents[begin:end]) / sum(each.count for each in extents[begin:end])
+        for begin, end, _ in intervals([each.count for each in extents], DOTS_PER_CELL * columns)
+    ]
+    rows = curve(means, width=columns, height=height)
     lines = [
         Text.assemble((f"{label:>{margin}} ", "dim"), ("│", "dim"), (row, SKY))
         for label, row in zip(labels, rows, strict=True)

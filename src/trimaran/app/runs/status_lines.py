@@ -137,16 +137,22 @@ def _change(state: RunState) -> Iterator[Text]:
 
 def _ranks(state: RunState) -> Iterator[Text]:
     ranks = _tree(state.latest.get("ranks"))
-    parts = [Text.assemble((f"{label} ", "dim"), _spread(_tree(ranks.get(name)), show))
-             for name, (label, show) in SPREADS.items() if _is_spread(_tree(ranks.get(name)))]  # fmt: skip
+    parts = []
+    for name, (label, show) in SPREADS.items():
+        spread = _tree(ranks.get(name))
+        if all(is_number(spread.get(figure)) for figure in ("min", "median", "max")):
+            parts.append(Text.assemble((f"{label} ", "dim"), _spread(spread, show)))
     if parts:
         yield _line("ranks", Text("   ").join(parts))
     rows = [each for each in _listed(state.measured_rows.get("micro_batches")) if isinstance(each, int)]
     if rows:
         yield _line("rows", Text(f"{show_rows(rows)} (data ranks x rows), by measured speed"))
-    for each in _listed(ranks.get("outliers"))[:MAX_OUTLIERS]:
-        if text := _outlier(_tree(each)):
-            yield _line("", Text(text, style=ORANGE))
+    for each in map(_tree, _listed(ranks.get("outliers"))[:MAX_OUTLIERS]):
+        name, value, median = str(each.get("what")), each.get("value"), each.get("median")
+        if is_number(value) and is_number(median) and median:
+            label, show = SPREADS.get(name, (name, "{:.4g}".format))
+            what = f"{label} {show(value)}, {value / median:.1f} x the median"
+            yield _line("", Text(f"rank {each.get('rank')} is an outlier: {what}", style=ORANGE))
 
 
 def _spread(spread: Tree, show: Any) -> Text:
@@ -154,14 +160,6 @@ def _spread(spread: Tree, show: Any) -> Text:
     if spread["min"] == spread["max"]:
         return Text(show(spread["median"]), style="bold")
     return Text.assemble((show(spread["median"]), "bold"), f" {show(spread['min'])}..{show(spread['max'])}{at}")
-
-
-def _outlier(each: Tree) -> str:
-    what = SPREADS.get(str(each.get("what")), (str(each.get("what")), "{:.4g}".format))
-    value, median = each.get("value"), each.get("median")
-    if not is_number(value) or not is_number(median) or not median:
-        return ""
-    return f"rank {each.get('rank')} is an outlier: {what[0]} {what[1](value)}, {value / median:.1f} x the median"
 
 
 def _memory(state: RunState) -> Iterator[Text]:
@@ -246,10 +244,6 @@ def _line(name: str, text: Text) -> Text:
     line = Text.assemble((f"{name:9} ", "dim"), text, no_wrap=True, overflow="ellipsis")
     line.no_wrap, line.overflow = True, "ellipsis"
     return line
-
-
-def _is_spread(value: Tree) -> bool:
-    return all(is_number(value.get(name)) for name in ("min", "median", "max"))
 
 
 def _listed(value: object) -> list[Any]:

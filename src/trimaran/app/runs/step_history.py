@@ -46,7 +46,8 @@ class StepHistory:
         self._clear()
         if self.steps:
             self._fold(keep=0)
-        self._append_block(block)
+        self.blocks.append(block)
+        self._num_in_blocks += block.count
         self._limit_blocks()
 
     @property
@@ -81,13 +82,10 @@ class StepHistory:
         self._clear()
         size, end = self._block_steps, len(self.steps) - keep
         for begin in range(0, end, size):
-            self._append_block(block_of(self.steps[begin : min(begin + size, end)]))
+            self.blocks.append(block_of(self.steps[begin : min(begin + size, end)]))
+            self._num_in_blocks += self.blocks[-1].count
         del self.steps[:end]
         self._limit_blocks()
-
-    def _append_block(self, block: StepBlock) -> None:
-        self.blocks.append(block)
-        self._num_in_blocks += block.count
 
     def _limit_blocks(self) -> None:
         """Join neighbouring blocks once there are too many."""

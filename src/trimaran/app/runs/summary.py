@@ -45,7 +45,17 @@ def summarise(state: RunState, console: Console) -> None:
         speed = f"{show_count(measured.tokens_per_second)} {state.unit}/s, {show_seconds(measured.step_seconds)} a step"
         print_plain(console, f"      {speed}, {show_bytes(measured.peak_bytes)} a rank")
         _compare(state, console)
-        _show_faults(state, console)
+        incidents = [incident for incident in state.incidents if incident.cause != "preempted"]
+        if incidents or state.restarts:
+            lost = round(sum(incident.cost.get("lost_steps", 0) for incident in incidents))
+            counts = {"incident": len(incidents), "restart": state.restarts, "lost step": lost}
+            parts = [f"{number} {noun}{'' if number == 1 else 's'}" for noun, number in counts.items()]
+            if ledger := state.ledger:
+                parts.append(f"goodput {ledger.goodput:.1%} of {show_seconds(ledger.at_work)}")
+            print_plain(console, f"      {', '.join(parts)}")
+            for incident in incidents:
+                if incident.cause == "storage":
+                    print_plain(console, f"      {incident.what}")
         unfinished = (event.data for event in state.current_events("unfinished"))
         for what, why in {str(data.get("what")): str(data.get("why")) for data in unfinished}.items():
             print_plain(console, f"      warning: training is done and saved, but not the {what}: {why}")
@@ -110,21 +120,6 @@ def _compare(state: RunState, console: Console) -> None:
         text.append_text(Text.assemble(separator, show(before), f" {unit} ("))
         text.append_text(difference(after, before, error=predicted.error_of(name))).append(")")
     console.print(text, soft_wrap=True)
-
-
-def _show_faults(state: RunState, console: Console) -> None:
-    incidents = [incident for incident in state.incidents if incident.cause != "preempted"]
-    if not incidents and not state.restarts:
-        return
-    lost = round(sum(incident.cost.get("lost_steps", 0) for incident in incidents))
-    counts = {"incident": len(incidents), "restart": state.restarts, "lost step": lost}
-    parts = [f"{number} {noun}{'' if number == 1 else 's'}" for noun, number in counts.items()]
-    if ledger := state.ledger:
-        parts.append(f"goodput {ledger.goodput:.1%} of {show_seconds(ledger.at_work)}")
-    print_plain(console, f"      {', '.join(parts)}")
-    for incident in incidents:
-        if incident.cause == "storage":
-            print_plain(console, f"      {incident.what}")
 
 
 def next_commands(state: RunState) -> list[str]:

@@ -1,7 +1,6 @@
 """Text that is safe to print, whatever a file contains: for a terminal, and of the logs of ranks."""
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,14 +43,6 @@ class PrintableStream:
         if name == "buffer":
             raise AttributeError(name)
         return getattr(self.raw, name)
-
-
-def clean_standard_streams() -> None:
-    """Make `print`, logging, tracebacks and every library write to stdout and stderr without control codes."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, PrintableStream):
-            setattr(sys, name, PrintableStream(stream))
 
 
 def raw_stream(stream: TextIO) -> TextIO:

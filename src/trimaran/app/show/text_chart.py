@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from trimaran.runs.read.step_index import Extent
 
 # The colour-blind safe palette of Okabe and Ito, readable on light and dark backgrounds.
 ORANGE, SKY, GREEN, BLUE, RED, PURPLE = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7"
@@ -65,11 +64,3 @@ def intervals(counts: Sequence[int], number: int) -> Iterator[tuple[int, int, in
     indices = dict.fromkeys(bisect_left(sums, bound) for bound in bounds)
     for begin, end in pairwise(indices):
         yield begin, end, bisect_right(sums, (sums[begin] + sums[end]) // 2) - 1
-
-
-def interval_means(extents: "Sequence[Extent]", number: int) -> list[float]:
-    """Return at most `number` means of neighbouring values; fewer values stay as they are."""
-    return [
-        math.fsum(each.total for each in extents[begin:end]) / sum(each.count for each in extents[begin:end])
-        for begin, end, _ in intervals([each.count for each in extents], number)
-    ]

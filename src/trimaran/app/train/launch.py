@@ -1,15 +1,13 @@
 """`trimaran launch`: plans a run, checks the target, writes files that a person can read and run, and submits them."""
 
 import json
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from trimaran.app.recipe.options import Json, NoCheck, RecipeFile, Settings
-
-if TYPE_CHECKING:
-    pass
 
 
 def complete_target(incomplete: str) -> list[str]:
@@ -20,23 +18,19 @@ def complete_target(incomplete: str) -> list[str]:
 
 
 ON_HELP = "local, ssh, slurm, k8s, ray, sky or a plug-in."
-On = Annotated[str, typer.Option(metavar="TARGET", help=ON_HELP, autocompletion=complete_target)]
 RUN_DIR_HELP = "A new folder for the run, as the nodes see it. [default: runs/NAME]"
-RunDir = Annotated[Path | None, typer.Option(metavar="DIR", help=RUN_DIR_HELP)]
 SITE_HELP = "Override a field of targets.yaml, such as partition=gpu. Repeatable."
-Site = Annotated[list[str] | None, typer.Option(metavar="FIELD=VALUE", help=SITE_HELP)]
 HOSTS_HELP = "For ssh: a,b,c or the name of a hostfile."
-Hosts = Annotated[str, typer.Option(metavar="LIST", help=HOSTS_HELP, show_default=False)]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Write the files there. [default: RUN/launch]")]
 
 
 def launch(
     recipe: RecipeFile = None,
-    on: On = "local",
-    run_dir: RunDir = None,
+    on: Annotated[str, typer.Option(metavar="TARGET", help=ON_HELP, autocompletion=complete_target)] = "local",
+    run_dir: Annotated[Path | None, typer.Option(metavar="DIR", help=RUN_DIR_HELP)] = None,
     settings: Settings = None,
-    hosts: Hosts = "",
-    site: Site = None,
+    hosts: Annotated[str, typer.Option(metavar="LIST", help=HOSTS_HELP, show_default=False)] = "",
+    site: Annotated[list[str] | None, typer.Option(metavar="FIELD=VALUE", help=SITE_HELP)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write and show the files; submit nothing.")] = False,
     out: Out = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end; exit with its code.")] = False,
@@ -59,8 +53,10 @@ def launch(
     trimaran launch recipes/stdlib-tiny.yaml --on ssh --hosts a,b --set cluster=2x2xcpu --wait
     trimaran launch --check
     """
-    from trimaran.app.train.launch_answer import LaunchOptions, check_launch, launch_on
-    from trimaran.launch.targets.target import open_target
+    from trimaran.app.train.launch_answer import LaunchOptions, launch_on, launch_request, read_site, resolved
+    from trimaran.core import EXIT_DONE, EXIT_USER
+    from trimaran.launch.targets.site_file import read_site_file, site_path
+    from trimaran.launch.targets.target import SiteCheck, open_target, target_names
 
     target = open_target(on)
     if hosts and Path(hosts).is_file():
@@ -69,9 +65,18 @@ def launch(
         hosts = ",".join(read_hostfile(Path(hosts)))
     options = LaunchOptions(run_dir=run_dir, hosts=hosts, site=site or [], check=not no_check)
     if check:
-        checks = check_launch(target, recipe, settings or [], options)
-        from trimaran.core import EXIT_DONE, EXIT_USER
-
+        path = site_path(os.environ)
+        sections = read_site_file(path)
+        about = f": {', '.join(sections) or 'no sections'}" if path.exists() else " does not exist: no defaults"
+        checks = [SiteCheck(name="site file", found=f"{path}{about}")]
+        for name in target_names():
+            if name in sections and name != target.name:
+                read_site(open_target(name), ())  # raises if a section has a mistake
+        if recipe is None and not settings:
+            checks += target.check(None, read_site(target, options.site))
+        else:
+            request = launch_request(target, resolved(target, recipe, settings or [], options), options)
+            checks += target.check(request, request.site)
         failed = [each for each in checks if each.error is not None]
         if as_json:
             found = [

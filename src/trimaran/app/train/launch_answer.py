@@ -25,7 +25,7 @@ from trimaran.app.runs.run_findings import FindingsPoller
 from trimaran.app.runs.run_state import RunState, read_state
 from trimaran.app.show.clean_console import open_console
 from trimaran.app.train.resume import refuse_occupied_store
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, Seconds, UserError, dump_recipe
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, UserError, dump_recipe
 from trimaran.core.errors import raise_together
 from trimaran.cost import STATE_BYTES
 from trimaran.cost.goodput import checkpoint_bytes, write_seconds
@@ -37,13 +37,10 @@ from trimaran.launch.targets.target import (
     JobState,
     LaunchFiles,
     LaunchRequest,
-    SiteCheck,
     Target,
     job_name,
     new_record,
-    open_target,
     state_folder,
-    target_names,
     write_record,
 )
 from trimaran.runs import RunDirectory, create_run, free_run_path, open_run, refuse_occupied
@@ -91,7 +88,22 @@ def preview_options(target: Target) -> LaunchOptions:
 def launch_request(target: Target, request: Request, options: LaunchOptions) -> LaunchRequest:
     """Return what to launch on `target`. Touches nothing."""
     site = read_site(target, options.site)
-    run_dir, run_exists = _run_dir(target, request, options, site)
+    # The run directory as the nodes see it. It is created here if it is on a disk that they share.
+    runs, run_exists = getattr(site, "runs", ""), getattr(site, "shared_disk", target.shares_disk)
+    if run_exists:
+        run_dir = (options.run_dir or free_run_path(Path(runs) if runs else RUNS, request.recipe.name)).absolute()
+        refuse_occupied(run_dir)
+    else:
+        asked = PurePosixPath(str(options.run_dir)) if options.run_dir else PurePosixPath(runs) / request.recipe.name
+        if not asked.is_absolute():
+            raise UserError("L005", f"the run directory '{asked}' is not an absolute path on the nodes",
+                            where="--run-dir", fix=f"name a folder as the nodes of {target.name} see it")  # fmt: skip
+        run_dir = Path(asked)
+    save_seconds = SAVE_SECONDS
+    if request.outline:  # with the disk bandwidth that `trimaran plan` assumes for a node
+        moments = STATE_BYTES[request.recipe.train.optimizer.states]
+        states = checkpoint_bytes(request.outline.saved_parameters, moment_bytes=moments)
+        save_seconds = write_seconds(states, disk_bandwidth=NODE_DISK_BANDWIDTH * request.cluster.num_nodes)
     return LaunchRequest(
         name=job_name(run_dir.name),
         run_dir=run_dir,
@@ -100,51 +112,11 @@ def launch_request(target: Target, request: Request, options: LaunchOptions) -> 
         cluster=request.cluster,
         site=site,
         hosts=tuple(HOST.findall(options.hosts)),
-        run_exists=run_exists,
+        run_exists=bool(run_exists),
         check=options.check,
-        save_seconds=_save_seconds(request),
+        save_seconds=save_seconds,
         secrets=tuple(name for name in SECRETS if os.environ.get(name)),
     )
-
-
-def _run_dir(target: Target, request: Request, options: LaunchOptions, site: object) -> tuple[Path, bool]:
-    """Return the run directory as the nodes see it, and whether it is created here, on a disk that they share."""
-    runs = getattr(site, "runs", "")
-    if getattr(site, "shared_disk", target.shares_disk):
-        path = (options.run_dir or free_run_path(Path(runs) if runs else RUNS, request.recipe.name)).absolute()
-        refuse_occupied(path)
-        return path, True
-    asked = PurePosixPath(str(options.run_dir)) if options.run_dir else PurePosixPath(runs) / request.recipe.name
-    if not asked.is_absolute():
-        raise UserError("L005", f"the run directory '{asked}' is not an absolute path on the nodes",
-                        where="--run-dir", fix=f"name a folder as the nodes of {target.name} see it")  # fmt: skip
-    return Path(asked), False
-
-
-def _save_seconds(request: Request) -> Seconds:
-    """Return how long a checkpoint takes with the disk bandwidth that `trimaran plan` assumes for a node."""
-    if not request.outline:
-        return SAVE_SECONDS
-    moments = STATE_BYTES[request.recipe.train.optimizer.states]
-    states = checkpoint_bytes(request.outline.saved_parameters, moment_bytes=moments)
-    return write_seconds(states, disk_bandwidth=NODE_DISK_BANDWIDTH * request.cluster.num_nodes)
-
-
-def check_launch(
-    target: Target, recipe: str | None, settings: Sequence[str], options: LaunchOptions
-) -> list[SiteCheck]:
-    """Return the checks of the site file and of the target; with a recipe, also of what its run needs."""
-    path = site_path(os.environ)
-    sections = read_site_file(path)
-    found = f": {', '.join(sections) or 'no sections'}" if path.exists() else " does not exist: no defaults"
-    checks = [SiteCheck(name="site file", found=f"{path}{found}")]
-    for name in target_names():
-        if name in sections and name != target.name:
-            read_site(open_target(name), ())  # raises if a section has a mistake
-    if recipe is None and not settings:
-        return [*checks, *target.check(None, read_site(target, options.site))]
-    request = launch_request(target, _resolved(target, recipe, settings, options), options)
-    return [*checks, *target.check(request, request.site)]
 
 
 def launch_on(
@@ -160,7 +132,7 @@ def launch_on(
 ) -> int:
     """Launch a run on `target` and return the exit code. `out` is the folder of its files, by default in the run."""
     console = open_console(stderr=as_json)
-    planned = _resolved(target, recipe, settings, options)
+    planned = resolved(target, recipe, settings, options)
     request = launch_request(target, planned, options)
     if options.check:
         if dry_run:
@@ -179,11 +151,16 @@ def launch_on(
     if out:  # first, so that a folder that cannot be used leaves no run behind
         write_files(files, request, folder)
     if dry_run:
-        rehearsal = _rehearsal(planned, recipe, settings)
+        # The command that measures ranks of the plan on one device first. Standard input cannot be read again.
+        rehearsal: list[str] = []
+        if planned.plan.mesh.world_size > 1 and recipe != "-" and planned.plan.engine_traits.can_rehearse:
+            cluster = [f"cluster={planned.cluster}"] if planned.recipe.cluster == "auto" else []
+            words = [word for each in (*settings, *cluster) for word in ("--set", each)]
+            rehearsal = ["trimaran", "rehearse", *([recipe] if recipe else []), *words]
         submit = [[*each] for each in files.submit]
         if as_json:
             answer = {"run_dir": str(request.run_dir), "files": dict(files.files), "main": files.main, "submit": submit}
-            answer |= {"rehearse": [*rehearsal]} if rehearsal else {}
+            answer |= {"rehearse": rehearsal} if rehearsal else {}
             typer.echo(json.dumps(plan_as_dict(planned) | answer | {"folder": folder and str(folder)}))
             return EXIT_DONE
         for name, text in sorted(files.files.items(), key=lambda item: item[0] != files.main):
@@ -226,10 +203,10 @@ def launch_on(
 
 def preview_launch(target: Target, recipe: str | None, settings: Sequence[str], options: LaunchOptions) -> LaunchFiles:
     """Return the files that `launch --dry-run` shows. Nothing is written or submitted."""
-    return target.render(launch_request(target, _resolved(target, recipe, settings, options), options))
+    return target.render(launch_request(target, resolved(target, recipe, settings, options), options))
 
 
-def _resolved(target: Target, recipe: str | None, settings: Sequence[str], options: LaunchOptions) -> Request:
+def resolved(target: Target, recipe: str | None, settings: Sequence[str], options: LaunchOptions) -> Request:
     """Return the recipe and its plan, after the checks that need no machine of the target."""
     request = resolve_launch(recipe, settings)
     refuse_missing_sinks(request.recipe.telemetry)
@@ -259,18 +236,6 @@ def write_files(files: LaunchFiles, request: LaunchRequest, folder: Path) -> Non
     except OSError as error:
         raise UserError("L008", f"the launch files cannot be written: {error.strerror or error}", where=str(folder),
                         fix="name a folder that you can write to: --out DIR") from None  # fmt: skip
-
-
-def _rehearsal(planned: Request, recipe: str | None, settings: Sequence[str]) -> list[str]:
-    """Return the command that measures ranks of the plan on one device before the job is submitted; empty for one rank.
-
-    A recipe from standard input cannot be read again.
-    """
-    if planned.plan.mesh.world_size == 1 or recipe == "-" or not planned.plan.engine_traits.can_rehearse:
-        return []
-    cluster = [f"cluster={planned.cluster}"] if planned.recipe.cluster == "auto" else []
-    words = [word for each in (*settings, *cluster) for word in ("--set", each)]
-    return ["trimaran", "rehearse", *([recipe] if recipe else []), *words]
 
 
 def print_job(target: Target, job: JobRecord, *, as_json: bool) -> None:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,14 +59,12 @@ class NsysRequest:
         return [self.nsys, "profile", *chosen, *OPTIONS, f"--output={self.report(rank)}", *own]
 
     def variables(self, rank: int, port: int) -> dict[str, str]:
-        """Return what the environment of a rank has besides `worker_variables`."""
+        """Return what the environment of a rank has besides ours: the variables of `trimaran train`, and its place."""
+        deterministic = self.recipe.train.deterministic
+        shared = worker_environment(os.environ, self.plan, on_cpu=self.on_cpu, deterministic=deterministic)
         world = str(self.plan.mesh.world_size)
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world} | where
-
-    def worker_variables(self, outer: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of all ranks, as those of `trimaran train`."""
-        return worker_environment(outer, self.plan, on_cpu=self.on_cpu, deterministic=self.recipe.train.deterministic)
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        return shared | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def nsys_request(source: str, settings: Sequence[str], *, steps: int, ranks: str, needs_nsys: bool) -> NsysRequest:
@@ -109,11 +107,9 @@ def nsys_request(source: str, settings: Sequence[str], *, steps: int, ranks: str
 
 def planned_commands(request: NsysRequest, port: int = EXAMPLE_PORT) -> list[str]:
     """Return the command line of each rank, for a shell."""
-    shared = request.worker_variables(os.environ)
     lines = []
     for rank in range(request.plan.mesh.world_size):
-        variables = shared | request.variables(rank, port)
-        pairs = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+        pairs = [f"{name}={shlex.quote(value)}" for name, value in request.variables(rank, port).items()]
         lines.append(" ".join([*pairs, shlex.join(request.command(rank))]))
     return lines
 
@@ -127,13 +123,12 @@ def record(request: NsysRequest) -> RunDirectory:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    shared = {**os.environ, **request.worker_variables(os.environ)}
     with run.agent_log.open("ab", buffering=0) as log:
         log.write("".join(f"{line}\n" for line in planned_commands(request, port)).encode())
         ranks = [
             subprocess.Popen(
                 request.command(rank),
-                env=shared | request.variables(rank, port),
+                env=os.environ | request.variables(rank, port),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -24,11 +24,10 @@ T = TypeVar("T")
 
 
 RUN_HELP = "A run directory, or its name under runs/; with --nsys also a recipe."
-RunOrRecipe = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run_or_recipe)]
 
 
 def profile(
-    run: RunOrRecipe,
+    run: Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run_or_recipe)],
     steps: Annotated[int, typer.Option(metavar="N", min=1, max=MAX_STEPS, help="How many steps.")] = 3,
     ranks: Annotated[str, typer.Option(metavar="LIST", help="The ranks: all, or a list such as 0,3.")] = "0",
     memory: Annotated[bool, typer.Option("--memory", help="Show what uses the memory, instead of a trace.")] = False,
@@ -56,24 +55,46 @@ def profile(
         raise UserError("A001", "--nsys makes a recording of its own", where="trimaran profile",
                         fix="leave out --memory and --merge")  # fmt: skip
     if nsys:
-        answer = record_with_nsys(run, settings or [], steps=steps, ranks=ranks, dry_run=dry_run)
-        _show(answer, as_json=as_json)
-        return
-    if settings or dry_run:
+        from trimaran.app.train.nsys import nsys_request, planned_commands, record, summaries
+
+        short = nsys_request(run, settings or [], steps=steps, ranks=ranks, needs_nsys=not dry_run)
+        reports = [str(short.report(rank)) for rank in short.ranks]
+        answer: dict[str, Any] = {"run_dir": str(short.path), "files": reports}
+        if dry_run:
+            answer["commands"] = planned_commands(short)
+        else:
+            with open_console(stderr=True).status(f"training {short.recipe.train.steps} steps in {short.path}"):
+                record(short)
+            answer["nsys"] = summaries(short)
+    elif settings or dry_run:
         raise UserError("A001", "--set and --dry-run are options of --nsys", where="trimaran profile", fix="add --nsys")
-    directory = find_run(run)
-    if merge:
-        answer = merge_newest_traces(directory)
+    elif merge:
+        from trimaran.runs.read.traces import load_trace, write_merged
+        from trimaran.runs.read.traces import merge as merge_traces
+
+        directory = find_run(run)
+        found = find_traces(directory)
+        if not found:
+            raise _no_profile(directory, "this run has no trace to merge")
+        step = max(found)
+        merged = merge_traces([load_trace(path) for path in found[step].values()])
+        path = directory.profiles / "merged.trace.json.gz"
+        with writing(directory):
+            write_merged(merged, path)
+        answer = {"run_dir": str(directory.path), "merged": str(path), "step": step, "ranks": [*found[step]],
+                  "clocks": merged["clocks"]}  # fmt: skip
     else:
+        directory = find_run(run)
         refuse_missing_ranks(ranks, directory.read_plan().mesh.world_size)
         request = ProfileRequest(steps=steps, ranks=ranks, memory=memory)
         files = _files(directory, request, open_console(stderr=True))
         answer = {"run_dir": str(directory.path), "files": [str(each) for each in files]}
-        answer |= _read(files, memory=memory)
-    _show(answer, as_json=as_json)
+        if memory:
+            answer["memory"] = [json.loads(read_regular_text(each)) for each in files]
+        else:
+            from trimaran.runs.read.traces import load_trace, summarise
 
-
-def _show(answer: dict[str, Any], *, as_json: bool) -> None:
+            answer["traces"] = [summarise(load_trace(each)).as_dict() for each in files]
     if as_json:
         typer.echo(json.dumps(answer))
         return
@@ -82,57 +103,20 @@ def _show(answer: dict[str, Any], *, as_json: bool) -> None:
     show_profile(answer, open_console())
 
 
-def record_with_nsys(source: str, settings: Sequence[str], *, steps: int, ranks: str, dry_run: bool) -> dict[str, Any]:
-    """Record a short run of `source` with nsys, and return what `--nsys --json` prints."""
-    from trimaran.app.train.nsys import nsys_request, planned_commands, record, summaries
-
-    request = nsys_request(source, settings, steps=steps, ranks=ranks, needs_nsys=not dry_run)
-    files = [str(request.report(rank)) for rank in request.ranks]
-    answer: dict[str, Any] = {"run_dir": str(request.path), "files": files}
-    if dry_run:
-        return answer | {"commands": planned_commands(request)}
-    with open_console(stderr=True).status(f"training {request.recipe.train.steps} steps in {request.path}"):
-        record(request)
-    return answer | {"nsys": summaries(request)}
-
-
-def merge_newest_traces(run: RunDirectory) -> dict[str, Any]:
-    """Merge the newest traces of all ranks, and return what `--merge --json` prints."""
-    from trimaran.runs.read.traces import load_trace, merge, write_merged
-
-    found = find_traces(run)
-    if not found:
-        raise _no_profile(run, "this run has no trace to merge")
-    step = max(found)
-    merged = merge([load_trace(path) for path in found[step].values()])
-    path = run.profiles / "merged.trace.json.gz"
-    with writing(run):
-        write_merged(merged, path)
-    clocks = merged["clocks"]
-    return {"run_dir": str(run.path), "merged": str(path), "step": step, "ranks": [*found[step]], "clocks": clocks}
-
-
 def _files(run: RunDirectory, request: ProfileRequest, console: "Console") -> list[Path]:
-    """Return the files that the ranks wrote for `request`, or the newest traces of a finished run."""
-    if is_running(run):
-        return request_profile(run, request, console)
-    found = find_traces(run)
-    if request.memory or not found:
-        raise _no_profile(run, "this run is not running")
-    chosen = [path for rank, path in found[max(found)].items() if request.is_for(rank)]
-    if not chosen:
-        raise _no_profile(run, f"there is no trace of rank {request.ranks} at step {max(found)}")
-    console.print("the run is not running; this is its newest trace")
-    return chosen
+    """Return the files that the ranks write for `request`, or the newest traces of a finished run.
 
-
-def _no_profile(run: RunDirectory, what: str) -> UserError:
-    return UserError("D010", what, where=str(run.path), fix="run `trimaran profile RUN` while it trains, or name the "
-                     "steps in advance: `trimaran train --profile 10:13`")  # fmt: skip
-
-
-def request_profile(run: RunDirectory, request: ProfileRequest, console: "Console") -> list[Path]:
-    """Send `request` to the ranks of a live run and return the files they write. Ctrl-C withdraws the request."""
+    Ctrl-C withdraws the request.
+    """
+    if not is_running(run):
+        found = find_traces(run)
+        if request.memory or not found:
+            raise _no_profile(run, "this run is not running")
+        chosen = [path for rank, path in found[max(found)].items() if request.is_for(rank)]
+        if not chosen:
+            raise _no_profile(run, f"there is no trace of rank {request.ranks} at step {max(found)}")
+        console.print("the run is not running; this is its newest trace")
+        return chosen
     wanted = request.ranks_of(run.read_plan().mesh.world_size)
     reader = RunReader(run).follow(*map(run.events, wanted), backlog=0)
     with writing(run):
@@ -140,8 +124,19 @@ def request_profile(run: RunDirectory, request: ProfileRequest, console: "Consol
     paths: dict[int, Path] = {}
 
     def answer() -> dict[int, Path] | None:
-        is_done = all(_has_answered(reader, request, rank, paths) for rank in wanted)
-        return paths if is_done else None
+        for rank in wanted:
+            for event in reader.events(rank):
+                data = event.get("data", {})
+                if event.get("kind") != "profile" or data.get("request") != request.id:
+                    continue
+                if data.get("what") == "failed":
+                    what = f"rank {rank} could not make the profile: {data.get('message', '')}"
+                    fix = "see the end of this log; the run continues"
+                    raise UserError("D012", what, where=str(run.log(rank)), fix=fix)
+                paths[rank] = run.path / str(data.get("path", ""))
+            if rank not in paths:
+                return None
+        return paths
 
     def waiting() -> str:
         return f"rank {', '.join(str(rank) for rank in wanted if rank not in paths)}"
@@ -153,6 +148,11 @@ def request_profile(run: RunDirectory, request: ProfileRequest, console: "Consol
     finally:
         withdraw_request(run, request.id)
     return [paths[rank] for rank in wanted]
+
+
+def _no_profile(run: RunDirectory, what: str) -> UserError:
+    return UserError("D010", what, where=str(run.path), fix="run `trimaran profile RUN` while it trains, or name the "
+                     "steps in advance: `trimaran train --profile 10:13`")  # fmt: skip
 
 
 def wait_for_answer(
@@ -173,24 +173,3 @@ def wait_for_answer(
                 shown = time.monotonic()
             time.sleep(POLL_SECONDS)
     return found
-
-
-def _has_answered(reader: RunReader, request: ProfileRequest, rank: int, paths: dict[int, Path]) -> bool:
-    run = reader.run
-    for event in reader.events(rank):
-        data = event.get("data", {})
-        if event.get("kind") != "profile" or data.get("request") != request.id:
-            continue
-        if data.get("what") == "failed":
-            raise UserError("D012", f"rank {rank} could not make the profile: {data.get('message', '')}",
-                            where=str(run.log(rank)), fix="see the end of this log; the run continues")  # fmt: skip
-        paths[rank] = run.path / str(data.get("path", ""))
-    return rank in paths
-
-
-def _read(files: list[Path], *, memory: bool) -> dict[str, Any]:
-    if memory:
-        return {"memory": [json.loads(read_regular_text(each)) for each in files]}
-    from trimaran.runs.read.traces import load_trace, summarise
-
-    return {"traces": [summarise(load_trace(each)).as_dict() for each in files]}

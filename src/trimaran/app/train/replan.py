@@ -4,16 +4,13 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from trimaran.app.recipe.options import Json, RunName, Settings, find_run
 from trimaran.core import Plan, TextError, UserError, load_yaml, show_bytes, show_seconds, write_atomically
 from trimaran.runs import RunDirectory, is_running, writing
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 EXIT_FAILED = 1
 
@@ -50,8 +47,23 @@ def replan(
         if settings:
             raise UserError("A001", "--ranks and --set are two changes", where="--ranks",
                             fix="ask for the ranks first, then for the plan")  # fmt: skip
+        from trimaran.launch.supervise.next_attempt import resized
+
         with writing(directory):
-            request_ranks(directory, ranks)
+            recipe, plan = directory.read_recipe(), directory.read_plan()
+            now = plan.mesh.world_size
+            if ranks == now:
+                raise UserError("S040", f"the run has {now} ranks already", where="--ranks", fix="name another number")
+            fewest, most = recipe.faults.ranks or (now, now)
+            if not fewest <= ranks <= most:
+                raise UserError("S043", f"the recipe of this run allows {fewest} to {most} ranks, not {ranks}",
+                                where="faults.ranks", fix="stop the run and resume it: `trimaran resume RUN --set "
+                                f"faults.ranks=[{min(ranks, fewest)},{max(ranks, most)}]`")  # fmt: skip
+            if resized(plan, recipe, ranks) is None:
+                raise UserError("S043", f"there is no plan for {ranks} ranks", where="--ranks",
+                                fix=f"choose a number that divides the global batch of {recipe.train.global_batch}"
+                                )  # fmt: skip
+            write_atomically(directory.resize_request, f"{ranks}\n")
         if as_json:
             typer.echo(json.dumps({"run_dir": str(directory.path), "status": "requested", "ranks": ranks}))
         else:
@@ -70,13 +82,26 @@ def replan(
 
 def _send(run: RunDirectory, change: "PlannedChange", *, wait: bool, quiet: bool) -> dict[str, Any]:
     """Request the change, wait for the answer if asked to, and return what `--json` prints of it."""
+    from rich.table import Table
+
     from trimaran.app.show.clean_console import open_console
     from trimaran.app.train.profile import wait_for_answer
     from trimaran.runs.run_requests import change_answers, withdraw_change_request, write_change_request
 
     console = open_console(stderr=quiet)
     if not quiet:
-        show_planned(change.old, change.new, change.patch, console)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+        for name, plan in (("now", change.old), ("new", change.new)):
+            table.add_row(name, str(plan))
+            if (prediction := plan.prediction) is not None:
+                fit = "" if prediction.fits else ", which does not fit"
+                cost = (
+                    f"{show_seconds(prediction.step_seconds)} a step, {show_bytes(prediction.peak_bytes)} a rank{fit}"
+                )
+                table.add_row("", f"predicted: {cost}")
+        table.add_row("change", ", ".join(f"{name}={json.dumps(value) if isinstance(value, bool) else value}"
+                                          for name, value in change.patch.items()))  # fmt: skip
+        console.print(table)
     request = write_change_request(run, change.patch, by="user", reason="asked for with trimaran replan")
     if not wait:
         if not quiet:
@@ -98,8 +123,13 @@ def _send(run: RunDirectory, change: "PlannedChange", *, wait: bool, quiet: bool
     if data["status"] == "refused":
         error = data["error"]
         raise UserError(error["code"], error["what"], where="the ranks of the run", fix=error["fix"])
-    if not quiet:
-        show_answer(event, console)
+    if not quiet and data["status"] == "applied":
+        pause = data["pause_seconds"]  # not known if a rank died after the change, before the answer
+        paused = "" if pause is None else f"; training paused for {show_seconds(pause)}"
+        console.print(f"applied after step {event['step']}, {data['how']}{paused}")
+    elif not quiet:
+        console.print(f"change {data['id']} failed after step {event['step']}: {data['error']['what']}")
+        console.print("the run goes on with the plan that it had")
     names = "id", "status", "how", "pause_seconds", "error"
     return {"step": event["step"]} | {name: data[name] for name in names}
 
@@ -130,7 +160,17 @@ def plan_change(run: RunDirectory, settings: Sequence[str], environment: Mapping
     from trimaran.planner.change_plan import change_run, patch_between
 
     recipe, plan = run.read_recipe(), run.read_plan()
-    asked = parse_settings(settings)
+    asked: dict[str, Any] = {}
+    for pair in settings:
+        name, separator, raw = pair.partition("=")
+        if not separator or not all(name.strip().split(".")):
+            raise UserError("R010", f"'{pair[:80]}' is not a setting", where="--set",
+                            fix="write --set plan.micro_batch=4")  # fmt: skip
+        try:
+            asked[name.strip()] = load_yaml(raw)
+        except TextError as error:
+            raise UserError("R010", f"the value '{raw[:80]}' is not YAML: {error.what}", where=f"--set {name}",
+                            fix="quote the value, or write a plain number or word") from None  # fmt: skip
     if not asked:
         best = resized(plan, recipe, plan.mesh.world_size)
         asked = patch_between(plan, best) if best is not None else {}
@@ -140,67 +180,3 @@ def plan_change(run: RunDirectory, settings: Sequence[str], environment: Mapping
     if not patch and changed.recipe == recipe:
         others = {}
     return PlannedChange(patch=patch | others, how=changed.how, old=plan, new=changed.plan)
-
-
-def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """Return the patch that `--set` pairs describe."""
-    patch: dict[str, Any] = {}
-    for pair in settings:
-        name, separator, raw = pair.partition("=")
-        if not separator or not all(name.strip().split(".")):
-            raise UserError("R010", f"'{pair[:80]}' is not a setting", where="--set",
-                            fix="write --set plan.micro_batch=4")  # fmt: skip
-        try:
-            patch[name.strip()] = load_yaml(raw)
-        except TextError as error:
-            raise UserError("R010", f"the value '{raw[:80]}' is not YAML: {error.what}", where=f"--set {name}",
-                            fix="quote the value, or write a plain number or word") from None  # fmt: skip
-    return patch
-
-
-def request_ranks(run: RunDirectory, ranks: int) -> None:
-    """Ask the supervisor of the run for another number of ranks. Raises UserError if that is not possible."""
-    from trimaran.launch.supervise.next_attempt import resized
-
-    recipe, plan = run.read_recipe(), run.read_plan()
-    now = plan.mesh.world_size
-    if ranks == now:
-        raise UserError("S040", f"the run has {now} ranks already", where="--ranks", fix="name another number")
-    fewest, most = recipe.faults.ranks or (now, now)
-    if not fewest <= ranks <= most:
-        raise UserError("S043", f"the recipe of this run allows {fewest} to {most} ranks, not {ranks}",
-                        where="faults.ranks", fix="stop the run and resume it: `trimaran resume RUN --set "
-                        f"faults.ranks=[{min(ranks, fewest)},{max(ranks, most)}]`")  # fmt: skip
-    if resized(plan, recipe, ranks) is None:
-        raise UserError("S043", f"there is no plan for {ranks} ranks", where="--ranks",
-                        fix=f"choose a number that divides the global batch of {recipe.train.global_batch}"
-                        )  # fmt: skip
-    write_atomically(run.resize_request, f"{ranks}\n")
-
-
-def show_planned(old: Plan, new: Plan, patch: dict[str, Any], console: "Console") -> None:
-    """Print both plans with what is predicted for them, and the fields that change."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    for name, plan in (("now", old), ("new", new)):
-        table.add_row(name, str(plan))
-        if (prediction := plan.prediction) is not None:
-            fit = "" if prediction.fits else ", which does not fit"
-            cost = f"{show_seconds(prediction.step_seconds)} a step, {show_bytes(prediction.peak_bytes)} a rank{fit}"
-            table.add_row("", f"predicted: {cost}")
-    table.add_row("change", ", ".join(f"{name}={json.dumps(value) if isinstance(value, bool) else value}"
-                                      for name, value in patch.items()))  # fmt: skip
-    console.print(table)
-
-
-def show_answer(answer: dict[str, Any], console: "Console") -> None:
-    """Print what became of the change."""
-    data, step = answer["data"], answer["step"]
-    if data["status"] == "applied":
-        pause = data["pause_seconds"]  # not known if a rank died after the change, before the answer
-        paused = "" if pause is None else f"; training paused for {show_seconds(pause)}"
-        console.print(f"applied after step {step}, {data['how']}{paused}")
-        return
-    console.print(f"change {data['id']} failed after step {step}: {data['error']['what']}")
-    console.print("the run goes on with the plan that it had")

@@ -28,9 +28,7 @@ from trimaran.runs.lease import held_lease_error, is_running
 from trimaran.runs.run_directory import run_paths
 
 if TYPE_CHECKING:
-    from trimaran.app.recipe.request import Request
     from trimaran.checkpoint.manifest import Manifest
-    from trimaran.machine import Cluster
 
 RUN_HELP = "A run directory, its name under runs/, or its checkpoint.store: s3://bucket/my-run."
 
@@ -65,26 +63,46 @@ def resume(
     from trimaran.app.recipe.request import (
         refuse_other_machine,
         refuse_wrong_world_size,
+        resolve,
         torchrun_cluster,
         with_absolute_paths,
     )
+    from trimaran.planner.rules.axis_rules import divisors, either
     from trimaran.runs.compile_cache import refuse_unusable
     from trimaran.runs.sinks.open_sinks import refuse_missing_sinks
 
     found = _open(run, run_dir)
     is_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     old = with_absolute_paths(found.read_recipe())
-    request = _resolve(found, old, settings or [], cluster=torchrun_cluster(os.environ) if is_torchrun else None)
+    overrides, batch = settings or [], old.train.global_batch
+    try:
+        request = resolve(str(found.recipe), overrides, cluster=torchrun_cluster(os.environ) if is_torchrun else None)
+    except UserError as error:
+        if error.code != "P006" or any(setting.startswith("train.global_batch") for setting in overrides):
+            raise
+        # The batch of a run is fixed: if it does not split, the devices must change.
+        sizes = either(divisors(batch, most=batch))
+        fix = f"the batch of a run is fixed: resume with {sizes} data ranks, see --set cluster=..."
+        raise UserError("P006", error.what, where="cluster", fix=fix) from None
     refuse_other_run(old, request.recipe, where=str(found.path))
     refuse_missing_sinks(request.recipe.telemetry)
-    request = replace(request, recipe=_with_requested_length(old, request.recipe, settings or []))
+    request = replace(request, recipe=_with_requested_length(old, request.recipe, overrides))
     from trimaran.app.runs.run_state import read_state
     from trimaran.checkpoint.step_dirs import complete_steps
 
     state = read_state(found)
     is_complete = not state.current_events("unfinished")  # else the last evaluation and the sample are repeated
     if state.status == "done" and state.step >= request.recipe.train.steps and is_complete:
-        return _print_done(found, request, as_json=as_json)
+        if as_json:
+            typer.echo(json.dumps(read_state(found, only_status=False).as_dict() | {"exit": 0}))
+            return 0
+        steps, done = request.recipe.train.steps, state.step
+        longer = shlex.join([program_name(), "resume", path_argument(found.path), "--set", f"train.steps={2 * done}"])
+        text = f"this run is done: all {steps} steps"
+        if done > steps:
+            text = f"this run has already made {done} steps, more than the requested {steps}"
+        typer.echo(f"{text}. To train longer: {longer}")
+        return 0
     asked, made = request.recipe.train.steps, max(complete_steps(found.checkpoints), default=0)
     if made > asked:
         raise UserError("R013", f"train.steps is {asked}: the run has already made {made} steps", where="train.steps",
@@ -112,29 +130,25 @@ def resume(
 def _open(run: str, run_dir: Path | None) -> RunDirectory:
     """Return the run of that name, or a run directory for the run in that store."""
     if "://" in run:
-        found = open_stored_run(run.rstrip("/"), run_dir)
+        # The run directory that was made from this store before, or a new one with the recipe and plan of its newest
+        # checkpoint.
+        url = run.rstrip("/")
+        manifest = newest_manifest(url)
+        recipe = parse_recipe(manifest.recipe, name=f"the recipe in {url}")
+        names = run_paths(RUNS, recipe.name)
+        path = run_dir or next(each for each in names if not each.exists() or _belongs_to(each, url))
+        if _belongs_to(path, url):
+            found = open_run(path)
+        else:
+            section = recipe.checkpoint.model_copy(update={"store": url})
+            stored = recipe.model_copy(update={"checkpoint": section})
+            found = create_run(path, stored, Plan.model_validate(manifest.plan))
         typer.echo(f"{found.path} is the run directory of {run}", err=True)
         return found
     if run_dir is not None:
         raise UserError("A001", "--run-dir is for a run that is resumed from a store", where=f"--run-dir {run_dir}",
                         fix="leave it out: a run stays in its run directory")  # fmt: skip
     return find_run(run)
-
-
-def _resolve(run: RunDirectory, old: Recipe, settings: list[str], *, cluster: "Cluster | None") -> "Request":
-    """Return the request to resume with. The batch of a run is fixed: if it does not split, the devices must change."""
-    from trimaran.app.recipe.request import resolve
-    from trimaran.planner.rules.axis_rules import divisors, either
-
-    try:
-        return resolve(str(run.recipe), settings, cluster=cluster)
-    except UserError as error:
-        batch = old.train.global_batch
-        if error.code != "P006" or any(setting.startswith("train.global_batch") for setting in settings):
-            raise
-        sizes = either(divisors(batch, most=batch))
-        fix = f"the batch of a run is fixed: resume with {sizes} data ranks, see --set cluster=..."
-        raise UserError("P006", error.what, where="cluster", fix=fix) from None
 
 
 def refuse_other_run(old: Recipe, new: Recipe, *, where: str) -> None:
@@ -170,21 +184,6 @@ def _with_requested_length(old: Recipe, new: Recipe, settings: list[str]) -> Rec
     return new.model_copy(update={"data": new.data.model_copy(update={"epochs": 0})})
 
 
-def _print_done(run: RunDirectory, request: "Request", *, as_json: bool) -> int:
-    from trimaran.app.runs.run_state import read_state
-
-    if as_json:
-        typer.echo(json.dumps(read_state(run, only_status=False).as_dict() | {"exit": 0}))
-        return 0
-    steps, done = request.recipe.train.steps, read_state(run).step
-    longer = shlex.join([program_name(), "resume", path_argument(run.path), "--set", f"train.steps={2 * done}"])
-    text = f"this run is done: all {steps} steps"
-    if done > steps:
-        text = f"this run has already made {done} steps, more than the requested {steps}"
-    typer.echo(f"{text}. To train longer: {longer}")
-    return 0
-
-
 def refuse_occupied_store(recipe: Recipe, *, must_reach: bool = True) -> None:
     """Raise if the store of a new run has checkpoints of another, or cannot be used.
 
@@ -210,22 +209,6 @@ def refuse_occupied_store(recipe: Recipe, *, must_reach: bool = True) -> None:
         raise UserError("K062", what, where=f"checkpoint.store ({url})",
                         fix=f"continue that run: `{program_name()} resume {url}`, or use another: "
                         f"--set checkpoint.store={url}-2")  # fmt: skip
-
-
-def open_stored_run(url: str, run_dir: Path | None) -> RunDirectory:
-    """Return a run directory for the run in a store: a new one, with the recipe and plan of its newest checkpoint.
-
-    A run directory that was made from this store before is used again.
-    """
-    manifest = newest_manifest(url)
-    recipe = parse_recipe(manifest.recipe, name=f"the recipe in {url}")
-    path = run_dir or RUNS / recipe.name
-    if run_dir is None:
-        path = next(each for each in run_paths(RUNS, recipe.name) if not each.exists() or _belongs_to(each, url))
-    if _belongs_to(path, url):
-        return open_run(path)
-    section = recipe.checkpoint.model_copy(update={"store": url})
-    return create_run(path, recipe.model_copy(update={"checkpoint": section}), Plan.model_validate(manifest.plan))
 
 
 def newest_manifest(url: str) -> "Manifest":

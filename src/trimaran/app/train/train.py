@@ -29,14 +29,8 @@ from trimaran.runs.sinks.open_sinks import refuse_missing_sinks
 
 NewFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run. [default: runs/NAME]")]
 STEPS_HELP, RANKS_HELP = "Trace these steps, without END.", "Trace these ranks: all, or 0,3. [default: 0]"
-ProfileSteps = Annotated[str, typer.Option(metavar="FIRST:END", help=STEPS_HELP, show_default=False)]
-ProfileRanks = Annotated[str, typer.Option(metavar="RANKS", help=RANKS_HELP, show_default=False)]
 AUTOPILOT_HELP = "Change the plan while it runs: act; only advise; off. [default: as in the recipe]"
-Autopilot = Annotated[
-    str, typer.Option(metavar="MODE", help=AUTOPILOT_HELP, show_default=False, autocompletion=complete_autopilot)
-]
 DEBUG_HELP = "Check every collective, wait for every kernel; slow, to find a fault."
-Debug = Annotated[bool, typer.Option("--debug", help=DEBUG_HELP)]
 
 
 def train(
@@ -49,11 +43,13 @@ def train(
         bool, typer.Option("--dry-run", help="Check data and plan, build a rank without weights; start nothing.")
     ] = False,
     no_check: NoCheck = False,
-    profile: ProfileSteps = "",
-    profile_ranks: ProfileRanks = "",
+    profile: Annotated[str, typer.Option(metavar="FIRST:END", help=STEPS_HELP, show_default=False)] = "",
+    profile_ranks: Annotated[str, typer.Option(metavar="RANKS", help=RANKS_HELP, show_default=False)] = "",
     warm: Warm = False,
-    autopilot: Autopilot = "",
-    debug: Debug = False,
+    autopilot: Annotated[
+        str, typer.Option(metavar="MODE", help=AUTOPILOT_HELP, show_default=False, autocompletion=complete_autopilot)
+    ] = "",
+    debug: Annotated[bool, typer.Option("--debug", help=DEBUG_HELP)] = False,
 ) -> int:
     """Train a model: plan, start the ranks, show the run live.
 
@@ -92,13 +88,23 @@ def train(
         from trimaran.app.train.torchrun_rank import run_as_rank
 
         return run_as_rank(request, path, as_json=as_json, check=not no_check)
-    from trimaran.app.recipe.prepare_data import check_data
+    from trimaran.app.recipe.prepare_data import check_data, prepare_data
 
     refuse_occupied(path)
     check_data(request.recipe)
     refuse_occupied_store(request.recipe)
     if request.cluster.num_nodes > 1:
-        return _prepare_nodes(request, path, as_json=as_json, check=not no_check)
+        prepared = prepare_data(request.recipe) if request.recipe.data.epochs else request.recipe
+        run = create_run(path, prepared, request.plan)
+        nodes = request.cluster.num_nodes
+        command = [*local_command(run), f"--nodes={nodes}", "--address=auto", *(["--no-check"] if no_check else [])]
+        if as_json:
+            typer.echo(json.dumps(plan_as_dict(request) | {"run_dir": str(run.path), "command": command}))
+            return 0
+        typer.echo(f"{run.path} is ready. It must be on a disk that all nodes share. Run on each of the {nodes} nodes:")
+        typer.echo(shlex.join(command))
+        typer.echo("`trimaran launch --on ssh --hosts a,b` starts such a run on all nodes, after checking them.")
+        return 0
     refuse_other_machine(request.cluster)
     if not no_check:
         from trimaran.app.machine.machine_check import refuse_unfit_machine
@@ -134,22 +140,6 @@ def refuse_bad_profile(request: Request) -> None:
     if section.profile_ranks != "all" and max(map(int, section.profile_ranks.split(","))) >= world:
         raise UserError("R013", f"telemetry.profile_ranks is {section.profile_ranks}: the plan has {world} ranks",
                         where="telemetry.profile_ranks", fix=f"name some of 0 to {world - 1}, or all")  # fmt: skip
-
-
-def _prepare_nodes(request: Request, path: Path, *, as_json: bool, check: bool) -> int:
-    from trimaran.app.recipe.prepare_data import prepare_data
-
-    recipe = prepare_data(request.recipe) if request.recipe.data.epochs else request.recipe
-    run = create_run(path, recipe, request.plan)
-    nodes = request.cluster.num_nodes
-    command = [*local_command(run), f"--nodes={nodes}", "--address=auto", *([] if check else ["--no-check"])]
-    if as_json:
-        typer.echo(json.dumps(plan_as_dict(request) | {"run_dir": str(run.path), "command": command}))
-        return 0
-    typer.echo(f"{run.path} is ready. It must be on a disk that all nodes share. Run on each of the {nodes} nodes:")
-    typer.echo(shlex.join(command))
-    typer.echo("`trimaran launch --on ssh --hosts a,b` starts such a run on all nodes, after checking them.")
-    return 0
 
 
 def _dry_run(request: Request, path: Path, *, as_json: bool) -> int:

@@ -24,7 +24,7 @@ from .hub_names import (
     HubRepo as HubRepo, hub_error as hub_error, hub_repo_of as hub_repo_of, is_hub_name as is_hub_name, near_folder
     as near_folder, repo_name as repo_name,
 )
-from .layer_variations import (
+from .spec import (
     AttentionSpec as AttentionSpec, ExpertUnit as ExpertUnit, LatentSpec as LatentSpec, NormSpec as NormSpec,
     PLAIN_ROPE as PLAIN_ROPE, PLAIN_UNIT as PLAIN_UNIT, Rope as Rope, RouterSpec as RouterSpec, TemperatureSpec as
     TemperatureSpec, Yarn as Yarn, norm_names as norm_names,

@@ -12,7 +12,6 @@ from trimaran.models.outline import (
     Opaque,
     Outline,
     OutlineLayer,
-    Tower,
     TrainedParts,
     adapted,
     linears_of,
@@ -138,32 +137,35 @@ def with_adapter(outline: Outline, section: AdapterSection) -> Outline:
         if name not in names:
             raise UserError("M012", f"there is no tower '{name}'{did_you_mean(name, names)}",
                             where="model.adapter.towers", fix=f"its towers are {', '.join(names)}")  # fmt: skip
-    wanted = section.towers or (outline.main.name,)
-    towers = tuple(_with_tower_adapter(tower, section, has_adapter=tower.name in wanted) for tower in outline.towers)
-    return replace(outline, towers=towers)
-
-
-def _with_tower_adapter(tower: Tower, section: AdapterSection, *, has_adapter: bool) -> Tower:
-    if tower.name in section.train:
-        return replace(tower, frozen=False)
     parts = _last_parts(section.train)
-    names = () if section.targets == "all-linear" else section.targets
-    targets_head = has_adapter and bool(tower.outputs) and any(part in HEADS for part in _last_parts(names))
-    trained = TrainedParts(
-        embedding=bool(tower.vocab) and any(part in EMBEDDINGS for part in parts),
-        head=bool(tower.outputs) and any(part in HEADS for part in parts),
-        head_rank=section.rank if targets_head else 0,
-    )
-    runs = tuple((_adapted(block, section), count) for block, count in tower.runs) if has_adapter else tower.runs
-    bare_head = tower.bare_head and not targets_head
-    return replace(tower, runs=runs, frozen=True, trained=trained, bare_head=bare_head)
+    targets = () if section.targets == "all-linear" else _last_parts(section.targets)
+    towers = []
+    for tower in outline.towers:
+        if tower.name in section.train:
+            towers.append(replace(tower, frozen=False))
+            continue
+        has_adapter = tower.name in (section.towers or (outline.main.name,))
+        targets_head = has_adapter and bool(tower.outputs) and any(part in HEADS for part in targets)
+        trained = TrainedParts(
+            embedding=bool(tower.vocab) and any(part in EMBEDDINGS for part in parts),
+            head=bool(tower.outputs) and any(part in HEADS for part in parts),
+            head_rank=section.rank if targets_head else 0,
+        )
+        runs = tuple((_adapted(block, section), count) for block, count in tower.runs) if has_adapter else tower.runs
+        bare_head = tower.bare_head and not targets_head
+        towers.append(replace(tower, runs=runs, frozen=True, trained=trained, bare_head=bare_head))
+    return replace(outline, towers=tuple(towers))
 
 
 def _adapted(block: OutlineLayer | Opaque, section: AdapterSection) -> OutlineLayer | Opaque:
     if isinstance(block, Opaque):
         return block
-    own = [each.name for each in linears_of(block)]
-    targets = own if section.targets == "all-linear" else _targets(section.targets, own)
+    targets = own = [each.name for each in linears_of(block)]
+    if section.targets != "all-linear":  # all, too, if the patterns name nothing known
+        lasts = _last_parts(section.targets)
+        wanted = {name for last in lasts for name in (*SYNONYMS.get(last, ()), last)}
+        found = [name for name in own if any(fnmatchcase(name, each) for each in wanted)]
+        targets = found or ([] if any(last in HEADS for last in lasts) else own)
     if not targets:
         return block
     adapter = LayerAdapter(
@@ -174,14 +176,6 @@ def _adapted(block: OutlineLayer | Opaque, section: AdapterSection) -> OutlineLa
         is_4bit=section.base == "4bit",
     )
     return adapted(block, adapter)
-
-
-def _targets(patterns: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Return which of a layer's own linear layers the patterns name; all if none of them names anything known."""
-    lasts = _last_parts(patterns)
-    wanted = {name for last in lasts for name in (*SYNONYMS.get(last, ()), last)}
-    found = [name for name in own if any(fnmatchcase(name, each) for each in wanted)]
-    return found or ([] if any(last in HEADS for last in lasts) else list(own))
 
 
 def _last_parts(patterns: Sequence[str]) -> list[str]:

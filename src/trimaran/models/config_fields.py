@@ -30,7 +30,7 @@ class Fields:
         return any(each.get(name) is not None for each in (self.config, self.usual) for name in names)
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        return self._typed(names, default, int, "not a whole number")
+        return self._typed(names, default, int)
 
     def size(self, *names: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
         """Return an integer field within `least` and `most`."""
@@ -46,10 +46,10 @@ class Fields:
         return float(value)
 
     def boolean(self, *names: str, default: bool) -> bool:
-        return self._typed(names, default, bool, "neither true nor false")
+        return self._typed(names, default, bool)
 
     def word(self, *names: str, default: str) -> str:
-        return self._typed(names, default, str, "not a string")
+        return self._typed(names, default, str)
 
     def numbers(self, *names: str) -> tuple[int, ...]:
         """Return a list of integers; a single number is a list of one, and a missing field an empty list."""
@@ -86,9 +86,10 @@ class Fields:
             raise bad_field("num_attention_heads", f"{heads} heads do not divide hidden_size {hidden}", self.where)
         return hidden // heads
 
-    def _typed(self, names: Names, default: Any, kind: type, wrong: str) -> Any:
+    def _typed(self, names: Names, default: Any, kind: type) -> Any:
         name, value = self._value(names, default)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            wrong = {int: "not a whole number", bool: "neither true nor false", str: "not a string"}[kind]
             raise bad_field(name, f"{show(value)} is {wrong}", self.where)
         return value
 

@@ -7,11 +7,10 @@ from typing import Any
 
 from trimaran.core import UserError
 from trimaran.models.config_fields import Fields, bad_field, show
-from trimaran.models.families.disk_parts import PartsOf, plain_parts
+from trimaran.models.families.disk_parts import PartsOf, packed_rows, plain_parts
 from trimaran.models.families.family_fields import HF_NAMES
 from trimaran.models.families.registry import FAMILIES
-from trimaran.models.layer_variations import Rope
-from trimaran.models.spec import ModelSpec, variations
+from trimaran.models.spec import ModelSpec, Rope, variations
 from trimaran.models.validate_spec import first_invalid_field
 
 
@@ -55,11 +54,20 @@ def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
 
     It is that of the spec's own family, or else of the first one that can express all of its features.
     """
-    if (config := _first_config(spec)) is None:
-        raise UserError("M010", f"Hugging Face has no architecture with exactly {_features(spec)}",
-                        where="model.shape", fix="choose the features of one of its architectures, such as llama, "
-                        "qwen2 or qwen3")  # fmt: skip
-    return config
+    if (config := _first_config(spec)) is not None:
+        return config
+    block, experts = spec.block, spec.block.experts
+    features = {
+        "qkv_bias": block.qkv_bias,
+        "qk_norm": block.qk_norm,
+        "experts": experts is not None,
+        "a shared expert": experts is not None and experts.shared_ffn > 0,
+        "its gate": experts is not None and experts.shared_gate,
+        "heads that do not divide hidden": spec.hidden % spec.heads != 0,
+    }
+    names = ", ".join([*(name for name, present in features.items() if present), *variations(spec)])
+    raise UserError("M010", f"Hugging Face has no architecture with exactly {names}", where="model.shape",
+                    fix="choose the features of one of its architectures, such as llama, qwen2 or qwen3")  # fmt: skip
 
 
 def disk_layout(spec: ModelSpec) -> PartsOf:
@@ -88,10 +96,8 @@ def packed_part(name: str, spec: ModelSpec) -> tuple[str, int, int, tuple[int, .
     """
     if spec.family not in FAMILIES or ".experts." in name:
         return None
-    queries, keys, ffn = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.ffn
-    groups = {"q_proj": queries, "k_proj": keys, "v_proj": keys}, {"gate_proj": ffn, "up_proj": ffn}
     module = name.split(".")[-2] if "." in name else ""
-    group = next((each for each in groups if module in each), {})
+    group = next((each for each in packed_rows(spec).values() if module in each), {})
     part = FAMILIES[spec.family].parts(name, (group.get(module, 1), 1), spec)[0]
     if part.name == f"model.{name}":
         return None
@@ -100,48 +106,26 @@ def packed_part(name: str, spec: ModelSpec) -> tuple[str, int, int, tuple[int, .
 
 
 def _first_config(spec: ModelSpec) -> dict[str, Any] | None:
-    kinds = dict.fromkeys([spec.family, *FAMILIES] if spec.family else FAMILIES)
-    return next((config for kind in kinds if (config := _written_as(kind, spec)) is not None), None)
-
-
-def _written_as(kind: str, spec: ModelSpec) -> dict[str, Any] | None:
-    """Return the config.json of `spec` in that architecture; None if it would describe another network."""
-    if kind == "llama" and spec.hidden % spec.heads:  # only LlamaConfig requires this
-        return None
-    family = FAMILIES[kind]
-    if spec.prediction_layers and not family.extra_layers:
-        return None
-    config = family.config(kind, spec)
-    if unsupported(config):
-        return None
-    try:
-        found = family.read(Fields(config, "config.json"))
-    except UserError:
-        return None
-    return config if replace(found, name=spec.name) == _without_unused_fields(spec) else None
-
-
-def _without_unused_fields(spec: ModelSpec) -> ModelSpec:
-    """Return the same network: the settings of a scaling are unused without one, and layers that do not exist.
-
-    Layers that predict later tokens are an option of training, which config.json does not switch on.
-    """
-    attention = spec.block.attention.shortest(spec.layers)
-    spec = replace(spec, block=replace(spec.block, attention=attention, prediction=None))
-    rope = spec.block.rope
-    plain = Rope(theta=rope.theta, rotary_dim=rope.rotary_dim, interleaved=rope.interleaved)
-    return spec if rope.factor != 1 or rope.longrope else replace(spec, block=replace(spec.block, rope=plain))
-
-
-def _features(spec: ModelSpec) -> str:
-    """Return the features of `spec` in which architectures differ."""
-    block, experts = spec.block, spec.block.experts
-    features = {
-        "qkv_bias": block.qkv_bias,
-        "qk_norm": block.qk_norm,
-        "experts": experts is not None,
-        "a shared expert": experts is not None and experts.shared_ffn > 0,
-        "its gate": experts is not None and experts.shared_gate,
-        "heads that do not divide hidden": spec.hidden % spec.heads != 0,
-    }
-    return ", ".join([*(name for name, present in features.items() if present), *variations(spec)])
+    """Return the config.json in the first architecture that describes exactly this network; None without one."""
+    # Unused settings do not count: of a scaling without one, of layers that do not exist, and of layers that predict
+    # later tokens, which are an option of training that config.json does not switch on.
+    attention, rope = spec.block.attention.shortest(spec.layers), spec.block.rope
+    if rope.factor == 1 and not rope.longrope:
+        rope = Rope(theta=rope.theta, rotary_dim=rope.rotary_dim, interleaved=rope.interleaved)
+    wanted = replace(spec, block=replace(spec.block, attention=attention, rope=rope, prediction=None))
+    for kind in dict.fromkeys([spec.family, *FAMILIES] if spec.family else FAMILIES):
+        if kind == "llama" and spec.hidden % spec.heads:  # only LlamaConfig requires this
+            continue
+        family = FAMILIES[kind]
+        if spec.prediction_layers and not family.extra_layers:
+            continue
+        config = family.config(kind, spec)
+        if unsupported(config):
+            continue
+        try:
+            found = family.read(Fields(config, "config.json"))
+        except UserError:
+            continue
+        if replace(found, name=spec.name) == wanted:
+            return config
+    return None

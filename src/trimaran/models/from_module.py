@@ -106,7 +106,7 @@ class _BlockLog:
         record.frozen = not any(each.requires_grad for each in own) and bool(own)
 
     def leave(self, output: Any) -> None:
-        self.records[-1].output_bytes = sum(_seen_bytes(each) for each in _tensors(output))
+        self.records[-1].output_bytes = _seen_bytes(_tensors(output))
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Count what is saved for backward, each storage once; weights are resident anyway."""
@@ -129,7 +129,12 @@ class _OperatorCounter(TorchDispatchMode):
         out = func(*args, **kwargs)
         record = self.log.records[-1]
         record.flops += _flops(func, args, kwargs, out)
-        if moved := _moved_bytes(func, (args, kwargs), out):
+        operands, results = _tensors((args, kwargs)), _tensors(out)
+        if not results or func._schema.name.split("::")[-1] in ALLOCATIONS:
+            return out
+        inside = {each.untyped_storage()._cdata for each in operands}
+        is_view = all(each.untyped_storage()._cdata in inside for each in results)
+        if (func._schema.is_mutable or not is_view) and (moved := _seen_bytes([*operands, *results])):
             record.moved_bytes += moved
             record.num_kernels += 1
         return out
@@ -231,21 +236,9 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
     return float(known(*args, **kwargs, out_val=out))
 
 
-def _moved_bytes(func: Any, given: Any, out: Any) -> int:
-    """Return the bytes that an operation reads and writes; a view moves none."""
-    results = _tensors(out)
-    if not results or func._schema.name.split("::")[-1] in ALLOCATIONS:
-        return 0
-    operands = _tensors(given)
-    inside = {each.untyped_storage()._cdata for each in operands}
-    if not func._schema.is_mutable and all(each.untyped_storage()._cdata in inside for each in results):
-        return 0
-    return sum(_seen_bytes(each) for each in [*operands, *results])
-
-
-def _seen_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's storage; an expanded tensor has less storage than elements."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+def _seen_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the tensors' storage; an expanded tensor has less storage than elements."""
+    return sum(min(each.numel() * each.element_size(), each.untyped_storage().nbytes()) for each in tensors)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -43,7 +43,6 @@ class HfFacts:
     has_fp8_layers: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the facts for a file."""
         mistakes = {name: error.as_dict() if (error := getattr(self, name)) else None for name in MISTAKES}
         sizes = {name: getattr(self, name) for name in SIZES}
         return {**mistakes, **sizes, "tp_sizes": dict(self.tp_sizes), "has_fp8_layers": self.has_fp8_layers}

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
@@ -32,68 +32,53 @@ def experts_of(fields: Fields, ffn: int) -> ExpertSpec | None:
     They are for the prediction alone: transformers builds the model from its own field names and defaults. So an
     unknown name is guessed with a warning and not refused.
     """
-    found = {}
+    listed = {}
     for name in (*EXPERTS, *TOP_K, *WIDTH):
         values = fields.config.get(name)
         if isinstance(values, list) and values and all(type(each) is int for each in values):
-            found[name] = max(values)
+            listed[name] = max(values)
             if min(values) != max(values):
                 _warn(f"{fields.where}: {name} differs between layers; all are predicted with {max(values)}")
-    fields = replace(fields, config={**fields.config, **found})
-    count = _num_experts(fields)
+    fields = replace(fields, config={**fields.config, **listed})
+    numbers = [
+        (name, value)
+        for name, value in fields.config.items()
+        if type(value) is int and value > 0 and isinstance(name, str) and not OTHER_MEANING.search(name)
+    ]
+    # A known name wins, even if it is null.
+    if fields.has(*EXPERTS) or any(name in fields.config for name in EXPERTS):
+        count = fields.size(*EXPERTS, default=0, least=0)
+    else:
+        found = [each for each in numbers if LIKE_EXPERTS.search(each[0]) and not LIKE_TOP_K.search(each[0])]
+        found = [(name, value) for name, value in found if value > 1]
+        count = found[0][1] if len(found) == 1 else 0
+        names = ", ".join(name for name, _ in found)
+        if count:
+            _warn(f"{fields.where}: {names} is read as the number of experts, and the prediction depends on it")
+        elif found:
+            _warn(f"{fields.where}: it is not known which field is the number of experts ({names}); predicted as dense")
     if count < 2:
         return None
-    needed = fields.word("model_type", default="") in WITHOUT_DEFAULT
+    if fields.word("model_type", default="") in WITHOUT_DEFAULT or fields.has(*TOP_K):
+        top_k = fields.size(*TOP_K, most=count)
+    else:
+        moe = re.compile("expert|moe|rout", re.IGNORECASE)
+        found = [(name, value) for name, value in numbers if LIKE_TOP_K.search(name) and moe.search(name)]
+        found = [(name, value) for name, value in found if value <= count]
+        top_k = found[0][1] if len(found) == 1 else min(ASSUMED_TOP_K, count)
+        guess = f"no known field gives the experts of a token; the time is predicted for {top_k} of {count}"
+        if len(found) == 1:
+            guess = f"{found[0][0]} is read as the experts of a token, and the prediction depends on it"
+        _warn(f"{fields.where}: {guess}")
     width = fields.size(*WIDTH, default=ffn)
     gated = fields.size("shared_expert_intermediate_size", default=0, least=0)
     return ExpertSpec(
         num_experts=count,
-        top_k=fields.size(*TOP_K, most=count) if needed or fields.has(*TOP_K) else _guessed_top_k(fields, count),
+        top_k=top_k,
         ffn=width,
         shared_ffn=gated or width * fields.size("n_shared_experts", "num_shared_experts", default=0, least=0),
         shared_gate=gated > 0,
     )
-
-
-def _num_experts(fields: Fields) -> int:
-    """Return the number of experts, 0 if there are none. A known name wins, even if it is null."""
-    if fields.has(*EXPERTS) or any(name in fields.config for name in EXPERTS):
-        return fields.size(*EXPERTS, default=0, least=0)
-    found = [
-        (name, value)
-        for name, value in _numbers(fields)
-        if LIKE_EXPERTS.search(name) and not LIKE_TOP_K.search(name) and value > 1
-    ]
-    if not found:
-        return 0
-    names = ", ".join(name for name, _ in found)
-    if len(found) > 1:
-        _warn(f"{fields.where}: it is not known which field is the number of experts ({names}); predicted as dense")
-        return 0
-    _warn(f"{fields.where}: {names} is read as the number of experts, and the prediction depends on it")
-    return found[0][1]
-
-
-def _guessed_top_k(fields: Fields, count: int) -> int:
-    """Return the experts of a token from a field whose name suggests it; without one, a usual number."""
-    found = [
-        (name, value)
-        for name, value in _numbers(fields)
-        if LIKE_TOP_K.search(name) and re.search("expert|moe|rout", name, re.IGNORECASE) and value <= count
-    ]
-    if len(found) == 1:
-        _warn(f"{fields.where}: {found[0][0]} is read as the experts of a token, and the prediction depends on it")
-        return found[0][1]
-    top_k = min(ASSUMED_TOP_K, count)
-    _warn(f"{fields.where}: no known field gives the experts of a token; the time is predicted for {top_k} of {count}")
-    return top_k
-
-
-def _numbers(fields: Fields) -> Iterator[tuple[str, int]]:
-    """Yield the fields with a positive whole number that may describe experts."""
-    for name, value in fields.config.items():
-        if type(value) is int and value > 0 and isinstance(name, str) and not OTHER_MEANING.search(name):
-            yield name, value
 
 
 @cache
@@ -243,7 +228,17 @@ def language_tower(fields: Fields, *, tied: bool | None = None, nested: bool = F
     fields = fields.assuming(usual)
     if kind in _ODD_FIELDS:
         fields, traits = _ODD_FIELDS[kind](fields, traits)
-    _refuse_unsupported(fields, traits, kind)
+    if fields.boolean("is_encoder_decoder", default=False):
+        raise unknown_network(f"{kind or 'the model'} is an encoder and a decoder", fields.where,
+                              fix="train it in your own loop with trimaran.prepare")  # fmt: skip
+    if missing := fields.missing(NEEDED | {"feed-forward": FFN} if traits.gated else NEEDED):
+        raise unknown_network(f"it lacks {', '.join(missing)}", fields.where)
+    types = fields.config.get("layer_types") or []
+    known = ("full_attention", "sliding_attention", "chunked_attention")
+    known += ("linear_attention",) if kind in LINEAR_FAMILIES else ()
+    for each in types if isinstance(types, list) else [types]:
+        if each not in known:
+            raise unknown_network(f"a layer of the type {show(each)} has no outline yet", fields.where)
     layers = fields.size(*LAYERS, most=MOST_LAYERS)
     layer = _layer(fields, traits)
     if kind in EAGER_FAMILIES:
@@ -286,22 +281,6 @@ def longest(fields: Fields) -> int:
     kind = fields.word("model_type", default="")
     usual = FAMILY_TRAITS[kind].usual if kind in FAMILY_TRAITS else {}
     return fields.assuming(usual).size(*CONTEXT, default=0, least=0)
-
-
-def _refuse_unsupported(fields: Fields, traits: FamilyTraits, kind: str) -> None:
-    """Raise for unsupported networks, and once for all missing sizes."""
-    if fields.boolean("is_encoder_decoder", default=False):
-        raise unknown_network(f"{kind or 'the model'} is an encoder and a decoder", fields.where,
-                              fix="train it in your own loop with trimaran.prepare")  # fmt: skip
-    needed = NEEDED if not traits.gated else NEEDED | {"feed-forward": FFN}
-    if missing := fields.missing(needed):
-        raise unknown_network(f"it lacks {', '.join(missing)}", fields.where)
-    types = fields.config.get("layer_types") or []
-    known = ("full_attention", "sliding_attention", "chunked_attention")
-    known += ("linear_attention",) if kind in LINEAR_FAMILIES else ()
-    for each in types if isinstance(types, list) else [types]:
-        if each not in known:
-            raise unknown_network(f"a layer of the type {show(each)} has no outline yet", fields.where)
 
 
 def _layer(fields: Fields, traits: FamilyTraits) -> OutlineLayer:

@@ -72,7 +72,12 @@ def fetch_model(
             sizes = {each.rfilename: each.size or 0 for each in info.siblings}
             files = [name for name in sizes if _matches(name, wanted) and not _matches(name, UNWANTED)]
             if not any(name.endswith(".safetensors") for name in files):  # training would start from random weights
-                raise _no_weights(repo, num_pickles=sum(_matches(name, PICKLES) for name in sizes))
+                what = f"{repo.name} has no weights in the format safetensors"
+                fix = f"name another model, or {repo.field}=DIR"
+                if any(_matches(name, PICKLES) for name in sizes):
+                    what = f"{repo.name} has its weights only as pickles, which can run any program"
+                    fix = "in a sandbox, load it with transformers and save it as safetensors with save_pretrained"
+                raise UserError("M042", what, where=f"{repo.field} {repo.name}", fix=fix)
             root = Path(cache or hub.constants.HF_HUB_CACHE) / f"models--{repo.name.replace('/', '--')}"
             with _watched(root / "blobs", sum(sizes[name] for name in files), progress):
                 return Path(hub.snapshot_download(repo.name, revision=info.sha, **options))
@@ -80,15 +85,6 @@ def fetch_model(
         if any(folder.glob("*.safetensors")):
             return folder
         raise hub.errors.LocalEntryNotFoundError(f"{repo.name} has no weights in the cache")
-
-
-def _no_weights(repo: HubRepo, *, num_pickles: int) -> UserError:
-    if num_pickles:
-        what = f"{repo.name} has its weights only as pickles, which can run any program"
-        fix = "in a sandbox, load it with transformers and save it as safetensors with save_pretrained"
-    else:
-        what, fix = f"{repo.name} has no weights in the format safetensors", f"name another model, or {repo.field}=DIR"
-    return UserError("M042", what, where=f"{repo.field} {repo.name}", fix=fix)
 
 
 def _matches(name: str, patterns: Any) -> bool:
@@ -239,8 +235,9 @@ def restore_missing_files(recipe: Recipe) -> None:
     A run is created on one machine and may be started on others. The paths name the commits, so every machine gets the
     same files.
     """
-    model = recipe.model
-    if model.path and (found := hub_repo_of(model.path)) and not _has_weights(Path(model.path)):
+    model, folder = recipe.model, Path(recipe.model.path or "")
+    has_weights = (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
+    if model.path and not has_weights and (found := hub_repo_of(model.path)):
         log.info("fetching %s at %s from the Hub", *found)
         repo = HubRepo(kind="model", name=found[0], revision=found[1])
         fetch_model(repo, code=model.trust_remote_code, cache=hub_cache_of(model.path))
@@ -249,7 +246,3 @@ def restore_missing_files(recipe: Recipe) -> None:
         if source.revision and not (folder / FILE).is_file() and (split := split_of_folder(folder)):
             log.info("fetching %s at %s from the Hub", split[0].name, split[0].revision)
             fetch_dataset(split[0], folder.parents[4], subset=split[1], split=split[2])
-
-
-def _has_weights(folder: Path) -> bool:
-    return (folder / "config.json").exists() and any(folder.glob("*.safetensors"))

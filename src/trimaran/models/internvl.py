@@ -1,6 +1,7 @@
 """The config.json of InternVL 2, 2.5 and 3 and our spec of it: OpenGVLab's own layout, and that of transformers."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from trimaran.models.vlm_spec import (
 
 CHAT, OWN_LAYOUT = INTERNVL_CHAT, "internvl"
 QK_NORM_EPS = 1e-6  # transformers' InternVL has no field for it
+PLAIN_ENDS = VisionEnds(class_token=True, stem_bias=True, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 MOST_TILES = 12
 # The fields in which we write the ids of the image tokens; the published folders have them in their tokenizer only.
 TOKEN_FIELDS = {"<IMG_CONTEXT>": "image_token_id", "<img>": "image_start_token_id", "</img>": "image_end_token_id"}
@@ -35,14 +37,9 @@ def cannot_read(what: str, where: str) -> UserError:
 
 
 def internvl_spec(fields: Fields) -> VlmSpec:
-    """Return the shape of an InternVL model.
-
-    Images are 1 to `max_dynamic_patch` tiles, followed by a thumbnail if there are several. The ids of the image tokens
-    must be in the fields: see `with_image_tokens`.
-    """
+    """Return the shape of an InternVL model. The ids of its image tokens must be there: see `with_image_tokens`."""
     is_chat = fields.word("model_type", default="") == CHAT
-    below = fields.below("vision_config")
-    below = below.assuming(USUAL["intern_vit_6b" if is_chat else "internvl_vision"])
+    below = fields.below("vision_config").assuming(USUAL["intern_vit_6b" if is_chat else "internvl_vision"])
     layout: Literal["", "internvl_chat", "internvl_internlm2"] = ""
     text = fields.below("llm_config" if is_chat else "text_config")
     if is_chat:
@@ -101,10 +98,10 @@ def _vision(fields: Fields, below: Fields) -> VisionSpec:
     patch, table = below.sides("patch_size")[0], below.sides("image_size")[0]
     tile = fields.sides("force_image_size")[0] if fields.has("force_image_size") else table
     qk_norm = below.boolean("use_qk_norm", "qk_normalization", default=False)
-    thumbnail = fields.boolean("use_thumbnail", default=True)
     rms_norm = below.word("norm_type", default="layer_norm") == "rms_norm"
     if qk_norm and not rms_norm:
         raise cannot_read("it has RMS norms of queries and keys beside layer norms", below.where)
+    thumbnail = "last" if fields.boolean("use_thumbnail", default=True) else "none"
     return VisionSpec(
         layers=tapped if tapped > 0 else layers + 1 + tapped,
         hidden=below.size("hidden_size"),
@@ -120,14 +117,7 @@ def _vision(fields: Fields, below: Fields) -> VisionSpec:
             qk_norm=qk_norm,
             scaled=True,
         ),
-        ends=VisionEnds(
-            class_token=True,
-            stem_bias=True,
-            table=table // patch,
-            thumbnail="last" if thumbnail else "none",
-            mean=IMAGENET_MEAN,
-            std=IMAGENET_STD,
-        ),
+        ends=replace(PLAIN_ENDS, table=table // patch, thumbnail=thumbnail),
     )
 
 
@@ -202,11 +192,10 @@ def _read(file: Path) -> Mapping[str, Any]:
 def is_internvl(spec: VlmSpec) -> bool:
     """Return whether InternVL has exactly the features of `spec`."""
     vision, block, language = spec.vision, spec.vision.block, spec.language
-    ends = VisionEnds(class_token=True, stem_bias=True, mean=IMAGENET_MEAN, std=IMAGENET_STD)
     return (
         (vision.variant, vision.frames) == ("tiled", 1)
         and equals_but(block, VisionBlock(scaled=True), "rms_norm", "norm_eps", "qkv_bias", "qk_norm")
-        and equals_but(vision.ends, ends, "table", "thumbnail")
+        and equals_but(vision.ends, PLAIN_ENDS, "table", "thumbnail")
         and (not block.qk_norm or block.rms_norm)
         and (spec.projector.kind, spec.projector.merge, spec.projector_middle) == ("pixel-shuffle", 2, spec.hidden)
         and (len(spec.before), len(spec.after)) == (1, 1)
@@ -274,9 +263,13 @@ def chat_config(spec: VlmSpec) -> dict[str, Any]:
 
 def tower_sizes(vision: VisionSpec) -> dict[str, Any]:
     """Return the fields of a vision tower that InternVL and CLIP name alike."""
-    names = {"hidden_size": "hidden", "intermediate_size": "ffn", "num_hidden_layers": "layers"}
-    sizes = {name: getattr(vision, ours) for name, ours in names.items()}
-    return sizes | {"num_attention_heads": vision.heads, "layer_norm_eps": vision.block.norm_eps}
+    return {
+        "hidden_size": vision.hidden,
+        "intermediate_size": vision.ffn,
+        "num_hidden_layers": vision.layers,
+        "num_attention_heads": vision.heads,
+        "layer_norm_eps": vision.block.norm_eps,
+    }
 
 
 def _tower_fields(vision: VisionSpec) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from trimaran.models.layer_variations import AttentionSpec, Ends, NormSpec, Rope
-from trimaran.models.spec import Block, ExpertSpec, ModelSpec
+from trimaran.models.spec import AttentionSpec, Block, Ends, ExpertSpec, ModelSpec, NormSpec, Rope
 from trimaran.models.vlm_spec import (
     IMAGENET_MEAN,
     IMAGENET_STD,

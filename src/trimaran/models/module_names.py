@@ -5,9 +5,8 @@ from fnmatch import fnmatchcase
 
 from trimaran.core import UserError, did_you_mean
 from trimaran.models.any_spec import Spec
-from trimaran.models.layer_variations import norm_names
-from trimaran.models.perception_spec import PerceptionSpec, perception_module_names
-from trimaran.models.spec import ModelSpec
+from trimaran.models.perception_spec import PARTS, PerceptionSpec
+from trimaran.models.spec import ModelSpec, norm_names
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
@@ -20,7 +19,12 @@ def module_names(spec: Spec) -> list[str]:
     if isinstance(spec, ModelSpec):
         return _decoder(spec)
     if isinstance(spec, PerceptionSpec):
-        return perception_module_names(spec)
+        names = [name for tower in spec.tower_names[:-1] for name in (tower, f"{tower}.layers")]
+        for block in spec.block_names:
+            kind = block.rpartition(".")[0] if ".layers." in block else block
+            parts = [part for part in PARTS[kind] if part != "join" or len(spec.point_sensors) > 1]
+            names += [block, *(f"{block}.{part}" for part in parts)]
+        return names
     names = ["vision", "vision.stem", "vision.stem.patch_embed", "vision.layers", "projector", "language"]
     names += ["vision.stem.norm"] * spec.vision.ends.first_norm
     mlp = FEED_FORWARD if spec.vision.block.gated else FEED_FORWARD[1:]

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 from trimaran.core import Bytes, Flops, RowCost
-from trimaran.models.spec import ExpertSpec, ModelSpec, rows_per_rank
+from trimaran.models.spec import ExpertSpec, ModelSpec, norm_names, rows_per_rank
 
 
 class LinearShape(NamedTuple):
@@ -549,9 +549,13 @@ def outline_of(spec: ModelSpec) -> Outline:
 def _layer_of(spec: ModelSpec, number: int) -> OutlineLayer:
     block, layer = spec.block, spec.layer(number)
     latent = block.attention.latent
-    extras = block.norm.per_layer * spec.hidden + (layer.experts.biases(spec.hidden) if layer.experts else 0)
+    extras = len(norm_names(block.norm)) * spec.hidden + (layer.experts.biases(spec.hidden) if layer.experts else 0)
+    narrow = None
     if latent is None:
         extras += (spec.heads + 2 * spec.kv_heads) * spec.head_dim * block.qkv_bias
+    else:
+        ranks = {each: getattr(latent, each) for each in ("query_rank", "kv_rank", "rope_dim", "value_dim")}
+        narrow = Latent(**ranks, narrow_cache=True)
     return OutlineLayer(
         hidden=spec.hidden,
         heads=spec.heads,
@@ -561,15 +565,7 @@ def _layer_of(spec: ModelSpec, number: int) -> OutlineLayer:
         experts=layer.experts,
         window=layer.window or layer.chunk or 0,  # the mean of a chunk is less, by up to a half
         qk_norm=block.qk_norm,
-        latent=None
-        if latent is None
-        else Latent(
-            query_rank=latent.query_rank,
-            kv_rank=latent.kv_rank,
-            rope_dim=latent.rope_dim,
-            value_dim=latent.value_dim,
-            narrow_cache=True,
-        ),
+        latent=narrow,
         extras=extras + spec.attention_extras,
     )
 

@@ -138,7 +138,8 @@ def vision_tower(fields: Fields, traits: VisionTraits, view: View) -> Tower:
     """Return the vision tower for samples with this `view`."""
     hidden, heads = fields.size(*HIDDEN), fields.size(*HEADS)
     head_dim = fields.divided(hidden, heads)
-    gated, ffn = traits.gated, _ffn(fields, hidden)
+    own_ffn = int(hidden * fields.number("mlp_ratio")) if fields.has("mlp_ratio") else fields.size("intermediate_size")
+    gated, ffn = traits.gated, own_ffn
     if fields.boolean("use_swiglu_ffn", default=False):  # Dinov2 giant: two thirds as wide, rounded to a multiple of 8
         gated, ffn = True, (ffn * 2 // 3 + 7) // 8 * 8
     matrices = 3 if gated else 2
@@ -156,20 +157,28 @@ def vision_tower(fields: Fields, traits: VisionTraits, view: View) -> Tower:
         extras=extras,
     )
     layers = fields.size(*DEPTH, most=MOST_LAYERS)
+    # Outside the layers: patch embedding, tokens, positions, norms, head.
+    pixels = fields.size("num_channels", "in_channels", "in_chans", default=3) * fields.sides("patch_size")[0] ** 2
+    pixels *= fields.size("temporal_patch_size", default=1)
+    total = hidden * (pixels + traits.stem_bias + traits.tokens + traits.spare)
+    total += hidden * traits.outer_norms * (1 + traits.shifted)
+    if fields.has("num_position_embeddings"):
+        total += hidden * fields.size("num_position_embeddings")
+    elif traits.table:
+        rows = patches_of(fields, None) + traits.tokens
+        middle = fields.boolean("use_mid_position_embeddings", default=fields.has("num_detection_tokens"))
+        total += hidden * rows * (layers if middle else 1)
+    if fields.boolean("vision_use_head", default=False):
+        # SigLIP's pooling head: a query, attention, a norm, a feed-forward.
+        total += hidden * (1 + 4 * hidden + 4 + 2 + 2 * own_ffn + 1) + own_ffn
     return Tower(
         name="vision",
         runs=_runs(layer, fields, layers),
         hidden=hidden,
-        extras=_around(fields, traits, hidden, layers),
+        extras=total,
         positions=view.pieces * view.segment,
         segment=view.segment,
     )
-
-
-def _ffn(fields: Fields, hidden: int) -> int:
-    if fields.has("mlp_ratio"):
-        return int(hidden * fields.number("mlp_ratio"))
-    return fields.size("intermediate_size")
 
 
 def _runs(layer: OutlineLayer, fields: Fields, layers: int) -> tuple[tuple[OutlineLayer, int], ...]:
@@ -183,27 +192,6 @@ def _runs(layer: OutlineLayer, fields: Fields, layers: int) -> tuple[tuple[Outli
             runs += [(windowed, full - before), (layer, 1)]
             before = full + 1
     return tuple(run for run in [*runs, (windowed, layers - before)] if run[1])
-
-
-def _around(fields: Fields, traits: VisionTraits, hidden: int, layers: int) -> int:
-    """Return the parameters outside the layers: patch embedding, tokens, positions, norms, head."""
-    patch = fields.sides("patch_size")[0]
-    pixels = fields.size("num_channels", "in_channels", "in_chans", default=3) * patch * patch
-    pixels *= fields.size("temporal_patch_size", default=1)
-    total = hidden * (pixels + traits.stem_bias + traits.tokens + traits.spare)
-    total += hidden * traits.outer_norms * (1 + traits.shifted)
-    if fields.has("num_position_embeddings"):
-        total += hidden * fields.size("num_position_embeddings")
-    elif traits.table:
-        rows = patches_of(fields, None) + traits.tokens
-        middle = fields.boolean("use_mid_position_embeddings", default=fields.has("num_detection_tokens"))
-        total += hidden * rows * (layers if middle else 1)
-    if fields.boolean(
-        "vision_use_head", default=False
-    ):  # SigLIP's pooling head: a query, attention, a norm, a feed-forward
-        ffn = _ffn(fields, hidden)
-        total += hidden * (1 + 4 * hidden + 4 + 2 + 2 * ffn + 1) + ffn
-    return total
 
 
 ONE_IMAGE = ImageLimits()
@@ -327,7 +315,7 @@ def _any_size(vision: Fields, model: Fields, images: ImageLimits, tokens: int) -
 
 
 def _two_matmuls(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs, int, int]:
-    layers = vision_width(vision) * max(1, len(model.numbers("vision_feature_layer")))
+    layers = vision.size(*HIDDEN) * max(1, len(model.numbers("vision_feature_layer")))
     bias = 2 * width * model.boolean("multimodal_projector_bias", default=True)
     whole = model.word("vision_feature_select_strategy", default="default") == "full"
     return ((feed_forward_of(width * (layers + width), width, bias), 1),), view.segment if whole else view.patches, 0
@@ -343,13 +331,13 @@ def _shuffled(model: Fields, vision: Fields, width: int, view: View) -> tuple[Ru
     ratio = model.number("downsample_ratio", default=0.5)
     if not 0 < ratio <= 1:
         raise bad_field("downsample_ratio", f"{ratio} is not between 0 and 1", model.where)
-    wide = vision_width(vision) * round(1 / ratio) ** 2
+    wide = vision.size(*HIDDEN) * round(1 / ratio) ** 2
     return ((feed_forward_of(width * (wide + width), width, 2 * wide + 2 * width), 1),), int(view.patches * ratio**2), 0
 
 
 def _one_matmul(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs, int, int]:
     """Gemma 3 pools and normalises before its matmul; PaliGemma's has a bias and its own width."""
-    wide = vision_width(vision)
+    wide = vision.size(*HIDDEN)
     if model.word("model_type", default="") == "gemma3":
         return ((feed_forward_of(wide * width, width, wide), 1),), model.size("mm_tokens_per_image", default=256), 0
     width = model.size("projection_dim", default=width)
@@ -358,7 +346,7 @@ def _one_matmul(model: Fields, vision: Fields, width: int, view: View) -> tuple[
 
 def _merged_and_two_matmuls(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs, int, int]:
     """Mistral 3: a norm, merged patches, two matmuls."""
-    wide, merge = vision_width(vision), model.size("spatial_merge_size", default=2) ** 2
+    wide, merge = vision.size(*HIDDEN), model.size("spatial_merge_size", default=2) ** 2
     bias = 2 * width * model.boolean("multimodal_projector_bias", default=False)
     weights = wide * wide * merge + width * (wide + width)
     return ((feed_forward_of(weights, width, wide + bias), 1),), view.patches // merge, 0
@@ -366,7 +354,7 @@ def _merged_and_two_matmuls(model: Fields, vision: Fields, width: int, view: Vie
 
 def _merger(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs, int, int]:
     """Qwen-VL: merged patches, two matmuls; Qwen3-VL has another merger for each tapped layer."""
-    wide, merge = vision_width(vision), vision.size("spatial_merge_size", default=2) ** 2
+    wide, merge = vision.size(*HIDDEN), vision.size("spatial_merge_size", default=2) ** 2
     merged = wide * merge
     shifted = 1 if model.word("model_type", default="") == "qwen2_5_vl" else 2
     weights, bias = merged * (merged + width), merged + width
@@ -376,10 +364,6 @@ def _merger(model: Fields, vision: Fields, width: int, view: View) -> tuple[Runs
         (feed_forward_of(weights, merged, bias + 2 * merged), taps),
     )
     return tuple(run for run in runs if run[1]), view.patches // merge, 0
-
-
-def vision_width(vision: Fields) -> int:
-    return vision.size("embed_dim", "hidden_size")
 
 
 VISION_OUTLINES: dict[str, VisionOutline] = {

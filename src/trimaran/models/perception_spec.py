@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from trimaran.core import Bytes, Flops, ModelSection, UserError, did_you_mean
@@ -178,18 +177,14 @@ PERCEPTION_PRESETS |= {
 
 def perception_spec(section: ModelSection) -> PerceptionSpec:
     """Return the shape of `section`: a preset or the config.json of a trained model, with the given changes."""
-    if section.path is not None:
-        return _reshaped(read_perception_config(expand_user(section.path)), section.shape, "model.shape")
-    name = section.preset or "tiny"
-    if name not in PERCEPTION_PRESETS:
-        similar = did_you_mean(name, PERCEPTION_PRESETS)
-        raise UserError("M001", f"there is no preset '{name}' of a perception model{similar}",
-                        where="model.preset", fix=f"the presets are {', '.join(PERCEPTION_PRESETS)}")  # fmt: skip
-    return _reshaped(PERCEPTION_PRESETS[name], section.shape, "model.shape")
-
-
-def read_perception_config(path: Path) -> PerceptionSpec:
-    """Return the shape in the config.json of `path`, which is a folder or the file."""
+    if section.path is None:
+        name = section.preset or "tiny"
+        if name not in PERCEPTION_PRESETS:
+            similar = did_you_mean(name, PERCEPTION_PRESETS)
+            raise UserError("M001", f"there is no preset '{name}' of a perception model{similar}",
+                            where="model.preset", fix=f"the presets are {', '.join(PERCEPTION_PRESETS)}")  # fmt: skip
+        return _reshaped(PERCEPTION_PRESETS[name], section.shape, "model.shape")
+    path = expand_user(section.path)
     folder = path.parent if path.name == "config.json" else path
     file = folder / "config.json"
     if not file.is_file():
@@ -204,24 +199,14 @@ def read_perception_config(path: Path) -> PerceptionSpec:
     if missing := [key for key in SHAPE if key not in shape and key not in OPTIONAL_SHAPE]:
         raise UserError("M040", f"the shape is not complete: {missing[0]} is missing", where=str(file),
                         fix="copy the folder again")  # fmt: skip
-    spec = replace(PERCEPTION_PRESETS["tiny"], name=folder.resolve().name)
-    return _reshaped(spec, shape, str(file))
+    spec = _reshaped(replace(PERCEPTION_PRESETS["tiny"], name=folder.resolve().name), shape, str(file))
+    return _reshaped(spec, section.shape, "model.shape")
 
 
 def perception_config(spec: PerceptionSpec) -> dict[str, Any]:
     """Return the config.json of a model with this shape."""
     shape = {key: getattr(spec, key) for key in SHAPE}
     return {"model_type": MODEL_TYPE, "architectures": ["Perception"]} | shape
-
-
-def perception_module_names(spec: PerceptionSpec) -> list[str]:
-    """Return the name of every module."""
-    names = [name for tower in spec.tower_names[:-1] for name in (tower, f"{tower}.layers")]
-    for block in spec.block_names:
-        kind = block.rpartition(".")[0] if ".layers." in block else block
-        parts = [part for part in PARTS[kind] if part != "join" or len(spec.point_sensors) > 1]
-        names += [block, *(f"{block}.{part}" for part in parts)]
-    return names
 
 
 def _reshaped(spec: PerceptionSpec, shape: Mapping[str, Any], where: str) -> PerceptionSpec:

@@ -44,23 +44,18 @@ def build_family(section: ModelSection) -> FamilyModule:
             fix="check model.preset and model.shape, and what the plug-in says about them",
         )
     ):  # fmt: skip
-        built = family.build(section)
-    if wrong := _broken_promise(built):
+        built: Any = family.build(section)
+    wrong = ""
+    if not isinstance(built, FamilyModule):
+        wrong = f"returns a {type(built).__name__}, not a FamilyModule"
+    elif not built.blocks or not {id(each) for each in built.blocks} <= {id(each) for each in built.module.modules()}:
+        wrong = "has no blocks, or blocks that are not parts of its module"
+    elif names := [name for name, _ in built.module.named_buffers()]:
+        wrong = f"has the buffers {', '.join(names[:3])}: compute them in forward, or make them parameters"
+    if wrong:
         raise UserError("K077", f"the network family '{section.family}' {wrong}", where="model.family",
                         fix="let build() return a FamilyModule as docs/guides/plugins.md describes it")  # fmt: skip
     return built
-
-
-def _broken_promise(built: Any) -> str:
-    """Return what is wrong with what a family built; empty if nothing is."""
-    if not isinstance(built, FamilyModule):
-        return f"returns a {type(built).__name__}, not a FamilyModule"
-    parts = {id(each) for each in built.module.modules()}
-    if not built.blocks or any(id(each) not in parts for each in built.blocks):
-        return "has no blocks, or blocks that are not parts of its module"
-    if names := [name for name, _ in built.module.named_buffers()]:
-        return f"has the buffers {', '.join(names[:3])}: compute them in forward, or make them parameters"
-    return ""
 
 
 def check_plugin_family(plan: Plan, recipe: Recipe) -> None:

@@ -15,7 +15,7 @@ from trimaran.models.config_fields import read_json
 from trimaran.models.hub_names import repo_name
 from trimaran.models.model_presets import PRESETS, VLM_PRESETS
 from trimaran.models.outline import Outline, OutlineLayer, outline_of
-from trimaran.models.section_spec import MAX_CONFIG_BYTES, model_folder, preset_of, spec_of
+from trimaran.models.section_spec import MAX_CONFIG_BYTES, model_folder, preset_named, spec_of
 from trimaran.models.vlm_spec import ImageLimits, vlm_outline
 
 
@@ -94,7 +94,7 @@ def outline_named(text: str) -> Outline:
         return _outline_in(path, ImageLimits())
     if path.exists() or len(path.parts) > 1 or path.suffix == ".json":
         return _outline_in(model_folder(text) / "config.json", ImageLimits())
-    return outline_of(preset_of(text))
+    return outline_of(preset_named(text, PRESETS))
 
 
 def refuse_freezing(section: ModelSection) -> None:

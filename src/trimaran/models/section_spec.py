@@ -9,9 +9,8 @@ from trimaran.core import ModelSection, UserError, did_you_mean, expand_user
 from trimaran.models.any_spec import Spec
 from trimaran.models.config_fields import changed, read_json, refuse_unknown, wrong_value
 from trimaran.models.hub_names import near_folder, repo_name
-from trimaran.models.layer_variations import PredictionSpec
 from trimaran.models.model_presets import PRESETS, VLM_PRESETS
-from trimaran.models.spec import Block, ModelSpec
+from trimaran.models.spec import Block, ModelSpec, PredictionSpec
 from trimaran.models.validate_spec import first_invalid_field, first_invalid_vlm_field
 from trimaran.models.vlm_spec import VlmSpec, interleaved_sections
 
@@ -36,7 +35,7 @@ def spec_of(section: ModelSection) -> Spec | None:
     match section.family:
         case "decoder":
             if section.path is None:
-                decoder = reshaped(preset_of(section.preset or DEFAULT_PRESET), section.shape)
+                decoder = reshaped(preset_named(section.preset or DEFAULT_PRESET, PRESETS), section.shape)
             else:
                 folder = model_folder(section.path)
                 config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
@@ -105,8 +104,7 @@ def vlm_of(section: ModelSection) -> VlmSpec:
         folder = model_folder(section.path)
         file = folder / "config.json"
         config = with_image_tokens(read_json(file, limit_bytes=MAX_CONFIG_BYTES), folder)
-        spec = vlm_from_disk(config, where=str(file))
-        spec = replace(spec, name=repo_name(folder))
+        spec = replace(vlm_from_disk(config, where=str(file)), name=repo_name(folder))
     if spec.vision.variant == "anyres":
         raise UserError("M076", "our network does not arrange tiles as LLaVA-OneVision does", where="model.family",
                         fix="use model.family hf, which trains it on data-parallel plans")  # fmt: skip
@@ -116,7 +114,9 @@ def vlm_of(section: ModelSection) -> VlmSpec:
             raise wrong_value(f"{language!r} is not a mapping of fields", "model.shape.language")
         before, spec = spec.language.head_dim, replace(spec, language=reshaped(spec.language, language))
         if spec.sections and spec.language.head_dim != before:
-            sections, pairs = _sections(spec.language.head_dim // 2), spec.language.head_dim // 2
+            pairs = spec.language.head_dim // 2
+            row = 3 * pairs // 8
+            sections = (pairs - 2 * row, row, row)  # Qwen2-VL's: a quarter for time, the rest for row and column
             is_interleaved = len(spec.sections) > len(sections)
             spec = replace(spec, sections=interleaved_sections(sections, pairs) if is_interleaved else sections)
     refuse_unknown(shape, [field.name for field in fields(VlmSpec) if field.name != "name"], "model.shape")
@@ -124,12 +124,6 @@ def vlm_of(section: ModelSection) -> VlmSpec:
     if problem := first_invalid_vlm_field(spec):
         raise wrong_value(f"{problem[0]}: {problem[1]}", f"model.shape.{problem[0]}")
     return spec
-
-
-def _sections(pairs: int) -> tuple[int, int, int]:
-    """Return Qwen2-VL's M-RoPE sections of `pairs`: a quarter for time, the rest for row and column."""
-    row = 3 * pairs // 8
-    return pairs - 2 * row, row, row
 
 
 def _no_prediction(reason: str) -> UserError:
@@ -158,11 +152,6 @@ def model_folder(path: str) -> Path:
     return folder
 
 
-def preset_of(name: str) -> ModelSpec:
-    """Return the decoder of a preset."""
-    return preset_named(name, PRESETS)
-
-
 def preset_named(name: str, presets: Mapping[str, Any]) -> Any:
     """Return a preset of a family. Raises UserError if it has none of this name."""
     if name in presets:
@@ -180,10 +169,9 @@ def reshaped(spec: ModelSpec, shape: Mapping[str, Any]) -> ModelSpec:
     inner = {field.name for field in fields(Block) if field.name != "prediction"}  # model.multi_token_prediction
     known = [field.name for field in fields(ModelSpec) if field.name not in ("name", "block", "family")] + sorted(inner)
     refuse_unknown(shape, known, "model.shape")
-    inside = {key: shape[key] for key in shape if key in inner}
-    out_of_bounds = {key: shape[key] for key in shape if key not in inner}
-    block = changed(Block, spec.block, inside, "model.shape")
-    spec = replace(changed(ModelSpec, spec, out_of_bounds, "model.shape"), block=block)
+    block = changed(Block, spec.block, {key: shape[key] for key in shape if key in inner}, "model.shape")
+    outside = {key: shape[key] for key in shape if key not in inner}
+    spec = replace(changed(ModelSpec, spec, outside, "model.shape"), block=block)
     if ("hidden" in shape or "heads" in shape) and "head_dim" not in shape:
         if spec.heads < 1 or spec.hidden % spec.heads:
             raise UserError("M009", f"{spec.heads} heads do not divide hidden {spec.hidden}", where="model.shape.heads",

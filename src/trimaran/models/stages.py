@@ -66,7 +66,14 @@ def cheapest_split(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
     """
     assert 1 <= num_stages <= len(costs), "every stage needs a layer"
     until = list(accumulate(costs, initial=0))
-    limit = _least_limit(costs, num_stages)
+    # The cost of the most expensive stage in the best split: the smallest limit that a greedy fill meets.
+    limit, high = max(costs), sum(costs)
+    while limit < high:
+        middle = (limit + high) // 2
+        stages, room = 1, middle
+        for cost in costs:
+            stages, room = (stages, room - cost) if cost <= room else (stages + 1, middle - cost)
+        limit, high = (limit, middle) if stages <= num_stages else (middle + 1, high)
     # For each number of placed layers: the sum of squares so far, and the negated split, so that smaller is better.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(1, num_stages + 1):
@@ -80,15 +87,3 @@ def cheapest_split(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
                 longer[stop] = min(longer.get(stop, found), found)
         best = longer
     return tuple(-count for count in best[len(costs)][1])
-
-
-def _least_limit(costs: Sequence[int], num_stages: int) -> int:
-    """Return the cost of the most expensive stage in the best split: the smallest limit that a greedy fill meets."""
-    low, high = max(costs), sum(costs)
-    while low < high:
-        limit = (low + high) // 2
-        stages, room = 1, limit
-        for cost in costs:
-            stages, room = (stages, room - cost) if cost <= room else (stages + 1, limit - cost)
-        low, high = (low, limit) if stages <= num_stages else (limit + 1, high)
-    return low

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from trimaran.models.layer_variations import LatentSpec, Rope
-from trimaran.models.spec import ExpertSpec, ModelSpec
+from trimaran.models.spec import ExpertSpec, ModelSpec, Rope
 from trimaran.models.vlm_spec import VlmSpec
 
 MOST_LAYERS = 4096
@@ -19,10 +18,12 @@ def first_invalid_field(spec: ModelSpec) -> InvalidField | None:
 
 def _invalid_fields(spec: ModelSpec) -> Iterator[InvalidField]:
     experts = spec.block.experts
-    yield from out_of_bounds(("layers", spec.layers, 1, MOST_LAYERS))
-    for field in ("hidden", "heads", "kv_heads", "head_dim", "vocab", "max_seq_len"):
-        yield from out_of_bounds((field, getattr(spec, field), 1, MOST))
-    yield from out_of_bounds(("ffn", spec.ffn, 0 if experts else 1, MOST))
+    sizes = ("hidden", "heads", "kv_heads", "head_dim", "vocab", "max_seq_len")
+    yield from out_of_bounds(
+        ("layers", spec.layers, 1, MOST_LAYERS),
+        *((field, getattr(spec, field), 1, MOST) for field in sizes),
+        ("ffn", spec.ffn, 0 if experts else 1, MOST),
+    )
     if spec.heads % spec.kv_heads:
         yield "kv_heads", f"{spec.kv_heads} key-value heads do not divide {spec.heads} heads"
     if spec.head_dim % 2:
@@ -48,14 +49,27 @@ def _invalid_fields(spec: ModelSpec) -> Iterator[InvalidField]:
             yield from out_of_bounds(("experts.dense_layers", number, 0, spec.layers - 1))
         if experts.dense_layers:
             yield from out_of_bounds(("ffn", spec.ffn, 1, MOST))
-    if (latent := spec.block.attention.latent) is not None:
-        yield from _latent_flaws(latent, spec)
+    if (latent := attention.latent) is not None:
+        for field in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
+            yield from out_of_bounds((f"attention.latent.{field}", getattr(latent, field), 1, MOST))
+        yield from out_of_bounds(("attention.latent.query_rank", latent.query_rank, 0, MOST))
+        if latent.rope_dim % 2:
+            yield "attention.latent.rope_dim", f"{latent.rope_dim} is odd, and rotary positions need pairs"
+        if spec.head_dim != latent.head_dim:
+            yield "head_dim", f"{spec.head_dim} is not nope_dim + rope_dim of the latent attention, {latent.head_dim}"
+        if spec.kv_heads != spec.heads:
+            yield "kv_heads", "latent attention has a key for each head"
+        if spec.block.rope.rotary_dim != latent.rope_dim:
+            yield "rope.rotary_dim", f"{spec.block.rope.rotary_dim} is not rope_dim of the latent attention"
 
 
 def _rope_flaws(rope: Rope, head_dim: int) -> Iterator[InvalidField]:
-    yield from out_of_bounds(("rope.theta", rope.theta, 1, 1e15), ("rope.factor", rope.factor, 1, 1e6))
-    yield from out_of_bounds(("rope.original_max_seq_len", rope.original_max_seq_len, 1, MOST))
-    yield from out_of_bounds(("rope.rotary_dim", rope.rotary_dim, 0, head_dim))
+    yield from out_of_bounds(
+        ("rope.theta", rope.theta, 1, 1e15),
+        ("rope.factor", rope.factor, 1, 1e6),
+        ("rope.original_max_seq_len", rope.original_max_seq_len, 1, MOST),
+        ("rope.rotary_dim", rope.rotary_dim, 0, head_dim),
+    )
     if not 0 < rope.low_freq_factor < rope.high_freq_factor < 1e6:
         yield "rope.high_freq_factor", f"{rope.high_freq_factor} is not above low_freq_factor {rope.low_freq_factor}"
     if rope.rotary_dim % 2:
@@ -101,20 +115,6 @@ def _expert_flaws(experts: ExpertSpec, hidden: int) -> Iterator[InvalidField]:
     yield from out_of_bounds(("experts.router.group_top", router.group_top, 1, size))
     if router.correction_rate and not router.correction:
         yield "experts.router.correction_rate", "there is no correction bias to update"
-
-
-def _latent_flaws(latent: LatentSpec, spec: ModelSpec) -> Iterator[InvalidField]:
-    for field in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
-        yield from out_of_bounds((f"attention.latent.{field}", getattr(latent, field), 1, MOST))
-    yield from out_of_bounds(("attention.latent.query_rank", latent.query_rank, 0, MOST))
-    if latent.rope_dim % 2:
-        yield "attention.latent.rope_dim", f"{latent.rope_dim} is odd, and rotary positions need pairs"
-    if spec.head_dim != latent.head_dim:
-        yield "head_dim", f"{spec.head_dim} is not nope_dim + rope_dim of the latent attention, {latent.head_dim}"
-    if spec.kv_heads != spec.heads:
-        yield "kv_heads", "latent attention has a key for each head"
-    if spec.block.rope.rotary_dim != latent.rope_dim:
-        yield "rope.rotary_dim", f"{spec.block.rope.rotary_dim} is not rope_dim of the latent attention"
 
 
 def out_of_bounds(*bounds: tuple[str, float, float, float]) -> Iterator[InvalidField]:

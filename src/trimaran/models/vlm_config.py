@@ -98,7 +98,29 @@ def _read_qwen(fields: Fields) -> VlmSpec:
     width = "hidden_size" if kind == "qwen2_vl" else "out_hidden_size"
     if (out := below.size(width, default=language.hidden)) != language.hidden:
         raise bad_field(f"vision_config.{width}", f"{out} is not the language's {language.hidden}", fields.where)
-    vision, merge = _qwen_vision(kind, below), below.size("spatial_merge_size", default=2)
+    frames, merge = below.size("temporal_patch_size"), below.size("spatial_merge_size", default=2)
+    if kind == "qwen2_vl":
+        hidden = below.size("embed_dim")
+        ffn = int(hidden * below.number("mlp_ratio"))
+        vision = _tower(below, "quick_gelu", hidden=hidden, ffn=ffn, frames=frames)
+    elif kind == "qwen2_5_vl":
+        layers = below.size("depth")
+        vision = _tower(
+            below,
+            "silu",
+            layers=layers,
+            window=below.size("window_size"),
+            full_layers=tuple(each for each in below.numbers("fullatt_block_indexes") if each < layers),
+            frames=frames,
+            block=VisionBlock(gated=True, rms_norm=True),
+            ends=VisionEnds(positions_per_second=below.size("tokens_per_second", default=0, least=0)),
+        )
+    else:
+        places = below.size("num_position_embeddings")
+        if (side := math.isqrt(places)) ** 2 != places:
+            raise bad_field("num_position_embeddings", f"{places} positions are not a square", below.where)
+        ends = VisionEnds(stem_bias=True, table=side, mean=(0.5,) * 3, std=(0.5,) * 3)
+        vision = _tower(below, "gelu_pytorch_tanh", frames=frames, ends=ends)
     image, start, end = (fields.integer(name, default=usual) for name, usual in _QWEN_TOKENS.items())
     sections = Fields(rope, text.where).numbers("mrope_section") or (_QWEN_3_SECTIONS if is_3 else _QWEN_SECTIONS)
     if is_3 and len(sections) != 3:
@@ -131,44 +153,17 @@ def _tower(
     **others: Any,
 ) -> VisionSpec:
     """Return a vision tower. Most families name its sizes alike; those that are 0 are read."""
-    sizes: dict[str, Any] = {
-        "layers": layers or below.size("depth", "num_hidden_layers"),
-        "hidden": hidden or below.size("hidden_size"),
-        "heads": below.size("num_heads", "num_attention_heads"),
-        "ffn": ffn or below.size("intermediate_size"),
-        "patch": _patch(below),
-    }
     if (word := below.word("hidden_act", default=usual_activation)) not in ACTIVATIONS:
         raise cannot_read(f"hidden_act of its vision is {show(word)}", below.where)
     return VisionSpec(
-        **sizes,
+        layers=layers or below.size("depth", "num_hidden_layers"),
+        hidden=hidden or below.size("hidden_size"),
+        heads=below.size("num_heads", "num_attention_heads"),
+        ffn=ffn or below.size("intermediate_size"),
+        patch=_patch(below),
         block=replace(block, activation=ACTIVATIONS[word]),
         **others,
     )
-
-
-def _qwen_vision(kind: str, below: Fields) -> VisionSpec:
-    if kind == "qwen2_vl":
-        hidden = below.size("embed_dim")
-        ffn = int(hidden * below.number("mlp_ratio"))
-        return _tower(below, "quick_gelu", hidden=hidden, ffn=ffn, frames=below.size("temporal_patch_size"))
-    if kind == "qwen2_5_vl":
-        layers = below.size("depth")
-        return _tower(
-            below,
-            "silu",
-            layers=layers,
-            window=below.size("window_size"),
-            full_layers=tuple(each for each in below.numbers("fullatt_block_indexes") if each < layers),
-            frames=below.size("temporal_patch_size"),
-            block=VisionBlock(gated=True, rms_norm=True),
-            ends=VisionEnds(positions_per_second=below.size("tokens_per_second", default=0, least=0)),
-        )
-    places = below.size("num_position_embeddings")
-    if (side := math.isqrt(places)) ** 2 != places:
-        raise bad_field("num_position_embeddings", f"{places} positions are not a square", below.where)
-    ends = VisionEnds(stem_bias=True, table=side, mean=(0.5,) * 3, std=(0.5,) * 3)
-    return _tower(below, "gelu_pytorch_tanh", frames=below.size("temporal_patch_size"), ends=ends)
 
 
 def _read_llava(fields: Fields) -> VlmSpec:
@@ -212,6 +207,12 @@ def _read_onevision(fields: Fields) -> VlmSpec:
     _refuse_options(fields, options | {"vision_aspect_ratio": "anyres_max_9"})
     tile = below.sides("image_size")[0]
     given = {"model_type": "qwen2", **text.config, "tie_word_embeddings": _tied(fields, text)}
+    side, points = _ONEVISION_SIDE, fields.config.get("image_grid_pinpoints")
+    if points is not None:  # the grids up to a square one, any part of which an image may take
+        side = math.isqrt(len(points)) if isinstance(points, list) else 0
+        every = [[row * tile, column * tile] for row in range(1, side + 1) for column in range(1, side + 1)]
+        if not side or [list(each) for each in points] != every:
+            raise cannot_read("its image_grid_pinpoints are not all grids up to a square one", fields.where)
     vision = _tower(
         below,
         "gelu_pytorch_tanh",
@@ -226,7 +227,7 @@ def _read_onevision(fields: Fields) -> VlmSpec:
         projector=ProjectorSpec(merge=1, normed=False),
         language=spec_from_hf(given, where=text.where),
         image_token=fields.integer("image_token_index", "image_token_id", default=151646),
-        max_tiles=_tile_grid(fields, tile),
+        max_tiles=side**2,
     )
 
 
@@ -245,18 +246,6 @@ def _refuse_options(fields: Fields, plain: Mapping[str, Any]) -> None:
             value = (fields.boolean if isinstance(wanted, bool) else fields.word)(name, default=wanted)
         if value != wanted:
             raise cannot_read(f"{name} is {show(value)}", fields.where)
-
-
-def _tile_grid(fields: Fields, tile: int) -> int:
-    """Return the most tiles of an image: those of a square grid, any part of which an image may take."""
-    points = fields.config.get("image_grid_pinpoints")
-    if points is None:
-        return _ONEVISION_SIDE**2
-    side = math.isqrt(len(points)) if isinstance(points, list) else 0
-    every = [[row * tile, column * tile] for row in range(1, side + 1) for column in range(1, side + 1)]
-    if not side or [list(each) for each in points] != every:
-        raise cannot_read("its image_grid_pinpoints are not all grids up to a square one", fields.where)
-    return side**2
 
 
 def _patch(below: Fields) -> int:
@@ -382,10 +371,9 @@ def _is_qwen_3(spec: VlmSpec) -> bool:
     )
 
 
-def axis_pairs(sections: tuple[int, ...]) -> tuple[int, int, int]:
+def axis_pairs(sections: tuple[int, ...]) -> tuple[int, ...]:
     """Return how many pairs of features follow time, row and column."""
-    time, row, column = (sum(sections[axis::3]) for axis in range(3))
-    return time, row, column
+    return tuple(sum(sections[axis::3]) for axis in range(3))
 
 
 def _written_qwen(spec: VlmSpec) -> dict[str, Any]:

@@ -208,11 +208,6 @@ class VlmSpec:
         return norm + biases + len(self.projector.deepstack) * (2 * self.feature_width + biases)
 
     @property
-    def projector_weights(self) -> int:
-        """Weights of the matmuls of all projectors."""
-        return (1 + len(self.projector.deepstack)) * self.projector_middle * (self.feature_width + self.hidden)
-
-    @property
     def num_parameters(self) -> int:
         """All distinct weights; a tied head counts once."""
         return vlm_outline(self, ImageLimits()).num_parameters
@@ -291,21 +286,51 @@ QUICK_GELU_BYTES = 12
 
 def vlm_outline(spec: VlmSpec, images: ImageLimits) -> Outline:
     """Return the outline of `spec` for sequences with these images: vision, projector and language."""
-    tiles, patches = _view(spec, images)
-    segment = patches + spec.vision.ends.class_token
-    vision = Tower(
+    vision, merge = spec.vision, spec.projector.merge
+    if vision.variant == "tiled":
+        has_thumbnail = vision.ends.thumbnail != "none"
+        tiles = images.count * num_tiles(
+            spec.max_tiles, images.size or vision.tile, vision.tile, thumbnail=has_thumbnail
+        )
+        patches = vision.tile_side**2  # of each tile
+    else:
+        side = images.size or min(DYNAMIC_SIZE, math.isqrt(spec.max_pixels))
+        tiles, patches = images.count, (max(1, round(side / (vision.patch * merge))) * merge) ** 2
+    quick = vision.block.activation == "quick-gelu"
+    layer = TowerLayer(
+        own_operators=LayerOperators(
+            launches=VISION_LAUNCHES,
+            rotary=vision.variant == "native",
+            activation_bytes=QUICK_GELU_BYTES if quick else 4,
+        ),
+        hidden=vision.hidden,
+        heads=vision.heads,
+        kv_heads=vision.heads,
+        head_dim=vision.head_dim,
+        ffn=vision.ffn,
+        gated=vision.block.gated,
+        causal=False,
+        extras=vision.layer_extras,
+    )
+    runs = ((layer, vision.layers),)
+    if vision.window:
+        windowed = replace(layer, window=(vision.window // vision.patch) ** 2)
+        layers = (layer if number in vision.full_layers else windowed for number in range(vision.layers))
+        runs = tuple((each, len(list(run))) for each, run in groupby(layers))
+    segment = patches + vision.ends.class_token
+    tower = Tower(
         name="vision",
-        runs=_runs(spec.vision),
-        hidden=spec.vision.hidden,
-        extras=spec.vision.outer_parameters,
+        runs=runs,
+        hidden=vision.hidden,
+        extras=vision.outer_parameters,
         positions=tiles * segment,
         segment=segment,
     )
-    # Two matmuls, modelled as one feed-forward of its own width.
-    block = feed_forward_of(spec.projector_weights, spec.feature_width, spec.projector_extras)
-    positions = tiles * patches // spec.projector.merge**2
-    projector = Tower(name="projector", runs=((block, 1),), hidden=spec.hidden, positions=positions)
-    towers = (vision, projector, *outline_of(spec.language).towers)
+    # Two matmuls of each projector, modelled as one feed-forward of its own width.
+    weights = (1 + len(spec.projector.deepstack)) * spec.projector_middle * (spec.feature_width + spec.hidden)
+    block = feed_forward_of(weights, spec.feature_width, spec.projector_extras)
+    projector = Tower(name="projector", runs=((block, 1),), hidden=spec.hidden, positions=tiles * patches // merge**2)
+    towers = (tower, projector, *outline_of(spec.language).towers)
     return Outline(name=spec.name, towers=towers, max_seq_len=spec.max_seq_len)
 
 
@@ -325,42 +350,6 @@ def with_row_sizes(outline: Outline, spec: VlmSpec, sizes: RowSizes) -> Outline:
     return replace(outline, towers=towers)
 
 
-def _view(spec: VlmSpec, images: ImageLimits) -> tuple[int, int]:
-    """Return the number of tiles of a sequence's images, and the patches of each."""
-    vision, cell = spec.vision, spec.vision.patch * spec.projector.merge
-    if vision.variant == "tiled":
-        has_thumbnail = vision.ends.thumbnail != "none"
-        tiles = num_tiles(spec.max_tiles, images.size or vision.tile, vision.tile, thumbnail=has_thumbnail)
-        return images.count * tiles, vision.tile_side**2
-    side = images.size or min(DYNAMIC_SIZE, math.isqrt(spec.max_pixels))
-    return images.count, (max(1, round(side / cell)) * spec.projector.merge) ** 2
-
-
-def _runs(vision: VisionSpec) -> tuple[tuple[OutlineLayer, int], ...]:
-    quick = vision.block.activation == "quick-gelu"
-    operators = LayerOperators(
-        launches=VISION_LAUNCHES,
-        rotary=vision.variant == "native",
-        activation_bytes=QUICK_GELU_BYTES if quick else 4,
-    )
-    layer = TowerLayer(
-        own_operators=operators,
-        hidden=vision.hidden,
-        heads=vision.heads,
-        kv_heads=vision.heads,
-        head_dim=vision.head_dim,
-        ffn=vision.ffn,
-        gated=vision.block.gated,
-        causal=False,
-        extras=vision.layer_extras,
-    )
-    if not vision.window:
-        return ((layer, vision.layers),)
-    windowed = replace(layer, window=(vision.window // vision.patch) ** 2)
-    layers = (layer if number in vision.full_layers else windowed for number in range(vision.layers))
-    return tuple((each, len(list(run))) for each, run in groupby(layers))
-
-
 def equals_but(value: Any, plain: Any, *names: str) -> bool:
     """Return whether a spec equals a plain one in all fields but these."""
     return value == replace(plain, **{name: getattr(value, name) for name in names})
@@ -369,8 +358,9 @@ def equals_but(value: Any, plain: Any, *names: str) -> bool:
 def feed_forward_of(weights: int, width: int, extras: int) -> OutlineLayer:
     """Return a feed-forward with this many weights and input `width`; the remainder of two equal matmuls is extra."""
     ffn, rest = divmod(weights, 2 * width)
-    sizes: dict[str, Any] = {"hidden": width, "heads": 0, "kv_heads": 0, "head_dim": 0, "ffn": ffn}
-    return OutlineLayer(**sizes, gated=False, causal=False, extras=extras + rest)
+    return OutlineLayer(
+        hidden=width, heads=0, kv_heads=0, head_dim=0, ffn=ffn, gated=False, causal=False, extras=extras + rest
+    )
 
 
 def num_tiles(most: int, side: int, tile: int, *, thumbnail: bool = True) -> int:

@@ -147,27 +147,26 @@ def file_digest(
         before = file_identity(path)
         name = sha256(json.dumps([str(path.resolve()), *before]).encode()).hexdigest()[:32]
         note = None if cache is None else cache / CACHE_FOLDER / name
-        if note is not None and (known := _read_note(note)):
+        known = ""
+        if note is not None:
+            with suppress(OSError, ValueError):
+                known = read_regular_text(note).strip()
+        if len(known) == HEX_CHARACTERS:
             count(before[0])
             return known
-        began, digest = time.time_ns(), _read_digest(path, count)
+        began, digest, chunk = time.time_ns(), sha256(), memoryview(bytearray(CHUNK_BYTES))
+        with open_regular_file(path, follow_links=True) as file:  # in a Hugging Face cache every file is a link
+            while size := file.readinto(chunk):
+                digest.update(chunk[:size])
+                count(size)
         if file_identity(path) != before:
             continue
         if note is not None and max(before[1], before[2]) < began - settled_ns:
             with suppress(OSError):  # without a cache it is computed again
                 note.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(note, f"{digest}\n")
-        return digest
+                write_atomically(note, f"{digest.hexdigest()}\n")
+        return digest.hexdigest()
     raise changed_base(path, "it changed while it was read")
-
-
-def _read_digest(path: Path, count: Callable[[int], None]) -> str:
-    digest, chunk = sha256(), memoryview(bytearray(CHUNK_BYTES))
-    with open_regular_file(path, follow_links=True) as file:  # in a Hugging Face cache every file is a link
-        while size := file.readinto(chunk):
-            digest.update(chunk[:size])
-            count(size)
-    return digest.hexdigest()
 
 
 def changed_base(where: Path | str, what: str) -> UserError:
@@ -193,12 +192,3 @@ def base_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         changes.append("its random weights depend on another shape or seed")
     more = f", and {len(changes) - MAX_NAMED_FILES} more" if len(changes) > MAX_NAMED_FILES else ""
     return ", ".join(changes[:MAX_NAMED_FILES]) + more or "its digest differs"
-
-
-def _read_note(note: Path) -> str:
-    """Return the digest in a file of the cache; empty if there is none."""
-    try:
-        text = read_regular_text(note).strip()
-    except (OSError, ValueError):
-        return ""
-    return text if len(text) == HEX_CHARACTERS else ""

@@ -6,23 +6,16 @@ from functools import partial
 from typing import Any
 
 from trimaran.models.config_fields import Fields, show
-from trimaran.models.families.disk_parts import (
-    DiskPart,
-    Shape,
-    packed_feed_forward,
-    packed_heads,
-    plain_parts,
-)
+from trimaran.models.families.disk_parts import packed_parts
 from trimaran.models.families.family_fields import (
     OFF,
     Family,
-    every_nth_full,
     layer_types_lack,
     read_head_dim,
     read_longrope,
+    read_periodic_windows,
     read_rope,
     read_scaling,
-    read_windows,
     rope_kind,
     rope_lacks,
     rope_tree,
@@ -30,14 +23,7 @@ from trimaran.models.families.family_fields import (
     write_scaling,
     written_types,
 )
-from trimaran.models.layer_variations import (
-    AttentionSpec,
-    Ends,
-    NormSpec,
-    Rope,
-)
-from trimaran.models.spec import ModelSpec
-from trimaran.models.validate_spec import MOST_LAYERS
+from trimaran.models.spec import AttentionSpec, Ends, ModelSpec, NormSpec, Rope
 
 SILU: dict[str, tuple[Any, ...]] = OFF | {"hidden_act": (None, "silu")}
 NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (None, False)}
@@ -74,10 +60,9 @@ def _llama_lacks(config: Mapping[str, Any]) -> str:
 
 
 def _mistral_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
-    window = 0  # an explicit null is no window; a missing field is the default of transformers
-    if fields.config.get("sliding_window", 4096) is not None:
-        window = fields.size("sliding_window", default=4096)
-    return {"attention": AttentionSpec(windows=(window,) if window else ())}
+    # An explicit null is no window; a missing field is the default of transformers.
+    is_none = fields.config.get("sliding_window", 4096) is None
+    return {"attention": AttentionSpec(windows=() if is_none else (fields.size("sliding_window", default=4096),))}
 
 
 LLAMA = Family(
@@ -129,9 +114,8 @@ def _cohere_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
 
 def _cohere2_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
     """Return the block of Cohere 2, whose layers without a window have no rotary positions."""
-    own, layers = _cohere_block(fields, max_seq_len), fields.size("num_hidden_layers", most=MOST_LAYERS)
-    period = fields.size("sliding_window_pattern", default=4)
-    windows = read_windows(fields, fields.size("sliding_window", default=4096), every_nth_full(layers, period))
+    own = _cohere_block(fields, max_seq_len)
+    windows = read_periodic_windows(fields, fields.size("sliding_window_pattern", default=4))
     rotated = tuple(window > 0 for window in windows or (0,))
     attention = replace(own["attention"], windows=windows, rope_layers=() if all(rotated) else rotated)
     return own | {"attention": attention}
@@ -192,7 +176,7 @@ PHI3 = Family(
     norm=("rms_norm_eps", 1e-5),
     write=_written_phi3,
     lacks=partial(rope_lacks, partial=True, kinds=("default", *LONGROPE)),
-    parts=lambda name, shape, spec: packed_heads(name, shape, spec) or _glm_parts(name, shape, spec),
+    parts=lambda name, shape, spec: packed_parts(name, shape, spec, "qkv_proj", "gate_up_proj"),
 )
 
 
@@ -218,10 +202,6 @@ def written_rotation(spec: ModelSpec) -> dict[str, Any]:
     return {"partial_rotary_factor": (spec.block.rope.rotary_dim or spec.head_dim) / spec.head_dim}
 
 
-def _glm_parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
-    return packed_feed_forward(name, shape) or plain_parts(name, shape, spec)
-
-
 GLM = Family(
     architecture="GlmForCausalLM",
     positions=131_072,
@@ -231,21 +211,22 @@ GLM = Family(
     usual={"head_dim": 128, "num_key_value_heads": 2},
     write=lambda spec: written_bias(spec) | written_rotation(spec),
     lacks=partly_rotated_lacks,
-    parts=_glm_parts,
+    parts=lambda name, shape, spec: packed_parts(name, shape, spec, "gate_up_proj"),
 )
 GLM4 = replace(
     GLM,
     architecture="Glm4ForCausalLM",
     block=lambda fields, max_seq_len: _glm_block(fields, max_seq_len) | {"norm": NormSpec(placement="both")},
-    parts=lambda name, shape, spec: _glm_parts(
-        ".".join(SANDWICH_NAMES.get(each, each) for each in name.split(".")), shape, spec
+    parts=lambda name, shape, spec: packed_parts(
+        ".".join(SANDWICH_NAMES.get(each, each) for each in name.split(".")), shape, spec, "gate_up_proj"
     ),
 )
+
+
 # Gemma 1, 2 and 3 (text).
 
 TANH = "gelu_pytorch_tanh"
-
-
+WRITTEN_GEMMA = {"hidden_act": TANH, "hidden_activation": TANH}
 GEMMA_BLOCK: dict[str, Any] = {
     "norm": NormSpec(unit_offset=True),
     "ends": Ends(embedding_scale=0.0),
@@ -255,10 +236,9 @@ GEMMA_BLOCK: dict[str, Any] = {
 
 def _sandwich_block(fields: Fields, period: int, *, logit_softcap: float, **own: Any) -> dict[str, Any]:
     """Return the block of Gemma 2 and 3, of whose layers every `period`-th has no window."""
-    layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     attention = AttentionSpec(
         scale=fields.size("query_pre_attn_scalar", default=256) ** -0.5,
-        windows=read_windows(fields, fields.size("sliding_window", default=4096), every_nth_full(layers, period)),
+        windows=read_periodic_windows(fields, period),
         **own,
     )
     return GEMMA_BLOCK | {
@@ -266,10 +246,6 @@ def _sandwich_block(fields: Fields, period: int, *, logit_softcap: float, **own:
         "norm": NormSpec(unit_offset=True, placement="both"),
         "ends": Ends(embedding_scale=0.0, logit_softcap=_cap(fields, "final_logit_softcapping", logit_softcap)),
     }
-
-
-def _gemma2_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
-    return _sandwich_block(fields, 2, logit_softcap=30.0, softcap=_cap(fields, "attn_logit_softcapping", 50.0))
 
 
 def _gemma3_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
@@ -286,14 +262,6 @@ def _gemma3_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
     return own | {"qk_norm": True, "rope": full}
 
 
-def _written_gemma(spec: ModelSpec) -> dict[str, Any]:
-    return {"hidden_act": TANH, "hidden_activation": TANH}
-
-
-def _written_gemma2(spec: ModelSpec) -> dict[str, Any]:
-    return _written_sandwich(spec) | {"attn_logit_softcapping": spec.block.attention.softcap or None}
-
-
 def _written_gemma3(spec: ModelSpec) -> dict[str, Any]:
     local = spec.block.attention.local_rope or spec.block.rope
     own = {"rope_local_base_freq": local.theta, "rope_scaling": write_scaling(spec.block.rope)}
@@ -302,7 +270,7 @@ def _written_gemma3(spec: ModelSpec) -> dict[str, Any]:
 
 def _written_sandwich(spec: ModelSpec) -> dict[str, Any]:
     scale = spec.block.attention.scale  # transformers wants a whole number, whose inverse square root it is
-    return _written_gemma(spec) | {
+    return WRITTEN_GEMMA | {
         "query_pre_attn_scalar": round(scale**-2) if scale else spec.head_dim,
         "final_logit_softcapping": spec.block.ends.logit_softcap or None,
         **written_types(spec),
@@ -311,9 +279,7 @@ def _written_sandwich(spec: ModelSpec) -> dict[str, Any]:
 
 def _cap(fields: Fields, name: str, default: float) -> float:
     """Return a soft cap. An explicit null is none; a missing field is the default of transformers."""
-    if fields.config.get(name, default) is None:
-        return 0.0
-    return fields.number(name, default=default)
+    return 0.0 if fields.config.get(name, default) is None else fields.number(name, default=default)
 
 
 def _activation_lacks(config: Mapping[str, Any]) -> str:
@@ -342,10 +308,17 @@ GEMMA = Family(
     off=OFF | NO_BIAS | {"use_bidirectional_attention": (None, False)},
     usual={"head_dim": 256},
     tied=True,
-    write=_written_gemma,
+    write=lambda _: WRITTEN_GEMMA,
     lacks=lambda config: _activation_lacks(config) or types_lack(config),
 )
-GEMMA2 = replace(GEMMA, architecture="Gemma2ForCausalLM", block=_gemma2_block, write=_written_gemma2)
+GEMMA2 = replace(
+    GEMMA,
+    architecture="Gemma2ForCausalLM",
+    block=lambda fields, _: _sandwich_block(
+        fields, 2, logit_softcap=30.0, softcap=_cap(fields, "attn_logit_softcapping", 50.0)
+    ),
+    write=lambda spec: _written_sandwich(spec) | {"attn_logit_softcapping": spec.block.attention.softcap or None},
+)
 GEMMA3_TEXT = replace(
     GEMMA,
     architecture="Gemma3ForCausalLM",

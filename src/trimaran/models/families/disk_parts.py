@@ -39,40 +39,34 @@ def plain_parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
     return [DiskPart(each, shape[1:]) for each in names]
 
 
-def renamed(parts: Sequence[DiskPart], names: Mapping[str, str]) -> list[DiskPart]:
-    """Return the parts under other names on disk: each key of `names` in a name is replaced by its value."""
+def renamed_parts(names: Mapping[str, str], name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
+    """Return `plain_parts` under other names on disk: each key of `names` in a name is replaced by its value."""
     found = []
-    for part in parts:
-        name = part.name
+    for part in plain_parts(name, shape, spec):
+        disk = part.name
         for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
-        found.append(replace(part, name=name))
+            disk = disk.replace(ours, theirs)
+        found.append(replace(part, name=disk))
     return found
 
 
-def packed_heads(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
-    """Return the rows of `qkv_proj` that hold a projection of queries, keys or values; [] for other parameters."""
-    owner, found, leaf = _projection(name, ("q_proj", "k_proj", "v_proj"))
-    if not found:
-        return []
+def packed_rows(spec: ModelSpec) -> dict[str, dict[str, int]]:
+    """Return the modules that some architectures pack, with the rows of the projections in each."""
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    start = {"q_proj": 0, "k_proj": queries, "v_proj": queries + keys}[found]
-    whole = (queries + 2 * keys, *shape[1:])
-    return [DiskPart(f"model.{owner}.qkv_proj.{leaf}", whole, (slice(start, start + shape[0]),))]
+    return {
+        "qkv_proj": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+        "gate_up_proj": {"gate_proj": spec.ffn, "up_proj": spec.ffn},
+    }
 
 
-def packed_feed_forward(name: str, shape: Shape) -> list[DiskPart]:
-    """Return the rows of `gate_up_proj` that hold a gate or up projection; [] for other parameters."""
-    owner, found, leaf = _projection(name, ("gate_proj", "up_proj"))
-    if not found:
-        return []
-    start = 0 if found == "gate_proj" else shape[0]
-    whole = (2 * shape[0], *shape[1:])
-    return [DiskPart(f"model.{owner}.gate_up_proj.{leaf}", whole, (slice(start, start + shape[0]),))]
-
-
-def _projection(name: str, names: tuple[str, ...]) -> tuple[str, str, str]:
-    """Return the module around a projection of one of these names, its own name and that of its parameter."""
+def packed_parts(name: str, shape: Shape, spec: ModelSpec, *packed: str) -> list[DiskPart]:
+    """Return the rows of one of the `packed` modules that hold a projection; `plain_parts` of other parameters."""
     module, _, leaf = name.rpartition(".")
     owner, _, found = module.rpartition(".")
-    return (owner, found, leaf) if found in names else ("", "", "")
+    for each in packed:
+        rows = packed_rows(spec)[each]
+        if found in rows:
+            start = sum(list(rows.values())[: list(rows).index(found)])
+            whole = (sum(rows.values()), *shape[1:])
+            return [DiskPart(f"model.{owner}.{each}.{leaf}", whole, (slice(start, start + shape[0]),))]
+    return plain_parts(name, shape, spec)

@@ -11,8 +11,8 @@ from typing import Any
 
 from trimaran.models.config_fields import Fields, bad_field, show
 from trimaran.models.families.disk_parts import PartsOf, plain_parts
-from trimaran.models.layer_variations import LongRope, Rope, RouterSpec, Yarn, repeated_part
-from trimaran.models.spec import Block, ExpertSpec, ModelSpec
+from trimaran.models.spec import Block, ExpertSpec, LongRope, ModelSpec, Rope, RouterSpec, Yarn, repeated_part
+from trimaran.models.validate_spec import MOST_LAYERS
 
 HF_NAMES = {
     "layers": "num_hidden_layers",
@@ -44,6 +44,11 @@ Row = tuple[str, str, Any]  # without a default the field is a whole number that
 # transformers ignores and preserves these fields, which only matter for training.
 Z_LOSS, CAPACITY, CORRECTION_RATE = "router_z_loss_coef", "expert_capacity_factor", "router_bias_update_rate"
 EXTRA_LOSSES: tuple[Row, ...] = ((Z_LOSS, "z_loss", 0.0), (CAPACITY, "capacity", 0.0))
+SHARED_EXPERTS: tuple[Row, ...] = (
+    ("n_routed_experts", "num_experts", None),
+    ("num_experts_per_tok", "top_k", None),
+    ("moe_intermediate_size", "ffn", None),
+)
 ROUTER_GROUPS: tuple[Row, ...] = (("n_group", "groups", 1), ("topk_group", "top_groups", 1))
 SCALE: Row = ("routed_scaling_factor", "scale", 1.0)
 
@@ -98,17 +103,15 @@ def read_longrope(fields: Fields, max_seq_len: int, original: int) -> Rope:
     """Return LongRoPE's positions (Phi-3), whose divisors config.json lists."""
     scaling, theta = _rope_fields(fields, 10_000.0)
     original = scaling.size("original_max_position_embeddings", default=original)
-    return Rope(
-        theta=theta,
-        factor=scaling.number("factor", default=max_seq_len / original),
-        original_max_seq_len=original,
-        scaling="longrope",
-        longrope=LongRope(
-            short_factors=_factors(scaling, "short_factor"),
-            long_factors=_factors(scaling, "long_factor"),
-            attention_factor=scaling.number("attention_factor", default=0.0),
-        ),
-    )
+    factor = scaling.number("factor", default=max_seq_len / original)
+    factors: dict[str, Any] = {}
+    for name in ("short_factor", "long_factor"):
+        values = scaling.config.get(name)
+        if not isinstance(values, list) or not all(type(each) in (int, float) and 0 < each < 1e300 for each in values):
+            raise bad_field(name, f"{show(values)} is not a list of positive numbers", scaling.where)
+        factors[f"{name}s"] = tuple(float(each) for each in values)
+    longrope = LongRope(**factors, attention_factor=scaling.number("attention_factor", default=0.0))
+    return Rope(theta=theta, factor=factor, original_max_seq_len=original, scaling="longrope", longrope=longrope)
 
 
 def rotary_dim(fields: Fields, head_dim: int, default: float = 1.0) -> int:
@@ -148,13 +151,6 @@ def rope_kind(tree: Mapping[str, Any]) -> Any:
     return tree.get("rope_type") or tree.get("type") or "default"
 
 
-def _factors(fields: Fields, name: str) -> tuple[float, ...]:
-    values = fields.config.get(name)
-    if not isinstance(values, list) or not all(type(each) in (int, float) and 0 < each < 1e300 for each in values):
-        raise bad_field(name, f"{show(values)} is not a list of positive numbers", fields.where)
-    return tuple(float(each) for each in values)
-
-
 def layer_types_lack(config: Mapping[str, Any]) -> str:
     """Return the layer types if the decoder lacks one of them; an empty string if not."""
     types = config.get("layer_types") or []
@@ -176,9 +172,10 @@ def read_windows(fields: Fields, window: int, sliding: Sequence[bool]) -> tuple[
     return repeated_part(windows) if any(windows) else ()
 
 
-def every_nth_full(layers: int, period: int) -> list[bool]:
-    """Return which layers have a window if every `period`-th, counted from 1, has none."""
-    return [(number + 1) % max(period, 1) != 0 for number in range(layers)]
+def read_periodic_windows(fields: Fields, period: int) -> tuple[int, ...]:
+    """Return the windows of the layers, of which every `period`-th, counted from 1, has none."""
+    layers, window = fields.size("num_hidden_layers", most=MOST_LAYERS), fields.size("sliding_window", default=4096)
+    return read_windows(fields, window, [(number + 1) % period != 0 for number in range(layers)])
 
 
 def written_types(spec: ModelSpec) -> dict[str, Any]:
@@ -298,53 +295,45 @@ def local_experts(usual: int | None, top_k: int) -> tuple[Row, ...]:
 
 
 def read_experts(fields: Fields, rows: Iterable[Row], **own: Any) -> ExpertSpec:
-    return ExpertSpec(**own, **read_rows(fields, rows), **read_losses(fields, balance=0.001))
-
-
-def read_losses(fields: Fields, *, balance: float, name: str = "router_aux_loss_coef") -> dict[str, Any]:
-    """Return the fields of an `ExpertSpec` about training; `balance` is the architecture's usual weight of that loss.
-
-    It becomes the weight of our per-sequence balance loss, unchanged.
-    """
-    return read_rows(fields, ((name, "balance", balance), *EXTRA_LOSSES))
+    # The coefficient becomes the weight of our per-sequence balance loss, unchanged.
+    losses = (("router_aux_loss_coef", "balance", 0.001), *EXTRA_LOSSES)
+    return ExpertSpec(**own, **read_rows(fields, rows), **read_rows(fields, losses))
 
 
 def write_losses(experts: ExpertSpec, *, name: str = "router_aux_loss_coef") -> dict[str, Any]:
-    """Return the fields of config.json that `read_losses` reads; those that are off are left out."""
+    """Return the fields of config.json about the losses of experts; those that are off are left out."""
     extras = write_rows(experts, EXTRA_LOSSES)
     return {name: experts.balance} | {key: value for key, value in extras.items() if value}
 
 
-def read_corrected_router(fields: Fields) -> RouterSpec:
-    """Return the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, groups, and a correction bias."""
+def read_corrected_experts(fields: Fields) -> ExpertSpec:
+    """Return the experts of DeepSeek-V3 and GLM-4.5: shared ones, sigmoid scores, groups, and a correction bias."""
     rate: Row = (CORRECTION_RATE, "correction_rate", 0.001)  # DeepSeek-V3's
     own = read_rows(fields, (*ROUTER_GROUPS, SCALE, rate))
     group_top = 2 if own["groups"] > own["top_groups"] else 1
-    return RouterSpec(scoring="sigmoid", correction=True, group_top=group_top, **own)
+    router = RouterSpec(scoring="sigmoid", correction=True, group_top=group_top, **own)
+    normalize = fields.boolean("norm_topk_prob", default=True)
+    return read_shared_experts(fields, router, balance=0.0001, normalize=normalize)
 
 
 def read_shared_experts(fields: Fields, router: RouterSpec, *, balance: float, normalize: bool) -> ExpertSpec:
     """Return the experts of DeepSeek and GLM: shared ones as wide as the others, and some dense layers first."""
-    width = fields.integer("moe_intermediate_size")
+    sizes, losses = read_rows(fields, SHARED_EXPERTS), (("aux_loss_alpha", "balance", balance), *EXTRA_LOSSES)
     layers, dense = fields.integer("num_hidden_layers"), fields.integer("first_k_dense_replace", default=0)
     return ExpertSpec(
-        num_experts=fields.integer("n_routed_experts"),
-        top_k=fields.integer("num_experts_per_tok"),
-        ffn=width,
-        shared_ffn=width * fields.integer("n_shared_experts", default=0),
+        **sizes,
+        shared_ffn=sizes["ffn"] * fields.integer("n_shared_experts", default=0),
         normalize_top_k=normalize,
         router=router,
         dense_layers=tuple(range(min(layers, dense))),
-        **read_losses(fields, balance=balance, name="aux_loss_alpha"),
+        **read_rows(fields, losses),
     )
 
 
 def write_shared_experts(experts: ExpertSpec) -> dict[str, Any]:
-    """Return the fields of config.json that `read_shared_experts` and `read_corrected_router` read."""
+    """Return the fields of config.json that `read_shared_experts` and `read_corrected_experts` read."""
     return write_losses(experts, name="aux_loss_alpha") | {
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.top_k,
-        "moe_intermediate_size": experts.ffn,
+        **write_rows(experts, SHARED_EXPERTS),
         "n_shared_experts": experts.shared_ffn // experts.ffn,
         "norm_topk_prob": experts.normalize_top_k,
         **write_rows(experts.router, (SCALE, *ROUTER_GROUPS)),

@@ -1,17 +1,13 @@
 """Every architecture of Hugging Face that our decoder is read from and written as, and those with experts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from trimaran.models.config_fields import Fields, bad_field, show
 from trimaran.models.families import dense_families as dense
-from trimaran.models.families.disk_parts import (
-    DiskPart,
-    Shape,
-    plain_parts,
-    renamed,
-)
+from trimaran.models.families.disk_parts import DiskPart, Shape, renamed_parts
 from trimaran.models.families.family_fields import (
     ROUTER_GROUPS,
     SCALE,
@@ -19,7 +15,7 @@ from trimaran.models.families.family_fields import (
     Row,
     layer_types_lack,
     local_experts,
-    read_corrected_router,
+    read_corrected_experts,
     read_experts,
     read_rope,
     read_rows,
@@ -32,15 +28,16 @@ from trimaran.models.families.family_fields import (
     write_shared_experts,
     written_types,
 )
-from trimaran.models.layer_variations import (
+from trimaran.models.spec import (
     AttentionSpec,
+    ExpertSpec,
     ExpertUnit,
     LatentSpec,
+    ModelSpec,
     RouterSpec,
     TemperatureSpec,
     repeated_part,
 )
-from trimaran.models.spec import ExpertSpec, ModelSpec
 from trimaran.models.validate_spec import MOST_LAYERS
 
 NO_JITTER: dict[str, tuple[Any, ...]] = {"router_jitter_noise": (None, 0)}
@@ -56,11 +53,16 @@ QWEN_EXPERTS: tuple[Row, ...] = (
 
 
 def _qwen_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
-    kind = fields.word("model_type", default="")
+    kind, windows = fields.word("model_type", default=""), ()
+    if fields.boolean("use_sliding_window", default=False):
+        layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
+        first = fields.integer("max_window_layers", default=28)
+        window = fields.size("sliding_window", default=4096)
+        windows = read_windows(fields, window, [number >= first for number in range(layers)])
     own: dict[str, Any] = {
         "qkv_bias": kind == "qwen2" or (kind == "qwen2_moe" and fields.boolean("qkv_bias", default=True)),
         "qk_norm": kind in ("qwen3", "qwen3_moe"),
-        "attention": AttentionSpec(windows=_qwen_windows(fields)),
+        "attention": AttentionSpec(windows=windows),
     }
     if not kind.endswith("_moe"):
         return own
@@ -70,15 +72,6 @@ def _qwen_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
     sizes = {"num_experts": fields.integer(count)}
     sizes |= {"shared_ffn": fields.integer("shared_expert_intermediate_size")} if shared else {}
     return own | {"experts": read_experts(fields, QWEN_EXPERTS, shared_gate=shared, **sizes)}
-
-
-def _qwen_windows(fields: Fields) -> tuple[int, ...]:
-    """Return the windows of the layers from `max_window_layers` on, unless `layer_types` says otherwise."""
-    if not fields.boolean("use_sliding_window", default=False):
-        return ()
-    layers, first = fields.size("num_hidden_layers", most=MOST_LAYERS), fields.integer("max_window_layers", default=28)
-    window = fields.size("sliding_window", default=4096)
-    return read_windows(fields, window, [number >= first for number in range(layers)])
 
 
 def _written_windows(spec: ModelSpec) -> dict[str, Any]:
@@ -133,31 +126,25 @@ MIXTRAL_EXPERTS = local_experts(8, top_k=2)
 MIXTRAL_NAMES = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
 
 
-def _written_mixtral(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
-    windows = spec.block.attention.windows
-    own = {**write_losses(experts), **write_rows(experts, MIXTRAL_EXPERTS)}
-    return own | {"sliding_window": windows[0] if windows else None}
-
-
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     positions=131_072,
     block=lambda fields, _: {"attention": dense.one_window(fields), "experts": read_experts(fields, MIXTRAL_EXPERTS)},
     off=dense.SILU | NO_JITTER,
     norm=("rms_norm_eps", 1e-5),
-    write_experts=_written_mixtral,
-    parts=lambda name, shape, spec: renamed(plain_parts(name, shape, spec), MIXTRAL_NAMES),
+    write_experts=lambda spec, experts: {
+        **write_losses(experts),
+        **write_rows(experts, MIXTRAL_EXPERTS),
+        "sliding_window": spec.layer(0).window,
+    },
+    parts=partial(renamed_parts, MIXTRAL_NAMES),
 )
 
 
-# On disk the shared experts of DeepSeek and dense.GLM have the plural, and the correction belongs to the gate.
+# On disk the shared experts of DeepSeek and GLM have the plural, and the correction belongs to the gate.
 SHARED_NAMES = {
     ".mlp.shared_expert.": ".mlp.shared_experts.", ".mlp.correction_bias": ".mlp.gate.e_score_correction_bias",
 }  # fmt: skip
-
-
-def _shared_parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
-    return renamed(plain_parts(name, shape, spec), SHARED_NAMES)
 
 
 # DeepSeek-V2 and V3, and Kimi-K2, which is a DeepSeek-V3: latent attention, groups of experts, shared experts.
@@ -177,13 +164,6 @@ def _deepseek_block(fields: Fields, max_seq_len: int, experts: ExpertSpec, *, in
     latent = LatentSpec(**read_rows(fields, DEEPSEEK_LATENT))
     rope = replace(read_rope(fields, max_seq_len), interleaved=interleaved, rotary_dim=latent.rope_dim)
     return {"rope": rope, "attention": AttentionSpec(latent=latent), "experts": experts}
-
-
-def _deepseek_v3_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
-    normalize = fields.boolean("norm_topk_prob", default=True)
-    experts = read_shared_experts(fields, read_corrected_router(fields), balance=0.0001, normalize=normalize)
-    interleaved = fields.boolean("rope_interleave", default=True)
-    return _deepseek_block(fields, max_seq_len, experts, interleaved=interleaved)
 
 
 def _deepseek_v2_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
@@ -223,7 +203,12 @@ def _deepseek_lacks(config: Mapping[str, Any]) -> str:
 DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     positions=4096,
-    block=_deepseek_v3_block,
+    block=lambda fields, max_seq_len: _deepseek_block(
+        fields,
+        max_seq_len,
+        read_corrected_experts(fields),
+        interleaved=fields.boolean("rope_interleave", default=True),
+    ),
     off=DEEPSEEK_OFF | {"scoring_func": (None, "sigmoid"), "topk_method": (None, "noaux_tc")},
     finish=_finished_deepseek,
     write_experts=lambda spec, experts: {
@@ -232,7 +217,7 @@ DEEPSEEK_V3 = Family(
         "num_nextn_predict_layers": spec.prediction_layers,
     },
     lacks=_deepseek_lacks,
-    parts=_shared_parts,
+    parts=partial(renamed_parts, SHARED_NAMES),
     extra_layers=True,
 )
 DEEPSEEK_V2 = replace(
@@ -257,23 +242,17 @@ KIMI_K2 = replace(  # transformers loads it as a DeepSeek-V3
 )
 
 
-# dense.GLM-4.5: grouped attention with partial rotary positions, and DeepSeek-V3's experts.
-
-
-def _glm4_moe_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
-    normalize = fields.boolean("norm_topk_prob", default=True)
-    return {
-        "qkv_bias": fields.boolean("attention_bias", default=False),
-        "qk_norm": fields.boolean("use_qk_norm", default=False),
-        "rope": dense.half_rotated(fields, max_seq_len),
-        "experts": read_shared_experts(fields, read_corrected_router(fields), balance=0.0001, normalize=normalize),
-    }
-
+# GLM-4.5: grouped attention with partial rotary positions, and DeepSeek-V3's experts.
 
 GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     positions=131_072,
-    block=_glm4_moe_block,
+    block=lambda fields, max_seq_len: {
+        "qkv_bias": fields.boolean("attention_bias", default=False),
+        "qk_norm": fields.boolean("use_qk_norm", default=False),
+        "rope": dense.half_rotated(fields, max_seq_len),
+        "experts": read_corrected_experts(fields),
+    },
     off=dense.SILU,
     norm=("rms_norm_eps", 1e-5),
     write_experts=lambda spec, experts: {
@@ -284,7 +263,7 @@ GLM4_MOE = Family(
         "num_nextn_predict_layers": spec.prediction_layers,
     },
     lacks=dense.partly_rotated_lacks,
-    parts=_shared_parts,
+    parts=partial(renamed_parts, SHARED_NAMES),
     extra_layers=True,
 )
 
@@ -349,7 +328,7 @@ def _gpt_oss_parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
     """Return the parts: gate and up take turns in the columns of one tensor."""
     layer, experts, leaf = name.rpartition(".experts.")
     if not experts:
-        return renamed(plain_parts(name, shape, spec), {".mlp.gate.": ".mlp.router."})
+        return renamed_parts({".mlp.gate.": ".mlp.router."}, name, shape, spec)
     disk, turns = f"model.{layer}.experts.", slice(1 if leaf.startswith("up") else 0, None, 2)
     if leaf == "down_proj_bias":
         return [DiskPart(disk + leaf, shape)]
@@ -378,8 +357,19 @@ LLAMA4_EXPERTS = local_experts(16, top_k=1)
 
 def _llama4_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
     layers, bias = fields.integer("num_hidden_layers"), fields.boolean("attention_bias", default=False)
-    width, with_experts = fields.integer("intermediate_size"), _moe_layers(fields, layers)
-    rotated = _rope_layers(fields, layers)
+    width, with_experts = fields.integer("intermediate_size"), fields.config.get("moe_layers")
+    if with_experts is None:
+        step = max(1, fields.integer("interleave_moe_layer_step", default=1))
+        with_experts = range(step - 1, layers, step)
+    elif not isinstance(with_experts, list) or not all(type(each) is int for each in with_experts):
+        raise bad_field("moe_layers", f"{show(with_experts)} is not a list of layers", fields.where)
+    listed = fields.config.get("no_rope_layers")
+    if not listed:
+        interval = max(1, fields.integer("no_rope_layer_interval", default=4))
+        listed = [(number + 1) % interval != 0 for number in range(layers)]
+    elif not isinstance(listed, list) or len(listed) < layers or not all(each in (0, 1) for each in listed):
+        raise bad_field("no_rope_layers", f"{show(listed)} does not say 1 or 0 for {layers} layers", fields.where)
+    rotated = [bool(each) for each in listed[:layers]]
     temperature = None
     if fields.config.get("attn_temperature_tuning", True):
         interval = fields.integer("floor_scale", default=8192)
@@ -403,26 +393,6 @@ def _llama4_block(fields: Fields, max_seq_len: int) -> dict[str, Any]:
             dense_layers=tuple(number for number in range(layers) if number not in with_experts),
         ),
     }
-
-
-def _moe_layers(fields: Fields, layers: int) -> Sequence[int]:
-    listed = fields.config.get("moe_layers")
-    if listed is None:
-        step = max(1, fields.integer("interleave_moe_layer_step", default=1))
-        return range(step - 1, layers, step)
-    if not isinstance(listed, list) or not all(type(each) is int for each in listed):
-        raise bad_field("moe_layers", f"{show(listed)} is not a list of layers", fields.where)
-    return listed
-
-
-def _rope_layers(fields: Fields, layers: int) -> list[bool]:
-    listed = fields.config.get("no_rope_layers")
-    if not listed:
-        interval = max(1, fields.integer("no_rope_layer_interval", default=4))
-        return [(number + 1) % interval != 0 for number in range(layers)]
-    if not isinstance(listed, list) or len(listed) < layers or not all(each in (0, 1) for each in listed):
-        raise bad_field("no_rope_layers", f"{show(listed)} does not say 1 or 0 for {layers} layers", fields.where)
-    return [bool(each) for each in listed[:layers]]
 
 
 def _written_llama4(spec: ModelSpec, experts: ExpertSpec) -> dict[str, Any]:
@@ -461,7 +431,7 @@ def _llama4_parts(name: str, shape: Shape, spec: ModelSpec) -> list[DiskPart]:
     """Return the parts: gate and up are side by side in one tensor."""
     layer, experts, leaf = name.rpartition(".mlp.experts.")
     if not experts:
-        return renamed(plain_parts(name, shape, spec), LLAMA4_NAMES)
+        return renamed_parts(LLAMA4_NAMES, name, shape, spec)
     start = shape[1] if leaf == "up_proj" else 0
     return stacked_parts(f"model.{layer}.feed_forward.experts.", leaf, shape, slice(start, start + shape[1]))
 

@@ -53,7 +53,9 @@ class AutopilotSection(BaseModel):
     @field_validator("keep")
     @classmethod
     def _known_fields(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        known = changeable_fields()
+        # Fields and sections of the plan, with or without `plan.`, and the others.
+        plan = tuple(_names(Plan().model_dump(), ""))
+        known = (*plan, *(f"plan.{name}" for name in plan), "checkpoint", *OTHER_CHANGEABLE_FIELDS)
         for name in names:
             if name not in known:
                 raise ValueError(f"'{name}' is not a field that the autopilot changes{did_you_mean(name, known)}")
@@ -63,12 +65,6 @@ class AutopilotSection(BaseModel):
 def section_of_mode(value: Any) -> Any:
     """Return the section for a mode alone, such as `autopilot: act`; YAML reads `off` as false."""
     return {"mode": value} if isinstance(value, str | bool) else value
-
-
-def changeable_fields() -> tuple[str, ...]:
-    """Return the names that `keep` takes: fields and sections of the plan, with or without `plan.`, and the others."""
-    plan = tuple(_names(Plan().model_dump(), ""))
-    return (*plan, *(f"plan.{name}" for name in plan), "checkpoint", *OTHER_CHANGEABLE_FIELDS)
 
 
 def _names(tree: dict[str, Any], prefix: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from tempfile import TemporaryFile
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import psutil
 
@@ -77,7 +77,9 @@ class ChildProcess:
         """Wait for the end of the process, and return the last line of its standard error; empty if there is none."""
         assert self._stderr is not None
         self._process.wait()
-        return last_line(self._stderr)
+        self._stderr.seek(0)
+        lines = [line.strip() for line in self._stderr.read().decode(errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else ""
 
     def kill(self) -> None:
         kill_tree(self._process)
@@ -97,10 +99,3 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
                 each.kill()
     process.kill()
     process.wait()
-
-
-def last_line(file: IO[bytes]) -> str:
-    """Return the last line of a file that is not blank; empty if there is none."""
-    file.seek(0)
-    lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else ""

@@ -23,9 +23,7 @@ import psutil
 
 from trimaran.checkpoint.step_dirs import newest_step, step_path
 from trimaran.core import Bytes, Cause, UserError, show_bytes, write_atomically
-from trimaran.runs import RunDirectory, read_json_lines
-from trimaran.runs.lease import LeaseWatch
-from trimaran.runs.run_records import read_attempts
+from trimaran.runs import LeaseWatch, RunDirectory, read_attempts, read_json_lines
 from trimaran.runs.run_requests import CHANGE_PHASES, ChangePhase, request_kill, write_change_request
 
 FORK_SERVERS = (".fork_server", ".warm_fork_server")  # the ends of the modules that a fork server runs

@@ -100,7 +100,24 @@ def calibrate(
     table.add_column(calibration.device, style="bold", no_wrap=True)
     table.add_column("measured", justify="right", no_wrap=True)
     table.add_column("", style="dim")
-    for label, rate, unit, note in _rows(calibration):
+    figures = calibration.model_dump(exclude_none=True)
+    rows = [(f"matmul, {shape}", rate, "TFLOP/s", "") for shape, rate in figures["shapes"].items()]
+    labels = {
+        "memory_gb_per_second": ("memory", "GB/s", "adding two large tensors"),
+        "host_gb_per_second": ("host memory", "GB/s", ""),
+        "pcie_gb_per_second": ("host to device and back", "GB/s", "the slower direction, pinned"),
+        "launch_us": ("kernel launch", "us", ""),
+    }
+    rows += [(labels[name][0], figures[name], *labels[name][1:]) for name in labels if name in figures]
+    if collectives := figures.get("collectives"):
+        note = f"bus bandwidth, {collectives['devices']} ranks"
+        rows += [(name.removesuffix("_gb_per_second").replace("_", "-"), rate, "GB/s", note)
+                 for name, rate in collectives.items() if name.endswith("_gb_per_second")]  # fmt: skip
+        rows.append(("one hop", collectives["latency_us"], "us", "latency"))
+    if disk := figures.get("disk"):
+        notes = {"read": "direct, 16 x 8 MiB", "write": "direct, 16 x 8 MiB", "both": "of each, at the same time"}
+        rows += [(f"disk, {way}", disk[f"{way}_gb_per_second"], "GB/s", note) for way, note in notes.items()]
+    for label, rate, unit, note in rows:
         table.add_row(label, f"{rate:,.0f} {unit}" if rate >= 100 else f"{rate:.3g} {unit}", note)
     open_console().print(table)
     typer.echo(f"\nwritten to {path}")
@@ -170,9 +187,8 @@ def comm(
     from trimaran.app.machine.comm_request import CommOptions, measure_comm
     from trimaran.app.main import open_leaf
     from trimaran.app.show.clean_console import open_console
+    from trimaran.machine import misspelt, read_comm_result, wrong_algorithms
     from trimaran.machine.calibration import find_calibration
-    from trimaran.machine.checks.software import misspelt, wrong_algorithms
-    from trimaran.machine.comm_result import read_comm_result
 
     mesh = None
     if recipe is not None or settings:
@@ -226,27 +242,6 @@ def comm(
         else:
             typer.echo("next  trimaran bench comm --calibrate   (the planner then uses these links)")
     return EXIT_USER if result.wrong else EXIT_DONE
-
-
-def _rows(calibration: Calibration) -> list[tuple[str, float, str, str]]:
-    measured = calibration.model_dump(exclude_none=True)
-    rows = [(f"matmul, {shape}", rate, "TFLOP/s", "") for shape, rate in measured["shapes"].items()]
-    labels = {
-        "memory_gb_per_second": ("memory", "GB/s", "adding two large tensors"),
-        "host_gb_per_second": ("host memory", "GB/s", ""),
-        "pcie_gb_per_second": ("host to device and back", "GB/s", "the slower direction, pinned"),
-        "launch_us": ("kernel launch", "us", ""),
-    }
-    rows += [(labels[name][0], measured[name], *labels[name][1:]) for name in labels if name in measured]
-    if collectives := measured.get("collectives"):
-        note = f"bus bandwidth, {collectives['devices']} ranks"
-        rows += [(name.removesuffix("_gb_per_second").replace("_", "-"), rate, "GB/s", note)
-                 for name, rate in collectives.items() if name.endswith("_gb_per_second")]  # fmt: skip
-        rows.append(("one hop", collectives["latency_us"], "us", "latency"))
-    if disk := measured.get("disk"):
-        notes = {"read": "direct, 16 x 8 MiB", "write": "direct, 16 x 8 MiB", "both": "of each, at the same time"}
-        rows += [(f"disk, {way}", disk[f"{way}_gb_per_second"], "GB/s", note) for way, note in notes.items()]
-    return rows
 
 
 def run_measurement(

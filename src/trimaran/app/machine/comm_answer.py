@@ -14,8 +14,7 @@ from trimaran.app.show.clean_console import plain_table
 from trimaran.app.show.text_chart import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve
 from trimaran.core import show_bytes
 from trimaran.cost.collective import NETWORK_HOP_FACTOR, REDUCE_HOP_FACTOR
-from trimaran.machine import Calibration
-from trimaran.machine.calibration import Collectives
+from trimaran.machine import Calibration, Collectives
 from trimaran.machine.checks.between_nodes import culprits, suspects
 from trimaran.machine.comm_result import CommCurve, CommPair, CommResult, LinkFit
 from trimaran.runs.record_types import finite_values
@@ -157,11 +156,17 @@ def show_comm(result: CommResult, console: Console, *, against: CommResult | Non
         for each in curves:
             fit = each.fit()
             planned = each.planned_gb_per_second
+            other = against.find(each.group, each.collective) if against is not None else None
+            old, ratio = other.fit() if other else None, Text("")
+            if fit is not None and old is not None:
+                change = fit.bytes_per_second / old.bytes_per_second - 1
+                style = "" if abs(change) < NOTABLE_CHANGE else GREEN if change > 0 else RED
+                ratio = Text(f"{change:+.0%}", style=style)
             cells = [
                 *fit_cells(fit, unit),
                 show_rate(each.best_bus_bandwidth, unit),
                 show_rate(planned * 1e9, unit) if planned else "",
-                *([_change(each, fit, against)] if against is not None else []),
+                *([ratio] if against is not None else []),
             ]
             table.add_row(Text(each.collective.replace("_", "-"), style=COLORS[each.collective]), *cells)
         console.print(table)
@@ -222,16 +227,6 @@ def fit_cells(fit: LinkFit | None, unit: float) -> list[str]:
     error = show_time(fit.alpha_error_seconds) if math.isfinite(fit.alpha_error_seconds) else ""
     bandwidth = f"{fit.bandwidth_error:.0%}" if math.isfinite(fit.bandwidth_error) else ""
     return [show_time(fit.alpha_seconds), error, show_rate(fit.bytes_per_second, unit), bandwidth]
-
-
-def _change(each: CommCurve, fit: LinkFit | None, against: CommResult) -> Text:
-    other = against.find(each.group, each.collective)
-    old = other.fit() if other else None
-    if fit is None or old is None:
-        return Text("")
-    ratio = fit.bytes_per_second / old.bytes_per_second - 1
-    style = "" if abs(ratio) < NOTABLE_CHANGE else GREEN if ratio > 0 else RED
-    return Text(f"{ratio:+.0%}", style=style)
 
 
 def _panel(each: CommCurve) -> Group:

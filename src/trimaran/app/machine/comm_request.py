@@ -288,14 +288,26 @@ def _result(
     kind, per_node = request["kind"], cluster.devices_per_node
     curves = []
     for each in groups:
+        ranks = each.ranks[0]
+        ring = ring_of(cluster.levels, len(ranks), ranks[1] - ranks[0])
+        link = next(level for level in cluster.levels if level.name == ring.link)
+        rates = {  # bus bandwidths that the planner expects; it has none for a broadcast
+            "all_reduce": ring.reduce_bandwidth,
+            "all_gather": ring.gather_bandwidth,
+            "reduce_scatter": ring.gather_bandwidth,
+            "all_to_all": ring.exchange_bandwidth,
+            "send_recv": ring.send_bandwidth,
+        }
         for collective in request["collectives"]:
             rows = [point for point in measured["points"]
                     if (point["group"], point["collective"]) == (each.name, collective)]  # fmt: skip
             if rows:
+                planned = rates.get(collective)
                 curves.append(CommCurve(
-                    group=each.name, collective=collective, ranks=len(each.ranks[0]), nodes=each.nodes,
-                    groups=len(each.ranks), points=make_points(rows, kind=kind),
-                    **planned_link(cluster, each.ranks[0], collective)))  # fmt: skip
+                    group=each.name, collective=collective, ranks=len(ranks), nodes=each.nodes,
+                    groups=len(each.ranks), points=make_points(rows, kind=kind), link=link.name,
+                    link_gb_per_second=link.bandwidth / 1e9,
+                    planned_gb_per_second=planned / 1e9 if planned else None))  # fmt: skip
     pairs = [CommPair(ranks=pair["ranks"], nodes=1 + (pair["ranks"][0] // per_node != pair["ranks"][1] // per_node),
                       num_bytes=pair["bytes"], seconds=pair["seconds"]) for pair in measured["pairs"]]  # fmt: skip
     return CommResult(
@@ -313,21 +325,3 @@ def _result(
         skipped=tuple(measured["skipped"]),
         wrong=tuple(measured["wrong"]),
     )
-
-
-def planned_link(cluster: Cluster, ranks: Sequence[int], collective: str) -> dict[str, Any]:
-    """Return the link of the group and the bus bandwidth that the planner expects, in 10^9 bytes a second.
-
-    The planner has no rate for a broadcast.
-    """
-    ring = ring_of(cluster.levels, len(ranks), ranks[1] - ranks[0])
-    link = next(each for each in cluster.levels if each.name == ring.link)
-    planned = {
-        "all_reduce": ring.reduce_bandwidth,
-        "all_gather": ring.gather_bandwidth,
-        "reduce_scatter": ring.gather_bandwidth,
-        "all_to_all": ring.exchange_bandwidth,
-        "send_recv": ring.send_bandwidth,
-    }.get(collective)
-    return {"link": link.name, "link_gb_per_second": link.bandwidth / 1e9,
-            "planned_gb_per_second": planned / 1e9 if planned else None}  # fmt: skip

@@ -13,9 +13,8 @@ import typer
 
 from trimaran.app.recipe.options import RUNS
 from trimaran.core import EXIT_DONE, EXIT_USER, Bytes, Seconds, UserError
-from trimaran.cost import STATE_BYTES
-from trimaran.cost.goodput import checkpoint_bytes
-from trimaran.machine import calibration_folder, detect
+from trimaran.cost import STATE_BYTES, checkpoint_bytes
+from trimaran.machine import calibration_folder, detect, is_port_in_use, read_disk, read_facts
 from trimaran.machine.checks.machine_facts import CheckResult, RunRequirements
 from trimaran.machine.checks.measure_machine import (
     ProbeProcess,
@@ -25,7 +24,6 @@ from trimaran.machine.checks.measure_machine import (
     measure_nodes,
 )
 from trimaran.machine.checks.preflight import THIS_MACHINE, check_before_run, run_checks
-from trimaran.machine.checks.read_machine import is_port_in_use, read_disk, read_facts
 
 if TYPE_CHECKING:
     from trimaran.app.recipe.request import Request

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimaran.core import Plan, UserError, parse_recipe
 from trimaran.machine import calibration_folder, parse_cluster
-from trimaran.planner import Goal, PlanAnswer, Question
-from trimaran.planner.search.goals import search
+from trimaran.planner import Goal, PlanAnswer, Question, search
 
 if TYPE_CHECKING:
     from torch import nn

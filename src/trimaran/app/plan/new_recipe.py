@@ -208,16 +208,11 @@ def _lines(fields: dict[str, Any], comments: dict[str, str], prefix: str) -> Ite
     for name, value in fields.items():
         dotted = f"{prefix}{name}"
         comment = f"# {comments[dotted]}" if dotted in comments else ""
+        text = f"{depth}{name}:" if isinstance(value, dict) else f"{depth}{name}: {_scalar(value)}"
+        aligned = f"{text:<{COMMENT_COLUMN}}" if len(text) < COMMENT_COLUMN else f"{text}  "
+        yield f"{aligned}{comment}".rstrip()
         if isinstance(value, dict):
-            yield _joined(f"{depth}{name}:", comment)
             yield from _lines(value, comments, f"{dotted}.")
-        else:
-            yield _joined(f"{depth}{name}: {_scalar(value)}", comment)
-
-
-def _joined(text: str, comment: str) -> str:
-    aligned = f"{text:<{COMMENT_COLUMN}}" if len(text) < COMMENT_COLUMN else f"{text}  "
-    return f"{aligned}{comment}".rstrip()
 
 
 def _scalar(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Other tools: writes the best plan as their config files, and reads pins of a plan from those."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -12,13 +12,12 @@ import typer
 from pydantic import BaseModel
 
 from trimaran.app.plan.plan_answer import show_slower, slower
-from trimaran.app.recipe.plan_request import PlanRequest
+from trimaran.app.recipe.plan_request import PlanRequest, read_plan_request
 from trimaran.core import Plan, Recipe, UserError
 from trimaran.cost import STACKS
 from trimaran.machine import Cluster
-from trimaran.planner import EMITTERS, PlanAnswer, Question, ReadConfig
+from trimaran.planner import EMITTERS, PlanAnswer, Question, ReadConfig, search
 from trimaran.planner.emit import Emission, emit
-from trimaran.planner.search.goals import search
 
 STACK_NAMES = {"accelerate": "hf", "hf-trainer": "hf"}  # the other tools have the name of their stack
 # Alternatives to a value that a tool does not support. Other fields fall back to their default.
@@ -177,26 +176,23 @@ class ToolFile:
 
 
 def with_pins(
-    tool_file: ToolFile,
-    shortcuts: Mapping[str, object],
-    settings: Sequence[str],
-    read: Callable[[Mapping[str, object]], PlanRequest],
+    tool_file: ToolFile, what: str | None, shortcuts: Mapping[str, object], settings: Sequence[str]
 ) -> PlanRequest:
-    """Return the request that `read` makes of the file's pins and `shortcuts`, which win.
+    """Return the request for `what` with the file's pins and `shortcuts`, which win; see `read_plan_request`.
 
     The data ranks and the global batch that the file implies depend on the number of devices, which only the request
     knows.
     """
     given = {name: value for name, value in shortcuts.items() if value is not None}
     found = tool_file.found
-    request = read(found.pins | given)
+    request = read_plan_request(what, found.pins | given, settings)
     num_devices = request.question.cluster.world_size
     pins = found.pins_on(num_devices)
     is_given = BATCH in given or any(each.partition("=")[0] == BATCH for each in settings)
     usual = found.usual_batch_on(num_devices, request.question.recipe.data.seq_len)
     if usual and request.file is None and not is_given and BATCH not in pins:
         pins[BATCH] = usual
-    return request if pins == found.pins else read(pins | given)
+    return request if pins == found.pins else read_plan_request(what, pins | given, settings)
 
 
 def show_tool_file(tool_file: ToolFile, cluster: Cluster, recipe: Recipe) -> None:

@@ -127,7 +127,7 @@ def plan(
 
         path = expand_user(str(from_file))
         tool_file = ToolFile(path=path, found=read_pins(path))
-        pinned = with_pins(tool_file, shortcuts, settings, lambda given: read_plan_request(what, given, settings))
+        pinned = with_pins(tool_file, what, shortcuts, settings)
     request = with_top(with_goal(pinned, goal), top)
     say_reference(pinned)
     if tool_file and not as_json:

@@ -18,8 +18,7 @@ from trimaran.app.recipe.plan_request import PlanRequest
 from trimaran.core import Plan, Recipe, Seconds, UserError, did_you_mean, show_count, show_seconds
 from trimaran.cost import Bill, Faults, Goodput, bill_of, checkpoint_bytes, expected_goodput, write_seconds
 from trimaran.machine import Cluster
-from trimaran.planner import GOALS, PlanAnswer, Question, check_hf_facts, check_plan, choose, no_fit_error
-from trimaran.planner.search.goals import search
+from trimaran.planner import GOALS, PlanAnswer, Question, check_hf_facts, check_plan, choose, no_fit_error, search
 from trimaran.runs import plan_tree
 
 if TYPE_CHECKING:

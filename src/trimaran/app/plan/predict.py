@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
@@ -18,9 +18,6 @@ from trimaran.app.recipe.options import argument, complete_lines
 from trimaran.app.show.text_chart import GREEN, RED
 from trimaran.core import UserError, did_you_mean, open_regular_file, show_bytes, show_seconds
 from trimaran.planner import MAX_LINE_BYTES, answer_line, example_text
-
-if TYPE_CHECKING:
-    pass
 
 FILE_HELP = "One JSON object per line: {id, model, cluster, plan, stack}. - is standard input."
 Questions = Annotated[str | None, argument("FILE", FILE_HELP, complete_lines)]

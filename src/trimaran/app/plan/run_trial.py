@@ -9,12 +9,11 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, Recipe, UserError
-from trimaran.core.measured_speed import relative_error
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, Recipe, UserError, relative_error
 from trimaran.core.recipe import MlflowSection, PrometheusSection, WandbSection
 from trimaran.launch.supervise.local import LocalRun, start_local
 from trimaran.planner.measure.trial_record import MeasuredTrial, TrialLimits, TrialOutcome, TuneCandidate
-from trimaran.runs import RunDirectory, RunReader, create_run
+from trimaran.runs import RunDirectory, RunReader, StepLine, create_run, read_incidents
 from trimaran.runs.read.steady_steps import (
     MIN_STEADY_STEPS,
     SteadyMarks,
@@ -22,8 +21,6 @@ from trimaran.runs.read.steady_steps import (
     seconds_without_stall,
     steady_ones,
 )
-from trimaran.runs.read.step_lines import StepLine
-from trimaran.runs.run_records import read_incidents
 
 STEPS = 10_000_000  # more than any trial lasts
 POLL_SECONDS = 0.05
@@ -108,7 +105,14 @@ def run_trial(
         shutil.rmtree(run.checkpoints, ignore_errors=True)
     record = replace(record, outcome=end.outcome, reason=_short(end.reason), time=time.time())
     record = replace(record, trial_seconds=time.monotonic() - began, start_seconds=watch.start_seconds)
-    return replace(record, measured=_figures(watch.steady)) if end.outcome in ("measured", "slower") else record
+    if end.outcome not in ("measured", "slower"):
+        return record
+    steps = median_step(watch.steady)  # of a trial that was stopped early, there are few
+    sigma = max(steps.standard_error, relative_error([*map(seconds_without_stall, watch.steady)]))
+    figures = {"step_seconds": steps.step_seconds, "sigma": sigma, "steps": float(steps.num_steps)}
+    figures |= {"peak_bytes": float(steps.peak_bytes)}
+    figures |= {"data_fraction": steps.phases.get("data", 0.0) / steps.step_seconds}
+    return replace(record, measured=figures)
 
 
 class TrialWatch:
@@ -181,18 +185,6 @@ class TrialWatch:
         if not self.steps and now >= self._began + limits.start_seconds:
             return TrialEnd("failed", f"no step within {limits.start_seconds:.0f} s")
         return None
-
-
-def _figures(steady: Sequence[StepLine]) -> dict[str, float]:
-    """Return what a trial measured in its steady steps; one that was stopped early has few of them."""
-    steps = median_step(steady)
-    return {
-        "step_seconds": steps.step_seconds,
-        "sigma": max(steps.standard_error, relative_error([*map(seconds_without_stall, steady)])),
-        "steps": float(steps.num_steps),
-        "peak_bytes": float(steps.peak_bytes),
-        "data_fraction": steps.phases.get("data", 0.0) / steps.step_seconds,
-    }
 
 
 def _short(text: str) -> str:

@@ -143,7 +143,8 @@ def show_simulation(request: SimulateRequest, simulation: Simulation, console: C
     facts.add_row("goodput", Text(f"{simulation.goodput:.1%} of {simulation.scenario.days:g} days", style="bold")
                   .append(f" (± {simulation.goodput_error:.1%}): {simulation.steps:,.0f} steps, "
                           f"{show_count(_tokens(request, simulation))} tokens", style="not bold"))  # fmt: skip
-    counts, runs = _counts(simulation), len(simulation.histories)
+    counts = sum((Counter(each.by_cause) for each in simulation.histories), Counter[str]())
+    runs = len(simulation.histories)
     shown = counts.most_common(MAX_SHOWN_CAUSES)
     causes = [f"{name} {count / runs:,.0f}" for name, count in shown]
     if rest := counts.total() - sum(count for _, count in shown):
@@ -194,13 +195,6 @@ def _tokens(request: SimulateRequest, simulation: Simulation) -> float:
     return simulation.steps * simulation.plan.global_batch * positions
 
 
-def _counts(simulation: Simulation) -> Counter[str]:
-    counts = Counter[str]()
-    for history in simulation.histories:
-        counts.update(history.by_cause)
-    return counts
-
-
 def gains_of(worths: tuple[Worth, ...]) -> list[tuple[Worth, float | None]]:
     """Return each with the goodput that one more is worth, compared with the entry before; None for the first."""
     pairs = pairwise(worths)
@@ -211,6 +205,7 @@ def gains_of(worths: tuple[Worth, ...]) -> list[tuple[Worth, float | None]]:
 def simulation_as_dict(request: SimulateRequest, simulation: Simulation) -> dict[str, Any]:
     """Return what `--json` prints. Times are seconds, fractions are of the job's time."""
     sample, terms, histories = simulation.sample, simulation.terms, simulation.histories
+    counts = sum((Counter(each.by_cause) for each in histories), Counter[str]())
     return {
         "name": request.question.recipe.name,
         "cluster": str(simulation.cluster),
@@ -230,7 +225,7 @@ def simulation_as_dict(request: SimulateRequest, simulation: Simulation) -> dict
         "tokens": _tokens(request, simulation),
         "mttr": simulation.mttr,
         "mtbf": terms.mtbf,
-        "failures": {name: count / len(histories) for name, count in _counts(simulation).most_common()},
+        "failures": {name: count / len(histories) for name, count in counts.most_common()},
         "time": {name: fmean(each.by_activity[name] / each.seconds for each in histories) for name in ACTIVITIES},
         "checkpoint": {"steps": terms.save.every, "stall": terms.save.stall, "write": terms.save.write},
         "spares": terms.spares,

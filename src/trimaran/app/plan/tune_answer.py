@@ -31,20 +31,17 @@ from trimaran.app.runs.live import print_plain
 from trimaran.app.show.clean_console import progress_bar
 from trimaran.app.show.terminal import aligned
 from trimaran.app.show.text_chart import GREEN, RED
-from trimaran.core import Plan, Recipe, UserError, show_bytes, show_seconds
+from trimaran.core import VERSION, Plan, Recipe, UserError, show_bytes, show_seconds
 from trimaran.core.regular_files import read_regular_bytes, write_atomically
-from trimaran.core.version import VERSION
 from trimaran.launch.supervise.fork_server_process import ask_warm, start_warm
 from trimaran.machine import refuse_mixed
 from trimaran.models import refuse_freezing
-from trimaran.planner import Question
+from trimaran.planner import Question, no_fit_error, search
 from trimaran.planner.measure.fit_rates import median_error
 from trimaran.planner.measure.run_index import job_of_plan
 from trimaran.planner.measure.trial_record import MeasuredTrial, TrialLimits, TrialStore, TriedCandidate, TuneCandidate
 from trimaran.planner.measure.tuner import StopReason, Tuner, TuneResult, TuneTask
-from trimaran.planner.search.goals import no_fit_error, search
-from trimaran.runs.compile_cache import refuse_unusable
-from trimaran.runs.process_control import handled_signals
+from trimaran.runs import handled_signals, refuse_unusable
 
 MAX_PLANS = 24  # of the planner, each with another mesh
 TUNED_FOLDER = "tune"  # below runs/
@@ -205,22 +202,16 @@ def show_tuning(result: TuneResult, refit: Refit, first: Plan, console: Console)
         notes += ["the best"] if each is result.best else []
         notes += [f"{each.num_trials} trials"] if each.num_trials > 1 else []
         notes += [each.outcome] if each.outcome != "measured" else []
-        rows.append(
-            (
-                (
-                    (
-                        _step(each.candidate.predicted_seconds),
-                        _step(each.seconds) or "-",
-                        f"{each.sigma:.1%}" if each.seconds else "",
-                        f"{each.num_steps}" if each.seconds else "",
-                        show_bytes(each.peak_bytes) if each.peak_bytes else "",
-                        "; ".join(notes) + (f": {each.reason}" if each.reason else ""),
-                    )
-                ),
-                style,
-            )
-        )
-    left = [(each.candidate, _expected(each.seconds, each.gain, result)) for each in result.proposals]
+        measured = (f"{each.sigma:.1%}", f"{each.num_steps}") if each.seconds else ("", "")
+        memory = show_bytes(each.peak_bytes) if each.peak_bytes else ""
+        text = "; ".join(notes) + (f": {each.reason}" if each.reason else "")
+        times = (_step(each.candidate.predicted_seconds), _step(each.seconds) or "-")
+        rows.append(((*times, *measured, memory, text), style))
+    reason = {"time": "time was over", "interrupted": "interrupted"}.get(result.stopped, "too little to expect")
+    left = []
+    for each in result.proposals:
+        gain = f", gain {each.gain:.1%}" if each.gain < 1 else ""
+        left.append((each.candidate, f"{reason}; expected {_step(each.seconds)}{gain}"))
     left += [(each.candidate, each.why) for each in result.left_out]
     for candidate, why in left[:MAX_NOT_TRIED]:
         cells = (_step(candidate.predicted_seconds), "-", "", "", "", f"{describe(candidate, first)}; not tried: {why}")
@@ -246,11 +237,6 @@ def show_tuning(result: TuneResult, refit: Refit, first: Plan, console: Console)
         text = f"calibration of {fit.device}: median error of {len(fit.observed)} plans {before:.1%} before"
         text += f", {after:.1%} after; written to {fit.path}" if fit.calibration else ", and no rate makes it smaller"
         console.print(Text(text), soft_wrap=True)
-
-
-def _expected(seconds: float, gain: float, result: TuneResult) -> str:
-    reason = {"time": "time was over", "interrupted": "interrupted"}.get(result.stopped, "too little to expect")
-    return f"{reason}; expected {_step(seconds)}" + (f", gain {gain:.1%}" if gain < 1 else "")
 
 
 def tuning_as_dict(result: TuneResult) -> dict[str, Any]:

@@ -13,10 +13,9 @@ import typer
 
 from trimaran.core import ModelSection, UserError
 from trimaran.launch.supervise.early_supervisor import early_processes, resume_early
-from trimaran.machine import Cluster, calibration_folder, parse_cluster
+from trimaran.machine import Cluster, calibration_folder, openmp_threads, parse_cluster
 from trimaran.machine.cpu_rates import CpuRates, parse_cpu_rates, write_cpu_rates
 from trimaran.machine.detect import cpu_rates_file, threads_per_rank, usable_cores, with_cpu_rates
-from trimaran.machine.host_limits import openmp_threads
 from trimaran.models.hf_facts import HfFacts, cached_facts, facts_file, facts_from_dict, missing_package, write_facts
 
 LIMIT_SECONDS = 300.0  # 12 s of CPU time for 56 layers, but the machine may be busy

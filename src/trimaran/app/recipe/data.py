@@ -82,7 +82,7 @@ def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: 
     from trimaran.app.recipe.prepare_data import sample_notices, text_notices
     from trimaran.app.recipe.recipe_files import with_local_files, with_local_model, with_model_tokenizer
     from trimaran.app.recipe.request import read_recipe
-    from trimaran.data.data_kind import data_kind_of
+    from trimaran.data import SampleIndex, data_kind_of, prepare_samples
 
     asked = with_local_files(with_local_model(read_recipe(recipe, settings or [])), weights=False)
     asked = with_model_tokenizer(asked)
@@ -100,8 +100,6 @@ def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: 
             for notice in notices:
                 typer.echo(f"\nnotice      {notice}")
         return
-    from trimaran.data.samples.prepare_samples import prepare_samples
-    from trimaran.data.samples.sample_index import SampleIndex
     from trimaran.data.samples.tokenize_chat import choose_template
     from trimaran.models.resolve import recipe_image_rules
 

@@ -14,7 +14,7 @@ from trimaran.app.recipe.ask_torch import ask_hf_facts
 from trimaran.app.recipe.plan_request import family_of
 from trimaran.app.recipe.recipe_files import with_local_model
 from trimaran.core import DataSection, MixtureSource, ModelSection, Recipe, UserError, show_bytes, show_count
-from trimaran.data import TokenShards
+from trimaran.data import RawSample, SourceFiles, TokenShards
 from trimaran.data.row_fields import (
     CONVERSATIONS,
     QUESTIONS,
@@ -24,7 +24,6 @@ from trimaran.data.row_fields import (
     preference_error,
 )
 from trimaran.data.samples.parse_chat import IMAGES, ROLES
-from trimaran.data.samples.raw_sample import RawSample, SourceFiles
 from trimaran.data.samples.readers import IMAGE_SUFFIXES, file_rows, read_samples, saved_rows
 from trimaran.data.text.source_files import (
     CSV_SUFFIXES,

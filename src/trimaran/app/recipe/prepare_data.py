@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from trimaran.app.recipe.recipe_files import model_vocabulary
 from trimaran.app.recipe.request import Request
-from trimaran.core import DataSection, ImageRules, MixtureSource, Recipe, RowCost, show_bytes
-from trimaran.core.engine_rules import refuse_missing_packages
-from trimaran.data import Progress, TokenShards, cache_folder, check, prepare
-from trimaran.data.data_kind import data_kind_of
+from trimaran.core import DataSection, ImageRules, MixtureSource, Recipe, RowCost, refuse_missing_packages, show_bytes
+from trimaran.data import DataShare, Progress, TokenFeed, TokenShards, cache_folder, check, data_kind_of, prepare
 from trimaran.data.feature_cache import refuse_trained_tower
-from trimaran.data.feed import DataShare
 from trimaran.data.text.bad_lines import as_notice
 from trimaran.data.text.source_files import held_out_files
 from trimaran.data.text.text_sources import ignored_splits
-from trimaran.data.text.token_feed import TokenFeed
 from trimaran.data.text.token_shards import BAD, split
 from trimaran.data.text.tokenizer import check_vocabulary, load_tokenizer
 from trimaran.models import decoder_of, model_folder, spec_to_hf, weight_files
@@ -93,9 +89,7 @@ def prepare_data(
         scenes = perception_spec(recipe.model).scenes()
         steps_in = scene_feeds(recipe.data, scenes, seed=0, share=share)[0].steps_in
     else:
-        from trimaran.data.sample_feed import SampleFeedOptions, sample_feeds
-        from trimaran.data.samples.prepare_samples import prepare_samples
-        from trimaran.data.samples.sample_index import SampleIndex
+        from trimaran.data import SampleFeedOptions, SampleIndex, prepare_samples, sample_feeds
         from trimaran.models.resolve import recipe_image_rules
 
         rules = recipe_image_rules(recipe)

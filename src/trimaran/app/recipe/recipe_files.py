@@ -5,9 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trimaran.core import DataSection, MixtureSource, Recipe, UserError
-from trimaran.core.plugins import SOURCES
-from trimaran.core.regular_files import expand_user
+from trimaran.core import SOURCES, DataSection, MixtureSource, Recipe, UserError, expand_user
 from trimaran.models import hub_repo_of, is_hub_name, language_of, model_folder, read_json, spec_of, weight_files
 from trimaran.models.hub_files import fetch_dataset, fetch_model, fetch_small_files, restore_missing_files
 from trimaran.models.hub_names import HubRepo
@@ -162,8 +160,7 @@ def _refuse_other_shards(recipe: Recipe) -> None:
 
     Without tokenizer files in the model's folder only bytes are refused.
     """
-    from trimaran.data import TokenShards, load_tokenizer
-    from trimaran.data.text.source_files import named_path
+    from trimaran.data import TokenShards, load_tokenizer, named_path
     from trimaran.data.text.tokenizer import has_tokenizer, is_same_tokenizer
 
     if recipe.data.tokenizer is not None or recipe.model.path is None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from trimaran.app.recipe.ask_torch import ask_hf_facts, cluster_of_text
 from trimaran.app.recipe.recipe_files import with_local_model, with_model_tokenizer
-from trimaran.core import Plan, Recipe, RowSizes, UserError, did_you_mean, parse_recipe
+from trimaran.core import Plan, Recipe, RowSizes, ScenePoints, UserError, did_you_mean, parse_recipe
 from trimaran.core.errors import collected, raise_together
-from trimaran.core.input_rules import ScenePoints
 from trimaran.core.recipe import load_used_plugins
 from trimaran.core.regular_files import expand_user, read_regular_bytes
 from trimaran.launch.supervise.fork_server_process import SHARE_GPUS
@@ -95,8 +94,7 @@ def read_question(
 
 def _add_other_mistakes(mistakes: list[UserError], recipe: Recipe, *, trains: bool) -> None:
     """Add what is wrong with the cluster and the data, so that a recipe is corrected once and not three times."""
-    from trimaran.data.text.prepare_text import check
-    from trimaran.data.text.source_files import named_path
+    from trimaran.data import check, named_path
 
     with collected(mistakes):
         if recipe.cluster != "auto":

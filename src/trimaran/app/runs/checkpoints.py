@@ -2,25 +2,22 @@
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from trimaran.app.recipe.options import Json, RunName, Settings, complete_recipe, complete_run, find_run
-from trimaran.app.runs.stored_checkpoints import list_stored, show_stored, verify_stored
 from trimaran.app.show.clean_console import open_console, plain_table, progress_bar
+from trimaran.checkpoint import DamagedError, ObjectStore, StoredStep, StoreError, open_store, unusable_store
 from trimaran.checkpoint.checkpoint_list import count_drafts, find_step, list_checkpoints, verify_present
 from trimaran.checkpoint.step_dirs import complete_steps, prune, step_of, step_path, steps_to_prune, without_manifest
-from trimaran.core import UserError, show_bytes
-from trimaran.core.regular_files import read_regular_text
+from trimaran.core import UserError, read_regular_text, show_bytes
 from trimaran.runs import RunDirectory, create_run, open_run, refuse_occupied, take_lease
 from trimaran.runs.reserve import DISK_FULL_ERRORS
-
-if TYPE_CHECKING:
-    from trimaran.checkpoint.convert.import_dcp import ImportedTensors
 
 EXIT_DAMAGED = 1
 MAX_SHOWN_DIFFERENCES = 20
@@ -145,8 +142,7 @@ def compare_steps(run: RunName, one: Step, other: Step, as_json: Json = False) -
     \b
     trimaran checkpoints compare runs/stdlib-tiny 20 40
     """
-    from trimaran.checkpoint.step_files import StepFiles
-    from trimaran.checkpoint.verify_checkpoint import compare
+    from trimaran.checkpoint import StepFiles, compare
 
     directory = find_run(run)
     paths = [find_step(directory.checkpoints, each, where=str(directory.path)) for each in (one, other)]
@@ -227,8 +223,7 @@ def import_folder(
     """
     from trimaran.app.recipe.recipe_files import with_model_tokenizer
     from trimaran.app.recipe.request import resolve
-    from trimaran.checkpoint.convert.dcp_read import DcpSource
-    from trimaran.checkpoint.convert.import_dcp import find_imported_tensors
+    from trimaran.checkpoint import DcpSource, Manifest, find_imported_tensors, write_imported_tensors
 
     is_new = not run_dir.exists()
     if not is_new and (recipe or settings):
@@ -246,8 +241,18 @@ def import_folder(
     else:
         run = open_run(run_dir)
         arrivals = find_imported_tensors(source, run.read_recipe())
-    with progress_bar(open_console(stderr=True)) as progress:
-        path = _write(arrivals, source, run, arrivals.step if step is None else step, progress)
+    at = arrivals.step if step is None else step
+    trained = run.read_recipe()
+    with progress_bar(open_console(stderr=True)) as progress, take_lease(run) as lease:
+        newest = max(complete_steps(run.checkpoints), default=-1)
+        if at <= newest:
+            raise UserError("K029", f"the run already has a checkpoint of step {newest}, and resumes from the newest",
+                            where=str(run.checkpoints),
+                            fix=f"use --step {newest + 1} or more, or another run: --run-dir DIR")  # fmt: skip
+        facts = {"seed": trained.train.seed, "global_batch": trained.train.global_batch}
+        about = Manifest(step=at, time=time.time(), term=lease.term, recipe=read_regular_text(run.recipe),
+                         progress=facts)  # fmt: skip
+        path = write_imported_tensors(arrivals, source, run.checkpoints, manifest=about, progress=progress)
     answer = {"run_dir": str(run.path), "path": str(path), "step": int(path.name.removeprefix("step-")),
             "tensors": len(arrivals.tensors), "with_moments": arrivals.with_moments,
             "passed_over": source.skipped_keys}  # fmt: skip
@@ -256,24 +261,6 @@ def import_folder(
         return
     moments = "with optimizer states" if answer["with_moments"] else "with a fresh optimizer"
     typer.echo(f"step {answer['step']} is in {answer['path']}, {moments}\nnext  trimaran resume {run_dir}")
-
-
-def _write(arrivals: "ImportedTensors", source: Any, run: RunDirectory, step: int, progress: Any) -> Path:
-    """Write the imported tensors as a checkpoint of `run`, which must not be running."""
-    from trimaran.checkpoint.convert.import_dcp import write_imported_tensors
-    from trimaran.checkpoint.manifest import Manifest
-
-    recipe = run.read_recipe()
-    with take_lease(run) as lease:
-        newest = max(complete_steps(run.checkpoints), default=-1)
-        if step <= newest:
-            raise UserError("K029", f"the run already has a checkpoint of step {newest}, and resumes from the newest",
-                            where=str(run.checkpoints),
-                            fix=f"use --step {newest + 1} or more, or another run: --run-dir DIR")  # fmt: skip
-        facts = {"seed": recipe.train.seed, "global_batch": recipe.train.global_batch}
-        about = Manifest(step=step, time=time.time(), term=lease.term, recipe=read_regular_text(run.recipe),
-                         progress=facts)  # fmt: skip
-        return write_imported_tensors(arrivals, source, run.checkpoints, manifest=about, progress=progress)
 
 
 def _exclusive(run: RunDirectory) -> AbstractContextManager[Any]:
@@ -295,3 +282,70 @@ def _damages(path: Path) -> list[str] | None:
 
 def _step_list(numbers: list[int]) -> str:
     return f"step {', '.join(map(str, numbers))}" if numbers else "none"
+
+
+def list_stored(url: str) -> dict[str, Any]:
+    """Return the checkpoints in the store, oldest first. If it cannot be used, `error` says why."""
+    try:
+        store = open_store(url)
+        rows = [_stored_row(store, each) for each in store.steps()]
+    except (StoreError, UserError) as error:
+        why = f"{error.what}; {error.fix}" if isinstance(error, UserError) else str(error)
+        return {"url": url, "checkpoints": [], "error": why}
+    return {"url": url, "checkpoints": rows}
+
+
+def _stored_row(store: ObjectStore, stored: StoredStep) -> dict[str, Any]:
+    row = {"step": stored.step, "name": stored.name, "status": "unfinished", "bytes": sum(stored.sizes.values())}
+    if stored.refused:
+        return row | {"status": "refused", "why": "the run went back to an earlier step, because this state was bad"}
+    if not stored.complete:
+        return row
+    try:
+        manifest, _ = store.read_manifest(stored.name)
+    except DamagedError as error:
+        return row | {"status": "damaged", "why": str(error.damages[0])}
+    wrong = [file for file, record in manifest.files.items() if stored.sizes.get(file) != record.bytes]
+    status = {"status": "damaged", "why": f"{wrong[0]} is missing or has another length"} if wrong else {}
+    return row | {"status": "complete", "time": manifest.time} | status
+
+
+def show_stored(stored: dict[str, Any]) -> None:
+    """Print the checkpoints in the store, one a line."""
+    if stored.get("error"):
+        typer.echo(f"the store {stored['url']} cannot be read: {stored['error']}")
+        return
+    typer.echo(f"in {stored['url']}:" if stored["checkpoints"] else f"no checkpoint in {stored['url']} yet")
+    for row in stored["checkpoints"]:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["time"])) if "time" in row else ""
+        parts = [f"  step {row['step']}", show_bytes(row["bytes"]), when, row["status"], row.get("why", "")]
+        typer.echo("  ".join(filter(None, parts)))
+
+
+def verify_stored(url: str, step: int | None, progress: Callable[[str, float], None]) -> list[dict[str, Any]]:
+    """Return what is wrong with the checkpoint of `step` in the store, or with each, after reading every byte."""
+    store = open_store(url)
+    try:
+        steps = [each for each in store.steps() if each.complete]
+        chosen = [each for each in steps if step in (None, each.step)]
+        if not chosen:
+            known = ", ".join(str(each.step) for each in steps) or "none yet"
+            raise UserError("K028", "the store has no such complete checkpoint", where=url, fix=f"it has: {known}")
+        return [
+            {"step": each.step, "name": each.name, "damages": _stored_damages(store, each, progress)} for each in chosen
+        ]
+    except StoreError as error:
+        raise unusable_store(url, str(error)) from None
+
+
+def _stored_damages(store: ObjectStore, stored: StoredStep, progress: Callable[[str, float], None]) -> list[str]:
+    total, done = max(1, sum(stored.sizes.values())), 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+
+    def show() -> None:
+        progress(f"verifying {stored.name} in the store", min(1.0, done / total))
+
+    return [str(each) for each in store.verify(stored.name, count, show)]

@@ -32,8 +32,7 @@ def decisions(
     directory = find_run(run)
     answer: dict[str, Any] = {"run_dir": str(directory.path)}
     if undo:
-        from trimaran.runs.lease import is_running
-        from trimaran.runs.run_requests import write_change_request
+        from trimaran.runs import is_running, write_change_request
 
         every = read_decisions(directory)
         kept = [each for each in every if each.outcome == "kept"]

@@ -25,8 +25,7 @@ def diagnose_run(run: str, *, as_json: bool, against: str = "") -> int:
 
     `against` is a run of the same recipe on fewer ranks, if there is one.
     """
-    from trimaran.doctor.diagnose import check_targets, diagnose
-    from trimaran.doctor.evidence import read_evidence
+    from trimaran.doctor import check_targets, diagnose, read_evidence
     from trimaran.machine import calibration_folder
 
     directory, other = find_run(run), find_run(against) if against else None
@@ -120,8 +119,7 @@ class RunDiagnosis(NamedTuple):
 def read_findings(run: RunDirectory) -> RunDiagnosis:
     """Return what the doctor says. Its own error is part of the answer: it must not disturb the live view."""
     try:
-        from trimaran.doctor.diagnose import check_targets, diagnose
-        from trimaran.doctor.evidence import read_evidence
+        from trimaran.doctor import check_targets, diagnose, read_evidence
         from trimaran.machine import calibration_folder
 
         with _captured_warnings("trimaran.doctor") as warnings:

@@ -27,15 +27,10 @@ from trimaran.core import (
     Incident,
     show_count,
 )
-from trimaran.runs import RunDirectory
+from trimaran.runs import Ledger, LedgerReader, RunDirectory, RunReader, is_number, lines_from_end, plan_tree
 from trimaran.runs.journal import LongLine
-from trimaran.runs.line_files import lines_from_end
-from trimaran.runs.read.ledger import Ledger, LedgerReader
-from trimaran.runs.read.run_reader import RunReader
 from trimaran.runs.read.step_index import StepBlock, StepIndexer
 from trimaran.runs.read.step_lines import StepLine, read_details
-from trimaran.runs.record_types import is_number
-from trimaran.runs.run_directory import plan_tree
 
 Status = Literal["starting", "training", "restarting", "done", "stopped", "failed", "vanished"]
 ACTIVE_STATUSES: tuple[Status, ...] = ("starting", "training", "restarting")

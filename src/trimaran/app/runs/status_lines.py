@@ -83,10 +83,37 @@ POWER_CAP, AT_LIMIT = "power_cap", "at the power limit"  # normal for a busy GPU
 
 def status_lines(state: RunState, poller: FindingsPoller | None = None) -> list[Text]:
     """Return the lines, the most important first; without data there is no line."""
-    found = [*_findings(poller), *_ledger(state)] if poller else []
+    found: list[Text] = []
+    if poller:
+        for each in poller.findings:
+            sign, color = SEVERITY[each.finding.severity]
+            head = (f"{sign} {each.finding.code} ", color)
+            found.append(_line("finding", Text.assemble(head, each.finding.verdict)))
+        if poller.error:
+            found.append(_line("doctor", Text(poller.error, style=ORANGE)))
+        if ledger := state.ledger:
+            others = ("compute", "communication", "idle")
+            lost = {name: seconds / ledger.at_work for name, seconds in ledger.seconds.items() if name not in others}
+            most = sorted(lost, key=lost.__getitem__, reverse=True)[:MAX_TIME_LOSSES]
+            losses = ", ".join(f"{name} {lost[name]:.0%}" for name in most if lost[name] >= 0.01)
+            good = Text(f"{ledger.goodput:.1%}", style=GREEN if ledger.goodput >= 0.9 else "bold")
+            text = Text.assemble(good, f" of {show_seconds(ledger.at_work)}", f"; {losses}" if losses else "")
+            found.append(_line("goodput", text))
     found += [_line("files", Text(each, style=ORANGE)) for each in unread_texts(state)]
-    found += [*_decisions(state), *_incidents(state), *_change(state)]
-    return [*found, *_ranks(state), *_memory(state), *_links(state), *_machines(state)]
+    if decisions := state.decisions:
+        last = max(decisions, key=lambda each: each.id)
+        kept = sum(each.outcome == "kept" for each in decisions)
+        found.append(_line("autopilot", Text(f"{kept} of {len(decisions)} kept; last: {last_decision_text(last)}")))
+    if incidents := state.incidents:
+        newest = incidents[-1]
+        count = f"{len(incidents)} so far"
+        restarts = f", {state.restarts} restart{'' if state.restarts == 1 else 's'}" if state.restarts else ""
+        about = f"{count}{restarts}; last: {newest.id} {newest.cause}: {newest.what}"
+        found.append(_line("incident", Text(about, style=ORANGE)))
+    found += [*_change(state), *_ranks(state), *_memory(state)]
+    if groups := read_measured_links(state.run).groups:  # fast links between nodes, where that makes a difference
+        found.append(_line("links", Text(f"faster among {'; '.join(', '.join(group) for group in groups)}")))
+    return [*found, *_machines(state)]
 
 
 def finding_lines(found: RunFinding) -> list[Text]:
@@ -97,29 +124,6 @@ def finding_lines(found: RunFinding) -> list[Text]:
     head = Text.assemble((f"{sign} {finding.code} ", f"bold {color}"), (statement, "bold"), colon + details)
     rows = {"fix": found.command or finding.fix, "expect": finding.expected_effect}
     return [head, *(Text(f"  {name}: {text}") for name, text in rows.items() if text)]
-
-
-def _findings(poller: FindingsPoller) -> Iterator[Text]:
-    for each in poller.findings:
-        sign, color = SEVERITY[each.finding.severity]
-        yield _line("finding", Text.assemble((f"{sign} {each.finding.code} ", color), each.finding.verdict))
-    if poller.error:
-        yield _line("doctor", Text(poller.error, style=ORANGE))
-
-
-def _decisions(state: RunState) -> Iterator[Text]:
-    if decisions := state.decisions:
-        last = max(decisions, key=lambda each: each.id)
-        kept = sum(each.outcome == "kept" for each in decisions)
-        yield _line("autopilot", Text(f"{kept} of {len(decisions)} kept; last: {last_decision_text(last)}"))
-
-
-def _incidents(state: RunState) -> Iterator[Text]:
-    if found := state.incidents:
-        last = found[-1]
-        count = f"{len(found)} so far"
-        restarts = f", {state.restarts} restart{'' if state.restarts == 1 else 's'}" if state.restarts else ""
-        yield _line("incident", Text(f"{count}{restarts}; last: {last.id} {last.cause}: {last.what}", style=ORANGE))
 
 
 def _change(state: RunState) -> Iterator[Text]:
@@ -181,12 +185,6 @@ def _memory(state: RunState) -> Iterator[Text]:
     yield _line("memory", Text(text, style=style))
 
 
-def _links(state: RunState) -> Iterator[Text]:
-    """Yield which nodes have fast links between them, if that was measured and makes a difference."""
-    if groups := read_measured_links(state.run).groups:
-        yield _line("links", Text(f"faster among {'; '.join(', '.join(group) for group in groups)}"))
-
-
 def _machines(state: RunState) -> Iterator[Text]:
     samples = list(state.samples.values())
     if not samples:
@@ -208,17 +206,6 @@ def _machines(state: RunState) -> Iterator[Text]:
         ("throttled by", ", ".join(sorted(reasons - {POWER_CAP}))),
     ]
     yield from _pairs("gpu" if len(gpus) == 1 else f"{len(gpus)} gpus", rows)
-
-
-def _ledger(state: RunState) -> Iterator[Text]:
-    if (ledger := state.ledger) is None:
-        return
-    others = ("compute", "communication", "idle")
-    lost = {name: seconds / ledger.at_work for name, seconds in ledger.seconds.items() if name not in others}
-    most = sorted(lost, key=lost.__getitem__, reverse=True)[:MAX_TIME_LOSSES]
-    losses = ", ".join(f"{name} {lost[name]:.0%}" for name in most if lost[name] >= 0.01)
-    good = Text(f"{ledger.goodput:.1%}", style=GREEN if ledger.goodput >= 0.9 else "bold")
-    yield _line("goodput", Text.assemble(good, f" of {show_seconds(ledger.at_work)}", f"; {losses}" if losses else ""))
 
 
 def _pairs(name: str, rows: Sequence[tuple[str, str]]) -> Iterator[Text]:

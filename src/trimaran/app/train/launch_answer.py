@@ -27,10 +27,8 @@ from trimaran.app.show.clean_console import open_console
 from trimaran.app.train.resume import refuse_occupied_store
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, EXIT_USER, UserError, dump_recipe
 from trimaran.core.errors import raise_together
-from trimaran.cost import STATE_BYTES
-from trimaran.cost.goodput import checkpoint_bytes, write_seconds
-from trimaran.launch.supervise.recovery_policy import EXIT_FAULT
-from trimaran.launch.targets.site_file import read_site_file, site_path, site_section
+from trimaran.cost import STATE_BYTES, checkpoint_bytes, write_seconds
+from trimaran.launch import EXIT_FAULT, read_site_file, site_path, site_section
 from trimaran.launch.targets.target import (
     SAVE_SECONDS,
     JobRecord,
@@ -43,9 +41,7 @@ from trimaran.launch.targets.target import (
     state_folder,
     write_record,
 )
-from trimaran.runs import RunDirectory, create_run, free_run_path, open_run, refuse_occupied
-from trimaran.runs.run_directory import dump_plan
-from trimaran.runs.run_records import read_attempts
+from trimaran.runs import RunDirectory, create_run, dump_plan, free_run_path, open_run, read_attempts, refuse_occupied
 from trimaran.runs.sinks.open_sinks import refuse_missing_sinks
 
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # what libraries of ours read from the environment

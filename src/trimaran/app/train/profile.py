@@ -10,10 +10,8 @@ import typer
 
 from trimaran.app.recipe.options import Json, Settings, complete_run_or_recipe, find_run, refuse_missing_ranks
 from trimaran.app.show.clean_console import open_console
-from trimaran.core import UserError
-from trimaran.core.regular_files import read_regular_text
-from trimaran.runs import RunDirectory, RunReader, last_step, writing
-from trimaran.runs.lease import is_running
+from trimaran.core import UserError, read_regular_text
+from trimaran.runs import RunDirectory, RunReader, is_running, last_step, writing
 from trimaran.runs.run_requests import MAX_STEPS, ProfileRequest, find_traces, withdraw_request, write_request
 
 if TYPE_CHECKING:

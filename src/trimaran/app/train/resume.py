@@ -68,8 +68,7 @@ def resume(
         with_absolute_paths,
     )
     from trimaran.planner.rules.axis_rules import divisors, either
-    from trimaran.runs.compile_cache import refuse_unusable
-    from trimaran.runs.sinks.open_sinks import refuse_missing_sinks
+    from trimaran.runs import refuse_missing_sinks, refuse_unusable
 
     found = _open(run, run_dir)
     is_torchrun = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -213,8 +212,7 @@ def refuse_occupied_store(recipe: Recipe, *, must_reach: bool = True) -> None:
 
 def newest_manifest(url: str) -> "Manifest":
     """Return the manifest of the newest checkpoint in a store that can be read. Raises UserError if there is none."""
-    from trimaran.checkpoint.manifest import DamagedError
-    from trimaran.checkpoint.store.object_store import StoreError, open_store, unusable_store
+    from trimaran.checkpoint import DamagedError, StoreError, open_store, unusable_store
 
     store = open_store(url)
     try:

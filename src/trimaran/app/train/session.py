@@ -28,16 +28,11 @@ from trimaran.app.runs.run_state import RunState
 from trimaran.app.runs.summary import explain_failure, summarise
 from trimaran.app.show.clean_console import open_console, progress_bar
 from trimaran.checkpoint.step_dirs import complete_steps
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, Bytes, Recipe, TrainSection
-from trimaran.core.regular_files import read_regular_text
-from trimaran.cost import STATE_BYTES
-from trimaran.cost.goodput import checkpoint_bytes
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, Bytes, Recipe, TrainSection, read_regular_text
+from trimaran.cost import STATE_BYTES, checkpoint_bytes
+from trimaran.launch import EXIT_FAULT, LocalRun, start_local
 from trimaran.launch.supervise.early_supervisor import SHOW_SIGNAL
-from trimaran.launch.supervise.local import LocalRun, start_local
-from trimaran.launch.supervise.recovery_policy import EXIT_FAULT
-from trimaran.runs import RunDirectory, create_run, holds_run, refuse_full_disk, writing
-from trimaran.runs.compile_cache import refuse_unusable
-from trimaran.runs.held_directory import HeldDirectory
+from trimaran.runs import HeldDirectory, RunDirectory, create_run, holds_run, refuse_full_disk, refuse_unusable, writing
 from trimaran.runs.process_control import handled_signals
 from trimaran.runs.run_requests import replace_plan, replace_recipe
 

@@ -25,13 +25,11 @@ from trimaran.core import EXIT_DONE, Recipe, UserError
 from trimaran.data import cache_folder
 from trimaran.launch.supervise.side_processes import SidecarProcess, autopilot_process
 from trimaran.models import model_folder
-from trimaran.runs import RunDirectory, create_run, holds_run, open_run, writing
-from trimaran.runs.compile_cache import compile_cache
+from trimaran.runs import RunDirectory, compile_cache, create_run, holds_run, open_run, writing
 from trimaran.runs.process_control import raise_soft_limits, set_process_name
 from trimaran.runs.run_requests import replace_plan, replace_recipe
-from trimaran.train.process.rank_setup import RankInfo, read_rank_info
+from trimaran.train import RankInfo, read_rank_info, run_worker
 from trimaran.train.process.torchrun_ranks import open_torchrun_run
-from trimaran.train.worker import run_worker
 
 SECONDS_BETWEEN_LINES = 5.0
 EXIT_CONNECTION_LOST = 1  # a fault, not a user's mistake of this rank

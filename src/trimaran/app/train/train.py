@@ -23,8 +23,7 @@ from trimaran.app.recipe.request import (
 from trimaran.app.train.resume import refuse_occupied_store
 from trimaran.core import UserError
 from trimaran.launch.supervise.local import local_command
-from trimaran.runs import RunDirectory, create_run, free_run_path, refuse_occupied
-from trimaran.runs.compile_cache import refuse_unusable
+from trimaran.runs import RunDirectory, create_run, free_run_path, refuse_occupied, refuse_unusable
 from trimaran.runs.sinks.open_sinks import refuse_missing_sinks
 
 NewFolder = Annotated[Path | None, typer.Option(metavar="DIR", help="A new folder for the run. [default: runs/NAME]")]

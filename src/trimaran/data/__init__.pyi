@@ -88,4 +88,4 @@ from .vision.decode import (
 from .vision.image_grid import (
     ALONE as ALONE, grid_positions as grid_positions, grids_of as grids_of, measure_images as measure_images,
 )
-from .vision.patches import cut_patches as cut_patches, fill_patches as fill_patches
+from .vision.image_grid import cut_patches as cut_patches, fill_patches as fill_patches

@@ -12,8 +12,16 @@ from trimaran.data.quarantine import BadSampleError, check_token_ids
 from trimaran.data.row_packing import Batching, slots_per_row
 from trimaran.data.sample_costs import SampleRecord, SampleTable
 from trimaran.data.text.token_shards import IGNORED
-from trimaran.data.vision.image_grid import ALONE, NEWLINE, TokenLayout, grid_positions, grids_of, layout_of
-from trimaran.data.vision.patches import GREY, fill_patches
+from trimaran.data.vision.image_grid import (
+    ALONE,
+    GREY,
+    NEWLINE,
+    TokenLayout,
+    fill_patches,
+    grid_positions,
+    grids_of,
+    layout_of,
+)
 
 Layouts = Sequence[TokenLayout]
 

@@ -69,19 +69,9 @@ class ChatRenderer:
         if not {"default"} & self._sources.keys() and len(self._sources) != 1:
             raise _unusable(f"none of the templates {', '.join(sorted(self._sources))} is called default", where)
 
-    @property
-    def facts(self) -> list[Any]:
-        """What the rendered text depends on, for a fingerprint."""
-        return [self._sources, self._special_tokens, TEMPLATE_DATE.isoformat()]
-
-    @property
-    def writes_date(self) -> bool:
-        """Whether a template asks for today's date; it gets a fixed one."""
-        return any("strftime_now" in source for source in self._sources.values())
-
-    def mentions(self, role: str) -> bool:
-        """Return whether a template has a rule for messages of this role."""
-        return any(role in source for source in self._sources.values())
+    def mentions(self, text: str) -> bool:
+        """Return whether a template has this text, such as a role for which it has a rule."""
+        return any(text in source for source in self._sources.values())
 
     def has_markers(self, tools: Sequence[Any] | None) -> bool:
         """Return whether the template says with `{% generation %}` what is generated."""
@@ -106,9 +96,15 @@ class ChatRenderer:
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool) -> str:
         template = self._compiled[self._name(tools)]
+        named = []
+        for message in messages:  # with its reasoning under the names that templates read, as transformers does
+            reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
+            if reasoning is not None:
+                message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+            named.append(dict(message))
         try:
             return template.render(
-                messages=[_with_reasoning(message) for message in messages],
+                messages=named,
                 tools=tools or None,
                 documents=None,
                 add_generation_prompt=prompt,
@@ -148,12 +144,6 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _with_reasoning(message: Message) -> dict[str, Any]:
-    """Return the message with its reasoning under the names that templates read, as transformers does."""
-    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
-    return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _unusable(what: str, where: str) -> UserError:
@@ -202,12 +192,13 @@ class ModelTemplate:
         if self._anchor:  # and a text in two parts has the same tokens as in one
             whole, parts = (self._encode_parts([each])[0][0].tolist() for each in (["a<b c"], ["a<", "b c"]))
             self._can_split = whole == parts
-        facts = json.dumps([*self._renderer.facts, self._image_text])
-        self.name = f"model {hashlib.sha256(facts.encode()).hexdigest()[:32]}"
+        facts = [dict(content.templates), dict(content.special_tokens), TEMPLATE_DATE.isoformat(), self._image_text]
+        self.name = f"model {hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}"
 
     @property
     def writes_date(self) -> bool:
-        return self._renderer.writes_date
+        """Whether a template asks for today's date; it gets a fixed one."""
+        return self._renderer.mentions("strftime_now")
 
     @property
     def ends_turns(self) -> bool:
@@ -219,7 +210,20 @@ class ModelTemplate:
         rendered: list[list[RenderedChat] | BadSampleError] = []
         for raw in raws:
             try:
-                rendered.append(self._chats(raw))
+                messages = [self._message(turn) for turn in raw.turns]
+                context = {number for number, turn in enumerate(raw.turns) if not turn.learnt}
+                has_system = bool(raw.system) and messages[0]["role"] != "system"
+                if has_system:
+                    messages.insert(0, {"role": "system", "content": self._content((raw.system,))})
+                    context = {number + 1 for number in context}
+                messages, tools = self._plain(messages), self._plain(list(raw.tools)) or None
+                kinds = {f"messages of the role {each['role']}" for each in messages if each["role"] in PROBED_ROLES}
+                kinds |= {"tool calls"} if any(each.get("tool_calls") for each in messages) else set()
+                if left_out := next((kind for kind in sorted(kinds) if self._leaves_out(kind, tools)), ""):
+                    raise BadSampleError(f"the chat template leaves out {left_out}")
+                write = self._by_marks if self._renderer.has_markers(tools) else self._by_prefix
+                texts = write(messages, tools, context)
+                rendered.append([replace(chat, num_turns=chat.num_turns - has_system) for chat in texts])
             except ChatTemplateError as error:
                 rendered.append(BadSampleError(f"the chat template refuses it: {error}"))
             except BadSampleError as error:
@@ -231,14 +235,14 @@ class ModelTemplate:
             if isinstance(outcome, BadSampleError):
                 tokenized.append(outcome)
                 continue
-            bad, texts = None, list[EncodedChat]()
+            bad, encodings = None, list[EncodedChat]()
             for chat in outcome:
                 if isinstance(mask := next(encoded), BadSampleError):
                     bad = mask
                 else:
                     num_images = sum(part is None for turn in raw.turns[: chat.num_turns] for part in turn.parts)
-                    texts.append((*mask, num_images))
-            tokenized.append(bad or texts)
+                    encodings.append((*mask, num_images))
+            tokenized.append(bad or encodings)
         return tokenized
 
     def prompt(self, turns: Sequence[Turn]) -> np.ndarray:
@@ -261,21 +265,6 @@ class ModelTemplate:
         found = self._special.match(text.partition(ANSWER)[2].lstrip())
         end = self._tokenizer.special(found[0]) if found else None
         return frozenset() if end is None else frozenset([end])
-
-    def _chats(self, raw: RawSample) -> list[RenderedChat]:
-        messages = [self._message(turn) for turn in raw.turns]
-        context = {number for number, turn in enumerate(raw.turns) if not turn.learnt}
-        has_system = bool(raw.system) and messages[0]["role"] != "system"
-        if has_system:
-            messages.insert(0, {"role": "system", "content": self._content((raw.system,))})
-            context = {number + 1 for number in context}
-        messages, tools = self._plain(messages), self._plain(list(raw.tools)) or None
-        kinds = {f"messages of the role {message['role']}" for message in messages if message["role"] in PROBED_ROLES}
-        kinds |= {"tool calls"} if any(message.get("tool_calls") for message in messages) else set()
-        if left_out := next((kind for kind in sorted(kinds) if self._leaves_out(kind, tools)), ""):
-            raise BadSampleError(f"the chat template leaves out {left_out}")
-        write = self._by_marks if self._renderer.has_markers(tools) else self._by_prefix
-        return [replace(chat, num_turns=chat.num_turns - has_system) for chat in write(messages, tools, context)]
 
     def _by_marks(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, context: set[int]
@@ -444,12 +433,12 @@ class ModelTemplate:
             if len(parts) > 1 and not self._can_split:
                 reason = "its text contains a special token, which this tokenizer cannot write as plain text"
                 found.append(BadSampleError(reason))
-            else:
-                characters = np.zeros(len(chat.text) + 1, dtype=np.int64)
-                for each in chat.learnt:
-                    characters[each.start + 1 : each.stop + 1] = 1
-                before = np.cumsum(characters)
-                found.append((ids, before[spans[:, 1]] > before[spans[:, 0]]))
+                continue
+            characters = np.zeros(len(chat.text) + 1, dtype=np.int64)
+            for each in chat.learnt:
+                characters[each.start + 1 : each.stop + 1] = 1
+            before = np.cumsum(characters)
+            found.append((ids, before[spans[:, 1]] > before[spans[:, 0]]))
         return found
 
     def _encode_parts(self, texts: Sequence[Sequence[str]]) -> list[tuple[np.ndarray, np.ndarray]]:

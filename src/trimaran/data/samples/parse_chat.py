@@ -91,11 +91,29 @@ def read_row(
     """
     if not isinstance(row, Mapping):
         raise BadSampleError(f"this is a {type(row).__name__} and not an object with fields")
-    row_images = [finder.find(value) for value in _image_references(row)]
-    videos = list(_video_references(row, finder))
+    row_images = []
+    for field, value in row.items():
+        first = value[0] if isinstance(value, list) and value else value
+        # As `datasets` and Parquet store an image.
+        is_image = isinstance(first, Mapping) and first.keys() == {"bytes", "path"}
+        if value is not None and (field in IMAGES or is_image):
+            is_listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+            row_images += [finder.find(each) for each in (value if is_listed else [value] if value != "" else [])]
+    videos = []
+    for field in VIDEO_FIELDS:
+        value = row.get(field)
+        for each in value if isinstance(value, list) else [] if value in (None, "") else [value]:
+            beside = {name: row[name] for name in ("fps", "times") if row.get(name) is not None}  # of one video
+            is_folder = isinstance(each, str) and not each.lower().endswith(VIDEO_SUFFIXES)
+            videos.append(read_video({"frames": each, **beside} if is_folder else each, finder.find, finder.frames))
     turns = _with_videos(list(_turns(row, finder, text_field, split=bool(row_images))), videos)
     turns = [_with_frames(turn) for turn in turns]
-    targets = [turn for turn in turns if turn.has_target()]
+    targets = [
+        turn
+        for turn in turns
+        if turn.role in ("assistant", "text")
+        and (any(part for part in turn.parts if isinstance(part, str)) or turn.fields.get("tool_calls"))
+    ]
     if not any(turn.learnt for turn in targets):
         if targets:
             raise BadSampleError("no answer is learnt: they are part of the prompt, or their weight is 0")
@@ -169,20 +187,6 @@ class _ParsedTurn:
     has_content: bool = True
     learnt: bool = True
 
-    def has_target(self) -> bool:
-        has_text = any(part for part in self.parts if isinstance(part, str))
-        return self.role in ("assistant", "text") and (has_text or bool(self.fields.get("tool_calls")))
-
-
-def _video_references(row: Mapping[str, Any], finder: ImageFinder) -> Iterator[Video]:
-    """Yield the videos in the row's own fields, in order. `fps` and `times` of one video may be beside it."""
-    for field in VIDEO_FIELDS:
-        value = row.get(field)
-        for each in value if isinstance(value, list) else [] if value in (None, "") else [value]:
-            beside = {name: row[name] for name in ("fps", "times") if row.get(name) is not None}
-            is_folder = isinstance(each, str) and not each.lower().endswith(VIDEO_SUFFIXES)
-            yield read_video({"frames": each, **beside} if is_folder else each, finder.find, finder.frames)
-
 
 def _with_videos(turns: list[_ParsedTurn], videos: list[Video]) -> list[_ParsedTurn]:
     """Return the turns with the row's videos where `<video>` marks them, or at the start of the first question."""
@@ -218,20 +222,6 @@ def _with_frames(turn: _ParsedTurn) -> _ParsedTurn:
         for frame, seconds in zip(part.frames, part.times, strict=True):
             parts += [frame] if turn.role in ("assistant", "text") else [f"<{seconds:.1f} seconds>", frame]
     return replace(turn, parts=parts)
-
-
-def _image_references(row: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the image references in the row's own fields, in order."""
-    for field, value in row.items():
-        first = value[0] if isinstance(value, list) and value else value
-        # As `datasets` and Parquet store an image.
-        is_image = isinstance(first, Mapping) and first.keys() == {"bytes", "path"}
-        if value is None or (field not in IMAGES and not is_image):
-            continue
-        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-            yield from value
-        elif value != "":
-            yield value
 
 
 def _turns(row: Mapping[str, Any], finder: ImageFinder, text_field: str, *, split: bool) -> Iterator[_ParsedTurn]:
@@ -278,7 +268,13 @@ def _pair(
     """Yield a question and its answer, each a text or messages. Answers in the question are not learnt."""
     asked, answered = row[question], field_of(row, answer)
     answered = [answered] if isinstance(answered, Mapping) else answered
-    for before, after in _history(row.get("history")):
+    history = row.get("history")  # the questions and answers before those of the row, as Alpaca has them
+    history = (parsed_json(history) if isinstance(history, str) and history.strip() else history) or []
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in history
+    ):
+        raise BadSampleError("the field 'history' is not a list of questions with their answers")
+    for before, after in history:
         yield _ParsedTurn("user", _content(before, finder, split))
         yield _ParsedTurn("assistant", _content(after, finder, split))
     if is_messages(asked):
@@ -296,18 +292,6 @@ def _pair(
         yield from (_turn(turn, finder, split) for turn in answered)
     else:
         yield _ParsedTurn("assistant", _content(answered, finder, split))
-
-
-def _history(value: Any) -> list[Any]:
-    """Return the questions and answers before those of a row, as Alpaca's `history` has them."""
-    value = parsed_json(value) if isinstance(value, str) and value.strip() else value
-    if not value:
-        return []
-    if not isinstance(value, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in value
-    ):
-        raise BadSampleError("the field 'history' is not a list of questions with their answers")
-    return value
 
 
 def _turn(turn: Mapping[str, Any], finder: ImageFinder, split: bool) -> _ParsedTurn:

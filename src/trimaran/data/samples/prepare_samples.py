@@ -31,7 +31,7 @@ from trimaran.data.samples.raw_sample import (
 )
 from trimaran.data.samples.readers import READERS, read_samples
 from trimaran.data.samples.sample_index import MIXTURE, MixtureEntry, SampleIndex, SourceMixture
-from trimaran.data.samples.source_part import FORMAT, PartWriter, SamplePart, TokenizedSample
+from trimaran.data.samples.source_part import FORMAT, PartWriter, SamplePart
 from trimaran.data.samples.tokenize_chat import NO_IMAGES_REASON, ChatTokenizer
 from trimaran.data.text.array_folder import drafted
 from trimaran.data.text.bad_lines import ceil_share
@@ -311,10 +311,19 @@ def estimate_rows(section: DataSection, rules: ImageRules | None) -> RowSizes | 
         samples = [each for outcome in outcomes if not isinstance(outcome, BadSampleError) for each in outcome]
         fraction = raw[-1].fraction_read if len(raw) == NUM_ESTIMATED_SAMPLES else 1.0
         total = len(samples) / fraction if fraction > 0 else float(len(samples))
-        sizes = np.array([each for sample in samples for each in _sizes(sample, rules, section.seq_len)])
+        sizes = []  # tokens, images, patches and pairs of patches
+        for sample in samples:
+            length, images = len(sample.tokens), np.array([each[1:] for each in sample.images])
+            patches = pairs = 0
+            if rules is not None and len(images):
+                measured = measure_images(images, rules)
+                length += int((measured.tokens - 1).sum())
+                patches, pairs = int(measured.patches.sum()), int(measured.patch_pairs.sum())
+            if length <= section.seq_len or not patches:  # a sample whose images would be cut is left out
+                sizes.append((min(length, section.seq_len), len(images), patches, pairs))
         share = source.weight or total * (source.epochs or 1.0)
-        if len(sizes):
-            tables.append((sizes, np.full(len(sizes), share / len(sizes))))
+        if sizes:
+            tables.append((np.array(sizes), np.full(len(sizes), share / len(sizes))))
     if not tables:
         return None
     sizes, weights = (np.concatenate(each) for each in zip(*tables, strict=True))
@@ -332,15 +341,3 @@ def estimate_rows(section: DataSection, rules: ImageRules | None) -> RowSizes | 
         attended_tokens=float(weights @ lengths**2) / (num_rows * section.seq_len),
         num_samples=len(sizes),
     )
-
-
-def _sizes(sample: TokenizedSample, rules: ImageRules | None, seq_len: int) -> Iterator[tuple[float, ...]]:
-    """Yield tokens, images, patches and pairs of patches of a sample, if it fits a row."""
-    length, images = len(sample.tokens), np.array([each[1:] for each in sample.images])
-    patches = pairs = 0
-    if rules is not None and len(images):
-        measured = measure_images(images, rules)
-        length += int((measured.tokens - 1).sum())
-        patches, pairs = int(measured.patches.sum()), int(measured.patch_pairs.sum())
-    if length <= seq_len or not patches:  # a sample whose images would be cut is left out
-        yield min(length, seq_len), len(images), patches, pairs

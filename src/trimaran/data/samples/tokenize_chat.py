@@ -127,9 +127,19 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, template: str, rules: ImageRules | None, max_tokens: int) -> None:
         self.tokenizer, self._max_tokens = tokenizer, max_tokens
-        self._image = None if rules is None else _image_ids(tokenizer, rules)
+        # The tokens of one image: its image token and the delimiters around it.
+        self.image_ids = np.empty(0, dtype=np.int64) if rules is None else _image_ids(tokenizer, rules)
         self._image_token = None if rules is None else rules.image_token
-        self.own_template = _own_template(template, tokenizer, self.image_ids, self._image_token)
+        self.own_template: ModelTemplate | None = None
+        if template == "model":
+            content = getattr(tokenizer, "content", None)
+            if content is None or not content.templates:
+                raise UserError("T024", "the tokenizer comes without a chat template",
+                                where="data.samples.template: model",
+                                fix="name a model folder with a chat template in data.tokenizer, or choose one: "
+                                "data.samples.template=chatml")  # fmt: skip
+            module = lazy_import.load("samples.model_template", "jinja2", where="data.samples.template")
+            self.own_template = module.ModelTemplate(tokenizer, self.image_ids, self._image_token)
         self.template = self.own_template.name if self.own_template else choose_template(template, tokenizer)
         self._template = TEMPLATES["plain" if self.own_template else self.template]  # plain: for documents
         self._split_texts: dict[str, list[str | np.ndarray]] = {}
@@ -141,15 +151,20 @@ class ChatTokenizer:
         self._is_byte_level = isinstance(tokenizer, ByteTokenizer)  # text never encodes to its special tokens
         self.vocab_size = max(tokenizer.vocab_size, int(self._reserved[-1]) + 1)
 
-    @property
-    def image_ids(self) -> np.ndarray:
-        """The tokens of one image: its image token and the delimiters around it."""
-        return np.empty(0, dtype=np.int64) if self._image is None else self._image
-
     def tokenize(self, batch: Sequence[RawSample]) -> list[list[TokenizedSample] | BadSampleError]:
         """Return the tokens of each sample, or why it has none. The caller adds the images."""
+        own: dict[int, list[TokenizedSample] | BadSampleError] = {}  # conversations in the model's template, by id()
+        chats = [raw for raw in batch if raw.turns[0].role != "text"]
+        for raw, outcome in zip(chats, self.own_template.tokenize(chats), strict=True) if self.own_template else ():
+            if raw.images and self._image_token is None:
+                outcome = BadSampleError(NO_IMAGES_REASON)
+            if isinstance(outcome, BadSampleError):
+                own[id(raw)] = outcome
+                continue
+            checked = [self._checked(tokens.astype(np.int64), targets, count) for tokens, targets, count in outcome]
+            bad = next((each for each in checked if isinstance(each, BadSampleError)), None)
+            own[id(raw)] = bad or [each for part in checked if isinstance(part, list) for each in part]
         prepared: list[SampleSegments | list[TokenizedSample] | BadSampleError] = []
-        own = self._tokenize_own(batch)
         for raw in batch:
             try:
                 prepared.append(own[id(raw)] if id(raw) in own else self._segments_of(raw))
@@ -209,23 +224,6 @@ class ChatTokenizer:
         parts = self._split_special(self._template.turns["assistant"].end)
         return frozenset(int(part[0]) for part in parts[:1] if not isinstance(part, str))
 
-    def _tokenize_own(self, batch: Sequence[RawSample]) -> dict[int, list[TokenizedSample] | BadSampleError]:
-        """Return the conversations of a batch in the model's own template, by the identity of each."""
-        if self.own_template is None:
-            return {}
-        chats = [raw for raw in batch if raw.turns[0].role != "text"]
-        found: dict[int, list[TokenizedSample] | BadSampleError] = {}
-        for raw, outcome in zip(chats, self.own_template.tokenize(chats), strict=True):
-            if raw.images and self._image is None:
-                outcome = BadSampleError(NO_IMAGES_REASON)
-            if isinstance(outcome, BadSampleError):
-                found[id(raw)] = outcome
-                continue
-            checked = [self._checked(tokens.astype(np.int64), targets, count) for tokens, targets, count in outcome]
-            bad = next((each for each in checked if isinstance(each, BadSampleError)), None)
-            found[id(raw)] = bad or [each for part in checked if isinstance(part, list) for each in part]
-        return found
-
     def _checked(
         self, tokens: np.ndarray, targets: np.ndarray, num_images: int
     ) -> list[TokenizedSample] | BadSampleError:
@@ -241,7 +239,7 @@ class ChatTokenizer:
 
     def _segments_of(self, raw: RawSample) -> SampleSegments:
         segments, template = SampleSegments(), self._template
-        if raw.images and self._image is None:
+        if raw.images and self._image_token is None:
             raise BadSampleError(NO_IMAGES_REASON)
         if raw.turns[0].role == "text":
             segments.add_ids(np.array(self.tokenizer.begin_ids, dtype=np.int64), is_target=False)
@@ -333,21 +331,6 @@ class ChatTokenizer:
         ends = np.cumsum([len(ids) for ids in encoded])
         reserved_at = np.flatnonzero(np.isin(np.concatenate(encoded), self._reserved))
         return np.unique(np.searchsorted(ends, reserved_at, side="right")).tolist()
-
-
-def _own_template(
-    name: str, tokenizer: Tokenizer, image_ids: np.ndarray, image_token: int | None
-) -> "ModelTemplate | None":
-    """Return the model's own template if `name` is `model`; None for a named one."""
-    if name != "model":
-        return None
-    content = getattr(tokenizer, "content", None)
-    if content is None or not content.templates:
-        raise UserError("T024", "the tokenizer comes without a chat template", where="data.samples.template: model",
-                        fix="name a model folder with a chat template in data.tokenizer, or choose one: "
-                        "data.samples.template=chatml")  # fmt: skip
-    module = lazy_import.load("samples.model_template", "jinja2", where="data.samples.template")
-    return module.ModelTemplate(tokenizer, image_ids, image_token)
 
 
 def _uniform_mask(is_target: bool, length: int) -> np.ndarray:

@@ -18,10 +18,9 @@ from trimaran.data.vision.decode import join_frames
 
 FRAME_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg")
-MAX_FRAMES_IN_VIDEO = 1_000_000
+MAX_FRAMES = 1_000_000  # in a video
 MAX_RATE = 1e6  # frames per second
 MAX_TIME_POSITION = 1 << 24  # up to which fp32 has every whole number
-MAX_FRAMES_IN_FILE = 1_000_000
 JPEG_QUALITY = 95
 FRAME_MARGIN = 1e-6  # seconds: two times closer than this are of the same frame
 
@@ -39,12 +38,34 @@ def read_video(value: Any, find: Callable[[Any], ImageSource], choice: FrameChoi
         if not isinstance(located, ImageLocation):
             raise BadSampleError(f"a video is not a file: {value[:80]!r}")
         require("av", where=value[:80], extra="video")
-        times = frame_times(located.file)
+        with _opened(located.file) as container:  # nothing is decoded yet
+            stream = container.streams.video[0]
+            base = stream.time_base or 0
+            times = sorted(float(packet.pts * base) for packet in container.demux(stream)
+                           if packet.pts is not None and packet.size and not packet.is_discard)  # fmt: skip
+        if not times:
+            raise BadSampleError(f"a video has no frames: {located.file}")
+        if len(times) > MAX_FRAMES:
+            raise BadSampleError(f"a video has more than {MAX_FRAMES:,} frames: {located.file}")
         seconds = [times[each] for each in choose_frames(times, choice)]
         return _joined(decode_frames(located.file, seconds), [each - times[0] for each in seconds], choice)
     if not isinstance(value, Mapping):
         raise BadSampleError("a video is not an object with 'frames' and 'fps' or 'times'")
-    frames = _frames(value.get("frames"), find)
+    listed: Any = value.get("frames")
+    frames: Sequence[Any] = listed
+    if not isinstance(listed, list):
+        folder = find(listed) if isinstance(listed, str) and listed else None
+        if not isinstance(folder, ImageLocation):
+            raise BadSampleError("the frames of a video are neither a folder nor a list")
+        try:
+            names = sorted(os.listdir(folder.file))
+        except OSError as error:
+            raise BadSampleError(f"the frames of a video cannot be read: {error.strerror}: {listed[:80]}") from None
+        frames = [os.path.join(folder.file, each) for each in names if each.lower().endswith(FRAME_SUFFIXES)]
+    if not frames:
+        raise BadSampleError("a video has no frames")
+    if len(frames) > MAX_FRAMES:
+        raise BadSampleError(f"a video has more than {MAX_FRAMES:,} frames")
     times = _times(value, len(frames))
     chosen = choose_frames(times, choice)
     return _joined([find(frames[each]) for each in chosen], [times[each] - times[0] for each in chosen], choice)
@@ -107,25 +128,6 @@ def _content(frame: ImageSource) -> bytes:
         raise BadSampleError(f"a frame of a video cannot be read: {error}"[:200]) from None
 
 
-def _frames(value: Any, find: Callable[[Any], ImageSource]) -> Sequence[Any]:
-    """Return references of all frames: those in a list, or the images of a folder by name."""
-    frames: Sequence[Any] = value
-    if not isinstance(value, list):
-        folder = find(value) if isinstance(value, str) and value else None
-        if not isinstance(folder, ImageLocation):
-            raise BadSampleError("the frames of a video are neither a folder nor a list")
-        try:
-            names = sorted(os.listdir(folder.file))
-        except OSError as error:
-            raise BadSampleError(f"the frames of a video cannot be read: {error.strerror}: {value[:80]}") from None
-        frames = [os.path.join(folder.file, each) for each in names if each.lower().endswith(FRAME_SUFFIXES)]
-    if not frames:
-        raise BadSampleError("a video has no frames")
-    if len(frames) > MAX_FRAMES_IN_VIDEO:
-        raise BadSampleError(f"a video has more than {MAX_FRAMES_IN_VIDEO:,} frames")
-    return frames
-
-
 def _times(value: Mapping[str, Any], count: int) -> list[float]:
     """Return the time of each frame in seconds."""
     if (listed := value.get("times")) is not None:
@@ -145,20 +147,6 @@ def _times(value: Mapping[str, Any], count: int) -> list[float]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def frame_times(path: str) -> list[float]:
-    """Return the time of every frame of the first video stream, in seconds, sorted. Nothing is decoded."""
-    with _opened(path) as container:
-        stream = container.streams.video[0]
-        base = stream.time_base or 0
-        times = sorted(float(packet.pts * base) for packet in container.demux(stream)
-                       if packet.pts is not None and packet.size and not packet.is_discard)  # fmt: skip
-    if not times:
-        raise BadSampleError(f"a video has no frames: {path}")
-    if len(times) > MAX_FRAMES_IN_FILE:
-        raise BadSampleError(f"a video has more than {MAX_FRAMES_IN_FILE:,} frames: {path}")
-    return times
 
 
 def decode_frames(path: str, times: Sequence[float]) -> list[bytes]:

@@ -58,17 +58,15 @@ class BadLines:
             f"{first.what}; {self.num_bad:,} of {self.num_lines:,} {self._kind}{plural} {verb} bad, "
             f"and the allowed fraction is {self._max_bad:g}"
         )
-        return UserError(code, what, where=first.where, fix=self._fix(first))
-
-    def _fix(self, first: UserError) -> str:
         allowed = ceil_share(self.num_bad, self.num_lines)
         leave_out = f"set data.samples.max_bad to {allowed:g} to leave out {self._kind}s like it"
+        fix = f"{first.fix}, or {leave_out}" if allowed <= MAX_SUGGESTED else first.fix
         if first.code == "T008" and 2 * self._num_without_field > self.num_lines:
             fields = [name for name, _ in self._without_field.most_common(8)]
-            return f"set data.text_field to one of {', '.join(fields) or 'the existing fields'}"
-        if first.code == "T008" and self._num_without_field:
-            return f"most {self._kind}s have the field: correct or drop the others, or {leave_out}"
-        return f"{first.fix}, or {leave_out}" if allowed <= MAX_SUGGESTED else first.fix
+            fix = f"set data.text_field to one of {', '.join(fields) or 'the existing fields'}"
+        elif first.code == "T008" and self._num_without_field:
+            fix = f"most {self._kind}s have the field: correct or drop the others, or {leave_out}"
+        return UserError(code, what, where=first.where, fix=fix)
 
 
 def ceil_share(num_bad: int, num_lines: int) -> float:

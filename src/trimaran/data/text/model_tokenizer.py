@@ -38,7 +38,16 @@ class JsonTokenizer:
 
     def _index(self, end_token: str | None) -> None:
         vocabulary, added = self.vocabulary(), self._tokenizer.get_added_tokens_decoder()
-        self._end_token = choose_end_token(vocabulary, end_token, self._path)
+        candidates = [token for token in ([end_token] if end_token is not None else END_TOKENS) if token in vocabulary]
+        if not candidates and end_token is not None:
+            what = f"the tokenizer has no token '{end_token}'{did_you_mean(end_token, vocabulary)}"
+            raise UserError("T012", what, where=str(self._path),
+                            fix="name a token of its vocabulary as the end of a document")  # fmt: skip
+        if not candidates:
+            raise UserError("T012", "the tokenizer has none of the usual end-of-document tokens",
+                            where=str(self._path), fix="name it and use the packed shards: trimaran data pack "
+                            "--end-token TOKEN")  # fmt: skip
+        self._end_token = candidates[0]
         self.vocab_size, self.end_id = max(vocabulary.values()) + 1, vocabulary[self._end_token]  # ids may have gaps
         self._special = {str(each.content): number for number, each in added.items()}
 
@@ -118,17 +127,6 @@ def parse_tokenizer(file: bytes, path: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def choose_end_token(vocabulary: dict[str, int], name: str | None, path: Path) -> str:
-    candidates = [token for token in ([name] if name is not None else END_TOKENS) if token in vocabulary]
-    if candidates:
-        return candidates[0]
-    if name is not None:
-        raise UserError("T012", f"the tokenizer has no token '{name}'{did_you_mean(name, vocabulary)}",
-                        where=str(path), fix="name a token of its vocabulary as the end of a document")  # fmt: skip
-    raise UserError("T012", "the tokenizer has none of the usual end-of-document tokens", where=str(path),
-                    fix="name it and use the packed shards: trimaran data pack --end-token TOKEN")  # fmt: skip
-
-
 class ModelTokenizer(JsonTokenizer):
     """The tokenizer in a model folder. `save` writes the model's own files, and the tokenizer.json that was used."""
 
@@ -143,7 +141,18 @@ class ModelTokenizer(JsonTokenizer):
             self.content.files[TOKENIZER_FILE] = _converted_tokenizer(folder)
         self._file = self.content.files[TOKENIZER_FILE]
         self._tokenizer = parse_tokenizer(self._file, folder / TOKENIZER_FILE)
-        self._add_configured_tokens()
+        # Add the tokens that only tokenizer_config.json lists, under the ids that it gives them.
+        listed: Any = self.content.config.get("added_tokens_decoder") or {}
+        known = self._tokenizer.get_added_tokens_decoder()
+        for number, fields in sorted(((int(key), value) for key, value in listed.items()), key=lambda each: each[0]):
+            if number in known:
+                continue
+            options = {key: bool(fields.get(key)) for key in ("single_word", "lstrip", "rstrip", "normalized")}
+            token = tokenizers.AddedToken(fields["content"], **options, special=bool(fields.get("special")))
+            self._tokenizer.add_special_tokens([token]) if token.special else self._tokenizer.add_tokens([token])
+            if self._tokenizer.token_to_id(fields["content"]) != number:
+                raise unusable(f"tokenizer_config.json gives '{fields['content']}' the id {number}, tokenizer.json "
+                               f"{self._tokenizer.token_to_id(fields['content'])}", self._path)  # fmt: skip
         asked, pre_tokenizer = self.content.config.get("add_prefix_space"), self._tokenizer.pre_tokenizer
         if isinstance(asked, bool) and isinstance(pre_tokenizer, pre_tokenizers.ByteLevel):  # as transformers does
             pre_tokenizer.add_prefix_space = asked
@@ -158,20 +167,6 @@ class ModelTokenizer(JsonTokenizer):
             full = self._tokenizer.encode("a", add_special_tokens=True).ids
             starts = (start for start in range(len(full)) if full[start : start + len(plain)] == plain)
             self.begin_ids = tuple(full[: next(starts, 0)])
-
-    def _add_configured_tokens(self) -> None:
-        """Add the tokens that only tokenizer_config.json lists, under the ids that it gives them."""
-        listed: Any = self.content.config.get("added_tokens_decoder") or {}
-        known = self._tokenizer.get_added_tokens_decoder()
-        for number, fields in sorted(((int(key), value) for key, value in listed.items()), key=lambda each: each[0]):
-            if number in known:
-                continue
-            options = {key: bool(fields.get(key)) for key in ("single_word", "lstrip", "rstrip", "normalized")}
-            token = tokenizers.AddedToken(fields["content"], **options, special=bool(fields.get("special")))
-            self._tokenizer.add_special_tokens([token]) if token.special else self._tokenizer.add_tokens([token])
-            if self._tokenizer.token_to_id(fields["content"]) != number:
-                raise unusable(f"tokenizer_config.json gives '{fields['content']}' the id {number}, tokenizer.json "
-                               f"{self._tokenizer.token_to_id(fields['content'])}", self._path)  # fmt: skip
 
     def describe(self) -> dict[str, str]:
         digest = hashlib.sha256()

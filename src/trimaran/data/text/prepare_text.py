@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trimaran.core import SOURCES, DataSection, UserError, needed_user_cache
+from trimaran.data.text.array_folder import BAD
+from trimaran.data.text.bad_lines import ceil_share
 from trimaran.data.text.source_files import any_byte_order_mark, find_files, named_path
 from trimaran.data.text.token_shards import FORMAT, TokenShards, count_sequences
 from trimaran.data.text.tokenizer import Tokenizer, is_same_tokenizer, load_tokenizer
@@ -58,7 +60,12 @@ def check(section: DataSection) -> None:
 
 def _check_shards(section: DataSection, path: Path) -> None:
     shards = TokenShards.open(path)
-    shards.refuse_many_bad(section.samples.max_bad)
+    num_bad, num_lines, max_bad = shards.meta.num_bad, shards.meta.num_lines, section.samples.max_bad
+    if num_bad > max_bad * num_lines:
+        raise UserError("T031", f"{num_bad:,} of {num_lines:,} lines were left out of these shards because they are "
+                        f"bad, and the allowed fraction is {max_bad:g}", where=str(path / BAD),
+                        fix=f"correct them, or set data.samples.max_bad to {ceil_share(num_bad, num_lines):g}"
+                        )  # fmt: skip
     count_sequences(shards, section.seq_len)
     if section.source == "shards" and section.tokenizer is not None:
         requested = load_tokenizer(section.tokenizer)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trimaran.core import DataSection, UserError, read_regular_text
 from trimaran.data.feed import num_held_out
 from trimaran.data.text.array_folder import BAD, DTYPES, META, ArrayFolderWriter, map_array, read_bad
-from trimaran.data.text.bad_lines import BadLines, ceil_share
+from trimaran.data.text.bad_lines import BadLines
 from trimaran.data.text.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
 
 FORMAT = "trimaran-shards-1"
@@ -184,15 +184,6 @@ class TokenShards:
 
     def check_vocabulary(self, vocabulary: int) -> None:
         check_vocabulary(self.vocab_size, vocabulary)
-
-    def refuse_many_bad(self, max_bad: float) -> None:
-        """Raise if more than `max_bad` of the source's lines were left out when the shards were packed."""
-        num_bad, num_lines = self.meta.num_bad, self.meta.num_lines
-        if num_bad > max_bad * num_lines:
-            raise UserError("T031", f"{num_bad:,} of {num_lines:,} lines were left out of these shards because they "
-                            f"are bad, and the allowed fraction is {max_bad:g}", where=str(self.path / BAD),
-                            fix=f"correct them, or set data.samples.max_bad to {ceil_share(num_bad, num_lines):g}"
-                            )  # fmt: skip
 
     @cached_property
     def bad(self) -> list[dict[str, str]]:

@@ -40,7 +40,7 @@ from .plan import (
     data_axis as data_axis, predicted_comm as predicted_comm, show_rows as show_rows,
 )
 from .plugins import (
-    KINDS as KINDS, Plugin as Plugin, SOURCES as SOURCES, find_plugin as find_plugin, installed_plugins as
+    KINDS as KINDS, SOURCES as SOURCES, find_plugin as find_plugin, installed_plugins as
     installed_plugins, load as load, load_plugin as load_plugin, plugin_errors as plugin_errors, plugin_names as
     plugin_names,
 )

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -34,7 +34,18 @@ def warm(
     """
     status = ask_warm(os.environ, {"stop" if stop else "status": True})
     if status is None and not show and not stop:
-        status = _start(minutes)
+        folder = runtime_folder(os.environ)
+        if folder is None:
+            raise UserError("A027", "there is no folder that only this user can open, for the socket",
+                            where="the environment variable XDG_RUNTIME_DIR",
+                            fix="set it to a folder with mode 700, or train without --warm")  # fmt: skip
+        start_warm(os.environ, idle_minutes=minutes)
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while (status := ask_warm(os.environ, {"status": True})) is None:
+            if time.monotonic() >= deadline:
+                raise UserError("A027", "the warm fork server did not start", where=str(folder / LOG),
+                                fix="see its log; train without --warm")  # fmt: skip
+            time.sleep(0.05)
     if as_json:
         typer.echo(json.dumps({"warm": status} | ({"stopped": status is not None} if stop else {})))
     elif status is None:
@@ -46,19 +57,3 @@ def warm(
         shown = f"warm fork server: process {pid}, used by {runs}, ends in {left} without a new run"
         typer.echo(f"the warm fork server, process {pid}, ends" if stop else shown)
     return 0
-
-
-def _start(minutes: float) -> dict[str, Any]:
-    folder = runtime_folder(os.environ)
-    if folder is None:
-        raise UserError("A027", "there is no folder that only this user can open, for the socket",
-                        where="the environment variable XDG_RUNTIME_DIR",
-                        fix="set it to a folder with mode 700, or train without --warm")  # fmt: skip
-    start_warm(os.environ, idle_minutes=minutes)
-    deadline = time.monotonic() + ANSWER_SECONDS
-    while time.monotonic() < deadline:
-        if (status := ask_warm(os.environ, {"status": True})) is not None:
-            return status
-        time.sleep(0.05)
-    raise UserError("A027", "the warm fork server did not start", where=str(folder / LOG),
-                    fix="see its log; train without --warm")  # fmt: skip

@@ -43,19 +43,18 @@ def predict(file: Questions = None, example: Example = False, as_json: AsLines =
         raise UserError("A011", "no file with plans is named", where="FILE",
                         fix="make one with `trimaran predict --example > plans.jsonl`, or name -")  # fmt: skip
     with _open(file) as stream:
-        _stream(stream) if as_json else _show(stream)
-
-
-def _stream(stream: BinaryIO) -> None:
-    """Write the answers: flushed one by one if the input is a pipe, in blocks if it is a file."""
-    is_pipe, failed, count = not _size(stream), 0, 0
-    for answer in _answers(stream):
-        sys.stdout.write(json.dumps(answer) + "\n")
-        failed, count = failed + ("error" in answer), count + 1
-        if is_pipe:
-            sys.stdout.flush()
-    if failed:
-        typer.echo(f'{failed} of {count} lines have an error: see their "error"', err=True)
+        if not as_json:
+            _show(stream)
+            return
+        # A pipe gets its answers one by one, a file in blocks.
+        is_pipe, failed, count = not _size(stream), 0, 0
+        for answer in _answers(stream):
+            sys.stdout.write(json.dumps(answer) + "\n")
+            failed, count = failed + ("error" in answer), count + 1
+            if is_pipe:
+                sys.stdout.flush()
+        if failed:
+            typer.echo(f'{failed} of {count} lines have an error: see their "error"', err=True)
 
 
 def _show(stream: BinaryIO) -> None:

@@ -72,11 +72,7 @@ def simulate(
     trimaran simulate runs/stdlib-tiny --cluster 64x8xH100 --days 7 --json
     trimaran simulate plan.json --cluster 12500x8xH100 --pod 384 --oversubscription 7 --out timeline
     """
-    from trimaran.app.plan.simulate_answer import (
-        read_simulate_request,
-        show_simulation,
-        simulation_as_dict,
-    )
+    from trimaran.app.plan.simulate_answer import read_simulate_request, show_simulation, simulation_as_dict
     from trimaran.app.show.clean_console import open_console, progress_bar
     from trimaran.core import UserError
     from trimaran.cost import Fabric, Scenario, with_worth

@@ -97,16 +97,10 @@ class ModelFacts:
         return f"{self.name}, {size}, {weights}, {tokenizer}, {template}, {limit}"
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "path": self.named,
-            "family": self.family,
-            "name": self.name,
-            "num_parameters": self.num_parameters,
-            "max_seq_len": self.max_seq_len,
-            "has_weights": self.has_weights,
-            "vocab_size": self.tokenizer.vocab_size if self.tokenizer else None,
-            "has_chat_template": self.has_chat_template,
-        }
+        names = ("family", "name", "num_parameters", "max_seq_len", "has_weights")
+        facts = {"path": self.named} | {name: getattr(self, name) for name in names}
+        vocab_size = self.tokenizer.vocab_size if self.tokenizer else None
+        return facts | {"vocab_size": vocab_size, "has_chat_template": self.has_chat_template}
 
 
 def look_at_model(named: str) -> ModelFacts:

@@ -17,16 +17,7 @@ import psutil
 
 from trimaran.app.runs.step_history import StepHistory
 from trimaran.app.show.terminal import LogFollower, LogLine
-from trimaran.core import (
-    EXIT_AGAIN,
-    EXIT_DONE,
-    PHASES,
-    SLOW_DETAILS,
-    Decision,
-    Event,
-    Incident,
-    show_count,
-)
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, PHASES, SLOW_DETAILS, Decision, Event, Incident, show_count
 from trimaran.runs import Ledger, LedgerReader, RunDirectory, RunReader, is_number, lines_from_end, plan_tree
 from trimaran.runs.journal import LongLine
 from trimaran.runs.read.step_index import StepBlock, StepIndexer
@@ -150,7 +141,16 @@ class RunState:
                         self._current[event.rank] = []
                     self._current.setdefault(event.rank, []).append(event)
         fresh: deque[bytes] = deque(maxlen=FRESH_STEPS)
-        for step in self._new_steps():
+        if self._only_status:
+            if not self._knows_end:
+                self._knows_end, last = True, islice(lines_from_end(self.run.metrics), 2)
+                self._reader.skip_to(self.run.metrics, min((at for at, _ in last), default=0))
+            steps: Iterator[StepLine | StepBlock] = self._reader.steps()
+        else:
+            if self._ledger_reader.poll() or self._rebuild_index():
+                self._forget_steps()
+            steps = self._ledger_reader.new_steps()
+        for step in steps:
             if isinstance(step, StepBlock):
                 self.history.add_block(step)
             else:
@@ -182,16 +182,6 @@ class RunState:
         self._indexer = None
         self._ledger_reader.reopen()
         return True
-
-    def _new_steps(self) -> Iterator[StepLine | StepBlock]:
-        if self._only_status:
-            if not self._knows_end:
-                self._knows_end, last = True, islice(lines_from_end(self.run.metrics), 2)
-                self._reader.skip_to(self.run.metrics, min((at for at, _ in last), default=0))
-            return self._reader.steps()
-        if self._ledger_reader.poll() or self._rebuild_index():
-            self._forget_steps()
-        return self._ledger_reader.new_steps()
 
     @property
     def num_estimated(self) -> int:

@@ -96,20 +96,20 @@ def _templates(code: str) -> tuple[tuple[re.Pattern[str], tuple[int, ...], str],
     sections = [catalogue().get(name, {}) for name in (code, *SHARED)]
     known = {english: other for section in reversed(sections) for english, other in section.items()}
     ordered = sorted(known, key=lambda english: (english.startswith("{0}"), -len(PLACE.sub("", english))))
-    return tuple((*_pattern(english), known[english]) for english in ordered)
-
-
-def _pattern(template: str) -> tuple[re.Pattern[str], tuple[int, ...]]:
-    order, parts = [], []
-    for part in PLACE.split(template):
-        if part in ("{{", "}}"):
-            parts.append(re.escape(part[0]))
-        elif PLACE.fullmatch(part):
-            order.append(int(part[1:-1]))
-            parts.append(ADDITION if parts and parts[-1] == "" and len(order) > 1 else "(.*?)")
-        else:
-            parts.append(re.escape(part))
-    return re.compile("".join(parts), re.DOTALL), tuple(order)
+    found = []
+    for english in ordered:
+        order: list[int] = []
+        parts: list[str] = []
+        for part in PLACE.split(english):
+            if part in ("{{", "}}"):
+                parts.append(re.escape(part[0]))
+            elif PLACE.fullmatch(part):
+                order.append(int(part[1:-1]))
+                parts.append(ADDITION if parts and parts[-1] == "" and len(order) > 1 else "(.*?)")
+            else:
+                parts.append(re.escape(part))
+        found.append((re.compile("".join(parts), re.DOTALL), tuple(order), known[english]))
+    return tuple(found)
 
 
 @cache

@@ -84,21 +84,14 @@ def use_bytecode_cache(environ: Mapping[str, str]) -> bool:
     writes_itself = not sys.dont_write_bytecode and os.access(os.path.dirname(found.origin), os.W_OK)
     if writes_itself or os.path.exists(importlib.util.cache_from_source(found.origin)):
         return False
-    folder = bytecode_folder(environ)
-    if folder is None:
-        return False
-    sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
-    return True
-
-
-def bytecode_folder(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of the cache, which exists then; None if it cannot be written to."""
     root = _cache_root(environ)
     with contextlib.suppress(OSError):
         if root is not None and not others_can_plant(folder := root / "bytecode"):
             folder.mkdir(parents=True, exist_ok=True)
-            return folder if os.access(folder, os.W_OK | os.X_OK) else None
-    return None
+            if os.access(folder, os.W_OK | os.X_OK):
+                sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+                return True
+    return False
 
 
 def _cache_root(environ: Mapping[str, str]) -> Path | None:

@@ -27,10 +27,7 @@ def says_out_of_memory(text: str) -> bool:
 
 
 def memory_holes(text: str) -> dict[str, int]:
-    """Return what torch's message says: the bytes that were wanted, and those that were reserved and free in pieces.
-
-    Empty if it does not say both, as for a host.
-    """
+    """Return the bytes that torch's message says were wanted, and those free in pieces; empty unless it says both."""
     wanted, holes = WANTED.search(text), HOLES.search(text)
     if wanted is None or holes is None:
         return {}

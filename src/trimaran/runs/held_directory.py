@@ -10,7 +10,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -35,16 +35,13 @@ class HeldDirectory:
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.run = RunDirectory(Path(f"{DESCRIPTORS}{self.fd}"))
         self.named = self.location or path.absolute()  # without symbolic links, which may change without harm
-        self._has_files = self._any_exists(NEEDED_FILES)
+        self._has_files = self._any_needed_exists()
         self.place: Place = "here"
         self._gone_since: float | None = None
         self._stop_watching = threading.Event()
 
     def watch(self, on_change: Callable[[], None] = lambda: None) -> None:
-        """Check the directory regularly, and call `on_change` once after it was moved or deleted.
-
-        In a thread, because a call to a network disk that does not answer can take minutes.
-        """
+        """Check the directory in a thread (a network disk may hang); call `on_change` once it is moved or deleted."""
         threading.Thread(target=self._watch, args=(on_change,), name="run-directory", daemon=True).start()
 
     def stop_watching(self) -> None:
@@ -65,7 +62,7 @@ class HeldDirectory:
     def check(self) -> Place:
         """Return where the directory is now. If the system cannot tell, it is still here."""
         try:
-            if not os.fstat(self.fd).st_nlink or (self._has_files and not self._any_exists(NEEDED_FILES)):
+            if not os.fstat(self.fd).st_nlink or (self._has_files and not self._any_needed_exists()):
                 return "deleted"
             if os.path.samestat(os.stat(self.named), os.fstat(self.fd)):
                 return "here"
@@ -97,8 +94,8 @@ class HeldDirectory:
         fix = "start the run again; if the folder was moved to another disk, resume the copy: trimaran resume DIR"
         return LostDirectoryError("D007", self.explain("deleted"), where=str(self.named), fix=fix)
 
-    def _any_exists(self, names: Iterable[str]) -> bool:
-        for name in names:
+    def _any_needed_exists(self) -> bool:
+        for name in NEEDED_FILES:
             with contextlib.suppress(FileNotFoundError):
                 os.stat(name, dir_fd=self.fd)
                 return True

@@ -125,10 +125,7 @@ class LongLine(NamedTuple):
 
 
 class LineFollower:
-    """Yields the lines that were added to a file since the last call. An incomplete last line is left for later.
-
-    The first call goes back at most `backlog` bytes; None is the whole file.
-    """
+    """Yields complete lines added since the last call; the first goes back at most `backlog` bytes (None: all)."""
 
     def __init__(self, path: Path, *, backlog: int | None = None) -> None:
         self._path = path

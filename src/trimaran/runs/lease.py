@@ -145,7 +145,9 @@ class LeaseWatch:
             return self._holder  # the run directory is unreachable, which says nothing about the holder
         if holder is None:
             return 1
-        counter = _read_counter(self.run, holder.term)
+        counter = ""
+        with contextlib.suppress(OSError, ValueError):
+            counter = read_regular_text(_counter_file(self.run, holder.term)).strip()
         if counter == RELEASED:
             return holder.term + 1
         if holder.machine == machine_id():
@@ -225,7 +227,7 @@ def claim_term(
         address=address,
         created=time.time(),
     )
-    is_ours = write_once(_term_file(run, term), json.dumps(asdict(holder)) + "\n")
+    is_ours = write_once(run.lease / f"term-{term:06d}.json", json.dumps(asdict(holder)) + "\n")
     return Lease(run, holder, shared=shared, lock=lock, clock=clock) if is_ours else None
 
 
@@ -243,7 +245,7 @@ def read_holder(run: RunDirectory) -> LeaseHolder | None:
         return None
     unknown = LeaseHolder(term=term, host="?", pid=0, started=0, machine="?", run="?", address="", created=time.time())
     try:
-        tree = json.loads(read_regular_text(_term_file(run, term)))
+        tree = json.loads(read_regular_text(run.lease / f"term-{term:06d}.json"))
         found = {each.name: tree[each.name] for each in fields(LeaseHolder)} | {"term": term}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return unknown  # incomplete or damaged: only its counter tells whether it is alive
@@ -268,10 +270,6 @@ def run_token(run: RunDirectory) -> str:
     return read_regular_text(path).strip()
 
 
-def _term_file(run: RunDirectory, term: int) -> Path:
-    return run.lease / f"term-{term:06d}.json"
-
-
 def _counter_file(run: RunDirectory, term: int) -> Path:
     return run.lease / f"beat-{term:06d}"
 
@@ -283,13 +281,6 @@ def _write_counter(run: RunDirectory, term: int, text: str) -> None:
         os.write(fd, text.ljust(20).encode("ascii"))
     finally:
         os.close(fd)
-
-
-def _read_counter(run: RunDirectory, term: int) -> str:
-    try:
-        return read_regular_text(_counter_file(run, term)).strip()
-    except (OSError, ValueError):
-        return ""
 
 
 def write_once(path: Path, text: str) -> bool:
@@ -311,9 +302,8 @@ def write_once(path: Path, text: str) -> bool:
 
 
 def _write_new(path: Path, text: str) -> None:
-    with open(
-        os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600), "w", encoding="utf-8"
-    ) as file:
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+    with open(fd, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

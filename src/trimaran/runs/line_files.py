@@ -133,27 +133,23 @@ class LineWriter:
             _cut_torn_line(self._fd)
         self._may_be_torn = True
         while self._kept:
-            self._write_batch(self._fd)
+            lines, num_bytes = [], 0
+            for line, _ in self._kept:
+                if lines and num_bytes + len(line) > BATCH_BYTES:
+                    break
+                lines.append(line)
+                num_bytes += len(line)
+            data, written = b"".join(lines), 0
+            try:
+                while written < len(data):
+                    written += self._write_to(self._fd, data[written:])
+            finally:  # if the disk is full in the middle of a line, cut off what was written of it
+                whole = data.rfind(b"\n", 0, written) + 1
+                for _ in range(data.count(b"\n", 0, whole)):
+                    self._pop()
+                if whole < written:
+                    _cut_torn_line(self._fd)
         self._may_be_torn = False
-
-    def _write_batch(self, fd: int) -> None:
-        """Write some lines. If the disk is full in the middle of one, cut off what was written of it."""
-        lines, num_bytes = [], 0
-        for line, _ in self._kept:
-            if lines and num_bytes + len(line) > BATCH_BYTES:
-                break
-            lines.append(line)
-            num_bytes += len(line)
-        data, written = b"".join(lines), 0
-        try:
-            while written < len(data):
-                written += self._write_to(fd, data[written:])
-        finally:
-            whole = data.rfind(b"\n", 0, written) + 1
-            for _ in range(data.count(b"\n", 0, whole)):
-                self._pop()
-            if whole < written:
-                _cut_torn_line(fd)
 
     def _pop(self) -> int:
         line, step = self._kept.popleft()

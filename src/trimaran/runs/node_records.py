@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ KINDS = ("hardware", "lost", "cleared")
 MIN_LOSSES, LOSS_SECONDS = 3, 24 * 3600.0
 MEMORY_SECONDS = 7 * 24 * 3600.0
 MAX_TEXT = 500
+HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")  # it is passed on to schedulers and shown on terminals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +89,7 @@ def add_observation(path: Path, observation: NodeObservation) -> None:
 
 
 def read_bad_nodes(path: Path) -> dict[str, BadNode]:
-    """Return the nodes to avoid now, by name. Lines that are not observations are skipped.
-
-    A file that cannot be read has none: it must not keep a run from starting.
-    """
+    """Return the nodes to avoid now, by name. An unreadable file has none: it must not keep a run from starting."""
     seen: dict[str, list[NodeObservation]] = defaultdict(list)
     now = time.time()
     try:
@@ -102,18 +101,19 @@ def read_bad_nodes(path: Path) -> dict[str, BadNode]:
                 seen[each.node].append(each)
     except OSError:
         return {}
-    return {node: bad for node, each in sorted(seen.items()) if (bad := _judge(node, each)) is not None}
-
-
-def _judge(node: str, observations: list[NodeObservation]) -> BadNode | None:
-    broken = [each for each in observations if each.kind == "hardware"]
-    losses = [each for each in observations if each.kind == "lost"]
-    if broken:
-        return BadNode(node=node, why=broken[-1].why, expires=broken[-1].expires, observations=tuple(observations))
-    if len(losses) < MIN_LOSSES:
-        return None
-    why = f"lost {len(losses)} times within a day, last: {losses[-1].why}"
-    return BadNode(node=node, why=why, expires=losses[-MIN_LOSSES].expires, observations=tuple(observations))
+    bad = {}
+    for node, observations in sorted(seen.items()):
+        broken = [each for each in observations if each.kind == "hardware"]
+        losses = [each for each in observations if each.kind == "lost"]
+        if broken:
+            why, expires = broken[-1].why, broken[-1].expires
+        elif len(losses) >= MIN_LOSSES:
+            why = f"lost {len(losses)} times within a day, last: {losses[-1].why}"
+            expires = losses[-MIN_LOSSES].expires
+        else:
+            continue
+        bad[node] = BadNode(node=node, why=why, expires=expires, observations=tuple(observations))
+    return bad
 
 
 def _observation(tree: dict[str, Any]) -> NodeObservation | None:
@@ -123,16 +123,9 @@ def _observation(tree: dict[str, Any]) -> NodeObservation | None:
     texts = all(isinstance(known.get(name), str) for name in ("node", "kind", "why"))
     more = all(isinstance(known.get(name, ""), str) for name in ("run", "incident"))
     times = all(type(known.get(name)) in (int, float) for name in ("time", "expires"))
-    if not (texts and more and times) or known["kind"] not in KINDS or not _is_name(known["node"]):
+    if not (texts and more and times) or known["kind"] not in KINDS or not HOST_NAME.fullmatch(known["node"]):
         return None
     return NodeObservation(**known)
-
-
-def _is_name(node: str) -> bool:
-    """Return whether `node` can be a host name: it is passed on to schedulers and shown on terminals."""
-    return 0 < len(node) <= 253 and node.isascii() and all(each.isalnum() or each in ".-_" for each in node) and (
-        node[0].isalnum()
-    )  # fmt: skip
 
 
 LEFT_OUT_FIELD = "nodes.left_out"  # as a decision of the autopilot names it
@@ -166,7 +159,9 @@ def read_node_speeds(run: RunDirectory) -> dict[str, tuple[float, ...]]:
     """Return the measured speeds by host name, the first of which is from when it was left out."""
     with suppress(*DAMAGED):
         hosts = json.loads(read_regular_bytes(run.node_speeds, limit_bytes=MAX_BYTES))["hosts"]
-        return {str(host): tuple(_positive(each) for each in speeds) for host, speeds in hosts.items()}
+        found = {str(host): tuple(map(float, speeds)) for host, speeds in hosts.items()}
+        if all(0 < each < math.inf for speeds in found.values() for each in speeds):
+            return found
     return {}
 
 
@@ -191,12 +186,6 @@ def speedup_of(speeds: Sequence[float]) -> float:
 def has_recovered(speeds: Sequence[float]) -> bool:
     """Return whether a node is clearly faster than when it was left out, in several measurements in a row."""
     return speedup_of(speeds) >= MIN_SPEEDUP
-
-
-def _positive(value: float) -> float:
-    if not 0 < float(value) < math.inf:
-        raise ValueError("a speed is a positive number")
-    return float(value)
 
 
 MAX_LINKS_BYTES = 4 << 20

@@ -65,10 +65,7 @@ class OptionalFile(io.FileIO):
 
 
 def open_closed_output() -> None:
-    """Open /dev/null as stdout or stderr if it was closed when this process started, so that it can be written to.
-
-    Its descriptor does not become another file's either.
-    """
+    """Open /dev/null as stdout or stderr if that was closed, so that no other file gets its descriptor."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open as long as the process
@@ -105,10 +102,7 @@ def machine_id() -> str:
 
 
 def start_ticks(pid: int) -> int:
-    """Return when a process of this machine started, in the kernel's ticks since boot; -1 if it is gone.
-
-    Together with the pid, which is reused, and `machine_id` it identifies a process.
-    """
+    """Return when a process started, in ticks since boot; -1 if it is gone. With the pid it identifies the process."""
     try:
         state, *rest = (
             Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -51,79 +51,42 @@ def _object_of(check: Check) -> Check:
     return lambda value: type(value) is dict and all(map(check, value.values()))
 
 
+def _by_name(names: Mapping[Check, str]) -> dict[str, Check]:
+    """Return the check of each field, from the names of a check's fields, separated by blanks."""
+    return {name: check for check, each in names.items() for name in each.split()}
+
+
 # Of a line of metrics, events, incidents, attempts, samples of machines.
-LINE_TYPES: dict[str, Check] = {
-    "action": _or_null(_is_text),
-    "attempt": is_count,
-    "cause": _is_text,
-    "cost": _object_of(_or_null(is_number)),
-    "data": _is_object,
-    "ended": is_time,
-    "evidence": _is_object,
-    "gpus": _list_of(_is_object),
-    "host": _is_text,
-    "how": _or_null(_is_text),
-    "id": _is_text,
-    "kind": _is_text,
-    "over": _is_integer,
-    "pid": is_count,
-    "rank": is_count,
-    "ranks": _is_object,
-    "step": is_count,
-    "suspects": _list_of(is_count),
-    "time": is_time,
-    "victims": _list_of(is_count),
-    "what": _is_text,
-    "why": _is_text,
-    "world_size": is_count,
-}
+LINE_TYPES = _by_name(
+    {
+        _or_null(_is_text): "action how",
+        is_count: "attempt pid rank step world_size",
+        _is_text: "cause host id kind what why",
+        _object_of(_or_null(is_number)): "cost",
+        _is_object: "data evidence ranks",
+        is_time: "ended time",
+        _list_of(_is_object): "gpus",
+        _is_integer: "over",
+        _list_of(is_count): "suspects victims",
+    }
+)
 # Of the `data` of an event. A field of another type is left out.
-DATA_TYPES: dict[str, Check] = {
-    "accuracy": _object_of(is_number),
-    "accuracy_counts": _object_of(is_number),
-    "action": _is_text,
-    "born": _is_object,
-    "bytes": is_number,
-    "code": _is_text,
-    "compile": _is_object,
-    "copies": _is_object,
-    "expected": _is_text,
-    "first_lost": is_count,
-    "fix": _is_text,
-    "grad_norm": _or_null(is_number),
-    "host": _is_text,
-    "keys": _list_of(_is_text),
-    "last_lost": is_count,
-    "loss": _or_null(is_number),
-    "lost": is_count,
-    "message": _is_text,
-    "path": _is_text,
-    "phases": _object_of(_or_null(is_number)),
-    "pid": is_count,
-    "prompt": _is_text,
-    "ranks": _list_of(is_count),
-    "reason": _is_text,
-    "right": _is_truth,
-    "sample_ids": _list_of(is_count),
-    "seconds": is_number,
-    "stall_seconds": is_number,
-    "steps": is_count,
-    "text": _is_text,
-    "tokens": is_count,
-    "type": _is_text,
-    "unused": _list_of(_is_text),
-    "what": _is_text,
-    "where": _is_text,
-    "world_size": is_count,
-    "written_bytes": is_number,
-}
+DATA_TYPES = _by_name(
+    {
+        _object_of(is_number): "accuracy accuracy_counts",
+        _is_text: "action code expected fix host message path prompt reason text type what where",
+        _is_object: "born compile copies",
+        is_number: "bytes seconds stall_seconds written_bytes",
+        is_count: "first_lost last_lost lost pid steps tokens world_size",
+        _or_null(is_number): "grad_norm loss",
+        _list_of(_is_text): "keys unused",
+        _object_of(_or_null(is_number)): "phases",
+        _list_of(is_count): "ranks sample_ids",
+        _is_truth: "right",
+    }
+)
 # Of the `evidence` of an incident. A field of another type is left out.
-EVIDENCE_TYPES: dict[str, Check] = {
-    "facts": _list_of(_is_text),
-    "files": _list_of(_is_text),
-    "sample_ids": _list_of(is_count),
-    "why": _is_text,
-}
+EVIDENCE_TYPES = _by_name({_list_of(_is_text): "facts files", _list_of(is_count): "sample_ids", _is_text: "why"})
 MISTAKE_FIELDS = ("code", "what", "where", "fix")  # of an error that was a user's mistake
 
 

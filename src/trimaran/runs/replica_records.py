@@ -99,10 +99,7 @@ class Round(_Encoded):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult(_Encoded):
-    """Whether all contributors got the values. If not, the next round repeats the exchange without those lost.
-
-    `members` take part in the next round; they include those who join now.
-    """
+    """Whether all contributors got the values, or the next round repeats it; and the `members` of the next round."""
 
     ok: bool
     members: tuple[int, ...]

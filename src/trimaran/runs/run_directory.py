@@ -108,10 +108,7 @@ class RunDirectory:
         return read_stored_recipe(self.recipe)
 
     def read_plan(self, file: Path | None = None) -> "Plan":
-        """Return the run's plan with its prediction; raise UserError if its file is missing or damaged.
-
-        `file` is that of an earlier plan, see `earlier_plans`.
-        """
+        """Return the plan in plan.json, or in an earlier `file`; raise UserError if it is missing or damaged."""
         from trimaran.runs.stored_settings import read_stored_plan  # noqa: PLC0415  it needs pydantic
 
         return read_stored_plan(file or self.plan)

@@ -110,10 +110,7 @@ INCIDENT_NEEDS = {"id", "cause", "time", "what"}
 
 
 class IncidentLog(RareLines):
-    """Writes the incidents of a run. Only one process may use it: the supervisor, or rank 0 where there is none.
-
-    What cannot be written is kept, see `RareLines`.
-    """
+    """Writes the incidents of a run, from one process only: the supervisor, or rank 0 where there is none."""
 
     def __init__(self, run: RunDirectory) -> None:
         super().__init__(run, run.incidents)

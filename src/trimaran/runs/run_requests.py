@@ -62,10 +62,7 @@ Requester = Literal["user", "autopilot"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeRequest:
-    """Change the fields of `patch`, which maps recipe fields to values, the pairs that `--set` takes.
-
-    `id` counts the requests of a run from 1. `reason` is one sentence for people.
-    """
+    """Change the fields of `patch`, pairs as of `--set`. `id` counts from 1; `reason` is one sentence for people."""
 
     id: int
     patch: Mapping[str, Any] = field(default_factory=dict)
@@ -87,7 +84,10 @@ def write_change_request(
     if pending is not None and (by == "autopilot" or pending.by == "user"):
         raise UserError("S042", f"change {pending.id} of this run is not answered yet", where=str(run.change_request),
                         fix="wait for it: `trimaran watch RUN` shows the answer")  # fmt: skip
-    request = ChangeRequest(id=next_change_id(run, pending), patch=dict(patch), by=by, reason=reason)
+    known = [event["data"].get("id") for event in change_answers(run)]
+    known += [pending.id] if pending is not None else []
+    newest = max((each for each in known if isinstance(each, int)), default=0)
+    request = ChangeRequest(id=newest + 1, patch=dict(patch), by=by, reason=reason)
     with writing(run):
         write_atomically(run.change_request, json.dumps(request.as_dict()))
     return request
@@ -107,13 +107,6 @@ def read_change_request(run: RunDirectory) -> ChangeRequest | None:
 def change_answers(run: RunDirectory) -> Iterator[dict[str, Any]]:
     """Yield the `change` events of the run, the first first."""
     return (event for event in read_json_lines(run.events(0)) if event.get("kind") == "change")
-
-
-def next_change_id(run: RunDirectory, pending: ChangeRequest | None = None) -> int:
-    """Return the id of the next request: one more than the largest so far."""
-    known = [event["data"].get("id") for event in change_answers(run)]
-    known += [pending.id] if pending is not None else []
-    return 1 + max((each for each in known if isinstance(each, int)), default=0)
 
 
 def withdraw_change_request(run: RunDirectory, request: ChangeRequest) -> None:

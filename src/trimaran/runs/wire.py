@@ -48,7 +48,7 @@ def new_nonce() -> str:
 
 def proof(token: str, side: Side, server_nonce: str, client_nonce: str) -> str:
     """Return the proof that `side` knows the token."""
-    return _mac(token.encode(), f"{side} {server_nonce} {client_nonce}".encode()).hex()
+    return hmac.digest(token.encode(), f"{side} {server_nonce} {client_nonce}".encode(), "sha256").hex()
 
 
 def matches(received: Any, expected: str) -> bool:
@@ -59,7 +59,7 @@ class FrameAuthenticator:
     """Makes the MACs of the frames of one side of a connection, in their order."""
 
     def __init__(self, token: str, side: Side, server_nonce: str, client_nonce: str) -> None:
-        key = _mac(token.encode(), f"frames of {side} {server_nonce} {client_nonce}".encode())
+        key = hmac.digest(token.encode(), f"frames of {side} {server_nonce} {client_nonce}".encode(), "sha256")
         self._begun = hmac.new(key, digestmod="sha256")  # a copy of it costs less than a new one for each frame
         self._count = 0
 
@@ -184,7 +184,3 @@ def unpack(text: Any) -> bytes:
         return base64.b64decode(text, validate=True)
     except (TypeError, ValueError) as error:
         raise WireError(f"a value that is not base64: {error}") from None
-
-
-def _mac(key: bytes, message: bytes) -> bytes:
-    return hmac.digest(key, message, "sha256")

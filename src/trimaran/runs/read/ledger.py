@@ -31,15 +31,7 @@ from trimaran.runs.run_directory import RunDirectory
 Line = Mapping[str, Any]
 
 # Productive time comes first. `idle` is the time between a stop and a resume, when no process ran.
-CATEGORIES = (
-    *STEP_CATEGORIES,  # of the time inside a step
-    "evaluation",
-    "compile",
-    "init",
-    "restart",
-    "replay",
-    "idle",
-)
+CATEGORIES = (*STEP_CATEGORIES, "evaluation", "compile", "init", "restart", "replay", "idle")
 # After the last step, the category of the time before an event.
 CATEGORY_BEFORE_EVENT = {
     "checkpoint": "save",
@@ -72,15 +64,11 @@ class Ledger:
 
     @property
     def goodput(self) -> float:
-        """The fraction of `at_work` spent in compute and communication of steps that were not replayed.
-
-        Every view and every sink shows this goodput.
-        """
+        """The fraction of `at_work` in compute and communication of steps that were not replayed, for every view."""
         return (self.seconds["compute"] + self.seconds["communication"]) / self.at_work if self.at_work > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("since", "until", "total", "at_work", "goodput", "seconds")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("since", "until", "total", "at_work", "goodput", "seconds")}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,8 +125,10 @@ class LedgerReader:
     def _open(self) -> None:
         self._attempts: list[AttemptTimes] = []
         self._supervised = False
-        self._reader, unindexed = RunReader(self._run), self._max_unindexed_bytes
-        self.steps = StepReader(self._run, self._num_lines, max_unindexed_bytes=unindexed, limits=self._limits)
+        self._reader = RunReader(self._run)
+        self.steps = StepReader(
+            self._run, self._num_lines, max_unindexed_bytes=self._max_unindexed_bytes, limits=self._limits
+        )
 
     def reopen(self) -> None:
         """Begin anew: `new_steps` starts from the first step, and finds an index that was written meanwhile."""
@@ -165,7 +155,16 @@ class LedgerReader:
     def _poll(self) -> bool:
         """Read new attempts and events; return whether metrics lines were truncated."""
         for line in self._reader.records(self._run.attempts):
-            self._read_attempt(line)
+            self._supervised = True
+            if not isinstance(line.get("ended", line.get("time")), int | float):
+                continue  # a damaged line
+            if "world_size" in line:
+                self._attempts.append(AttemptTimes(begin=line["time"]))
+            elif "ended" in line and self._attempts:
+                last = self._attempts[-1]
+                last.end, last.how, last.reached = line["ended"], line.get("how", ""), int(_number(line, "step"))
+            elif "over" in line and self._attempts:
+                self._attempts[-1].over = line["time"]
         truncated = [self._read_event(line) for line in self._reader.events() if _is_event(line)]
         return any(truncated)
 
@@ -173,24 +172,17 @@ class LedgerReader:
         """Count the new steps, and yield them; of a long past, blocks of steps that one attempt did."""
         attempt: AttemptTimes | None = None
         first = after = 0  # `attempt` did the steps from `first` on and before `after`
-        for step in self.steps.new(self._is_of_one_attempt):
+        # A block counts if one attempt did all its steps, which are not among its latest, whose times are kept.
+        for step in self.steps.new(lambda block: block.last + RECENT_STEPS < self._attempt_of_step(block.first)[2]):
             number = step.first if isinstance(step, StepBlock) else step.step
             if not first <= number < after:
                 attempt, first, after = self._attempt_of_step(number)
             if attempt is not None:
-                _add_block(attempt, step) if isinstance(step, StepBlock) else _add_step(attempt, step)
+                _add_step(attempt, step)
             yield step
 
-    def _is_of_one_attempt(self, block: StepBlock) -> bool:
-        """Whether one attempt did all steps of `block`, and they are not among its latest, whose times are kept."""
-        _, _, after = self._attempt_of_step(block.first)
-        return block.last + RECENT_STEPS < after
-
     def compute(self, *, now: float | None = None) -> Ledger:
-        """Return the ledger of what was read so far.
-
-        It ends at `now` for a live run; without `now`, at the last line written.
-        """
+        """Return the ledger of what was read, up to `now` for a live run; without `now`, up to the last line."""
         attempts = self._attempts
         if not attempts:
             return Ledger(since=0.0, until=0.0, seconds=dict.fromkeys(CATEGORIES, 0.0))
@@ -208,18 +200,6 @@ class LedgerReader:
             next_begin = attempts[number + 1].begin if number + 1 < len(attempts) else until
             seconds["restart" if attempt.over is None else "idle"] += max(0.0, next_begin - end)
         return Ledger(since=attempts[0].begin, until=until, seconds=seconds)
-
-    def _read_attempt(self, line: Line) -> None:
-        self._supervised = True
-        if not isinstance(line.get("ended", line.get("time")), int | float):
-            return  # a damaged line
-        if "world_size" in line:
-            self._attempts.append(AttemptTimes(begin=line["time"]))
-        elif "ended" in line and self._attempts:
-            last = self._attempts[-1]
-            last.end, last.how, last.reached = line["ended"], line.get("how", ""), int(_number(line, "step"))
-        elif "over" in line and self._attempts:
-            self._attempts[-1].over = line["time"]
 
     def _read_event(self, line: Line) -> bool:
         """Read an event of rank 0; return whether it says that metrics lines were truncated."""
@@ -239,20 +219,21 @@ class LedgerReader:
             attempt.compile += _number(data.get("compile"), "seconds")
         elif kind == "replay":
             number, seconds = int(_number(data, "steps")), _number(data, "seconds")
-            for owner, steps, highest in self._attempts_of_steps(line["step"], number):
-                owner.replayed += steps
-                owner.replayed_seconds += steps / number * seconds
-                owner.highest = max(owner.highest, highest)
+            top = (
+                line["step"] + number
+            )  # the steps up to it, to which no later attempt resumed, are still to be counted
+            for owner in reversed(self._attempts):
+                if owner.start is not None and (bottom := max(owner.start, line["step"])) < top:
+                    owner.replayed += top - bottom
+                    owner.replayed_seconds += (top - bottom) / number * seconds
+                    owner.highest, top = max(owner.highest, top), bottom
             if attempt.start is not None:  # it rewound while training, and replays steps of earlier attempts
                 attempt.start = min(attempt.start, line["step"])
         attempt.events.append((line["time"], CATEGORY_BEFORE_EVENT.get(kind, "")))
         return kind == "replay"
 
     def _attempt_of_step(self, step: int) -> tuple[AttemptTimes | None, int, int]:
-        """Return the attempt that did `step` last, and the range [first, after) of steps for which that holds.
-
-        It is the latest attempt that resumed from a step before it.
-        """
+        """Return the latest attempt that resumed before `step`, and the range [first, after) of its steps."""
         after = sys.maxsize
         for attempt in reversed(self._attempts):
             if attempt.start is not None and attempt.start < step:
@@ -261,23 +242,18 @@ class LedgerReader:
                 after = min(after, attempt.start + 1)
         return None, 0, after
 
-    def _attempts_of_steps(self, after: int, steps: int) -> list[tuple[AttemptTimes, int, int]]:
-        """Return (attempt, number of steps, highest step) of the attempts that did the `steps` after step `after`."""
-        found, top = [], after + steps
-        for attempt in reversed(self._attempts):
-            if attempt.start is not None and max(attempt.start, after) < top:
-                found.append((attempt, top - max(attempt.start, after), top))
-                top = max(attempt.start, after)
-        return found
-
 
 def read_ledger(run: RunDirectory, *, now: float | None = None) -> Ledger:
     """Return the ledger of `run`, see `LedgerReader.compute`."""
     return LedgerReader(run).read(now=now)
 
 
-def _add_step(attempt: AttemptTimes, step: StepLine) -> None:
-    """Add a step's seconds to its attempt. A step with NaN or Inf times is skipped."""
+def _add_step(attempt: AttemptTimes, step: StepLine | StepBlock) -> None:
+    """Add the seconds of a step, or of a block, to its attempt. A step with NaN or Inf times is skipped."""
+    if isinstance(step, StepBlock):
+        attempt.seconds = [before + added for before, added in zip(attempt.seconds, step.seconds, strict=True)]
+        attempt.highest, attempt.last = max(attempt.highest, step.highest), max(attempt.last, step.time)
+        return
     compute, communication, data, straggler, save = split_step(step)
     total = compute + communication + data + straggler + save
     if not math.isfinite(total):
@@ -290,11 +266,6 @@ def _add_step(attempt: AttemptTimes, step: StepLine) -> None:
     seconds[4] += save
     attempt.highest, attempt.last = max(attempt.highest, step.step), max(attempt.last, step.time)
     attempt.recent.append(total)
-
-
-def _add_block(attempt: AttemptTimes, block: StepBlock) -> None:
-    attempt.seconds = [before + added for before, added in zip(attempt.seconds, block.seconds, strict=True)]
-    attempt.highest, attempt.last = max(attempt.highest, block.highest), max(attempt.last, block.time)
 
 
 def _is_event(line: Line) -> bool:

@@ -128,13 +128,9 @@ def _timeline(history: Sequence[Mapping[str, Any]], allocated: int) -> dict[str,
         if level > peak:
             peak, peak_at = level, index
     timeline = [{"seconds": round(seconds, 6), "allocated": level} for seconds, level in downsample(points)]
-    return {"timeline": timeline, "peak": _at_peak(actions[: peak_at + 1], peak)}
-
-
-def _at_peak(actions: Sequence[Mapping[str, Any]], peak: int) -> dict[str, Any]:
-    """Return what is allocated after `actions`: their own allocations by line, and the bytes from before them."""
+    # What is allocated at the peak: by line, and the bytes from before the history.
     live: dict[int, Mapping[str, Any]] = {}
-    for each in actions:
+    for each in actions[: peak_at + 1]:
         if each["action"] == "alloc":
             live[each["addr"]] = each
         else:
@@ -142,8 +138,9 @@ def _at_peak(actions: Sequence[Mapping[str, Any]], peak: int) -> dict[str, Any]:
     lines = ByteTotals()
     for each in live.values():
         lines.add(_code_line(each.get("frames", ())), each["size"])
-    since = sum(each["size"] for each in live.values())
-    return {"allocated": peak, "from_before": peak - since, "lines": lines.rows("file", "line", "function")}
+    before = peak - sum(each["size"] for each in live.values())
+    rows = lines.rows("file", "line", "function")
+    return {"timeline": timeline, "peak": {"allocated": peak, "from_before": before, "lines": rows}}
 
 
 def _code_line(frames: Sequence[Mapping[str, Any]]) -> tuple[str, int, str]:

@@ -96,7 +96,10 @@ class RunTail:
 
     def __init__(self, run: RunDirectory) -> None:
         self._reader, self._position_file = RunReader(run), run.path / "telemetry" / "fed.json"
-        self._since = self._newest = self._read_position()
+        self._since = 0.0
+        with suppress(*DAMAGED):
+            self._since = float(json.loads(read_regular_text(self._position_file))["time"])
+        self._newest = self._since
         self._kinds: dict[Path, str] = {}  # names of the sink's methods, by file
         self._add("step", run.metrics)
         self._kinds[run.incidents] = "incident"  # all of them, each time
@@ -125,11 +128,6 @@ class RunTail:
             self._kinds[path] = kind
             if self._since:
                 self._reader.skip_to(path, _first_after(self._since, path))
-
-    def _read_position(self) -> float:
-        with suppress(*DAMAGED):
-            return float(json.loads(read_regular_text(self._position_file))["time"])
-        return 0.0
 
 
 def _first_after(since: float, path: Path) -> int:

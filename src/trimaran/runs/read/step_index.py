@@ -231,10 +231,7 @@ class StepIndexer:
         self._has_failed = False
 
     def note_line(self) -> None:
-        """Note that a line was appended to the metrics; every `BLOCK_LINES` of them the index is extended.
-
-        It never raises: without an index everything is the same, but slower to show.
-        """
+        """Note a new line of metrics; extend the index every `BLOCK_LINES`. Never raises: the index only saves time."""
         self._num_new_lines += 1
         if self._num_new_lines < BLOCK_LINES:
             return
@@ -249,7 +246,14 @@ class StepIndexer:
     def extend(self, max_blocks: int = MAX_BLOCKS_AT_ONCE) -> int:
         """Write the next blocks, at most `max_blocks`; return how many."""
         with open_regular_file(self._metrics) as metrics:
-            begin = self._drop_stale(metrics.fileno())
+            begin, indexed = 0, 0
+            for offset, line in lines_from_end(self._index):
+                if line.endswith(b"\n") and (block := _parse(line, metrics.fileno())) is not None:
+                    begin, indexed = block.end, offset + len(line)
+                    break
+            # Cut off the blocks at the end whose lines were withdrawn.
+            if self._index.exists() and indexed < self._index.stat().st_size:
+                os.truncate(self._index, indexed)
             metrics.seek(begin)
             added = []
             for _ in range(max_blocks):
@@ -267,23 +271,9 @@ class StepIndexer:
                 index.write(b"".join(added))
         return len(added)
 
-    def _drop_stale(self, metrics: int) -> int:
-        """Cut off the blocks at the end of the index whose lines were withdrawn; return where the next block begins."""
-        for offset, line in lines_from_end(self._index):
-            if line.endswith(b"\n") and (block := _parse(line, metrics)) is not None:
-                if offset + len(line) < self._index.stat().st_size:
-                    os.truncate(self._index, offset + len(line))
-                return block.end
-        if self._index.exists():
-            os.truncate(self._index, 0)
-        return 0
-
 
 class IndexFollower:
-    """Yields the valid blocks that were added to an index since the last call; they do not overlap.
-
-    They are in order, from the byte `after` of the metrics on.
-    """
+    """Yields the valid blocks added to an index since the last call, in order, disjoint, from the byte `after` on."""
 
     def __init__(self, metrics: Path, index: Path, *, after: int = 0) -> None:
         self._metrics, self._lines, self._end = metrics, LineFollower(index), after
@@ -306,10 +296,7 @@ def read_index(metrics: Path, index: Path, *, after: int = 0) -> Iterator[Indexe
 
 
 def _parse(line: bytes, metrics: int) -> IndexedBlock | None:
-    """Return the block of a line of the index; None if it is damaged, or if the metrics are not those it was made of.
-
-    `metrics` is the descriptor of the metrics file.
-    """
+    """Return the block of a line; None if it is damaged or not made of these metrics, whose descriptor is `metrics`."""
     head, _, body = line.removesuffix(b"\n").partition(b" ")
     if head != b"%08x" % zlib.crc32(body):
         return None
@@ -372,29 +359,25 @@ class StepReader:
         except FileNotFoundError:
             return
         if size - self._lines.scanned > self._max_unindexed_bytes:
-            yield from self._indexed(is_wanted)
-            yield from self._before_the_last()
+            with open_regular_file(self._run.metrics) as metrics:
+                yield from self._past(metrics, is_wanted)
         yield from filter(None, map(read_step, self._lines.new()))
 
-    def _indexed(self, is_wanted: Callable[[StepBlock], bool]) -> Iterator[StepLine | StepBlock]:
+    def _past(self, metrics: BinaryIO, is_wanted: Callable[[StepBlock], bool]) -> Iterator[StepLine | StepBlock]:
+        """Yield the steps of the index, and those after it up to the last ones."""
         first_line = last_step(self._run) - self._num_lines
-        with open_regular_file(self._run.metrics) as metrics:
-            for block in read_index(self._run.metrics, self._run.metrics_index, after=self._lines.offset):
-                is_whole = block.begin > 0 and block.steps.last <= first_line and is_wanted(block.steps)
-                yield from self._between(metrics, self._lines.offset, block.begin if is_whole else block.end)
-                if is_whole:
-                    yield block.steps
-                self._lines.skip_to(block.end)
-
-    def _before_the_last(self) -> Iterator[StepLine | StepBlock]:
-        """Yield the steps after the index, up to the last ones."""
+        for block in read_index(self._run.metrics, self._run.metrics_index, after=self._lines.offset):
+            is_whole = block.begin > 0 and block.steps.last <= first_line and is_wanted(block.steps)
+            yield from self._between(metrics, self._lines.offset, block.begin if is_whole else block.end)
+            if is_whole:
+                yield block.steps
+            self._lines.skip_to(block.end)
         last_begin, num_bytes, num_lines = self._lines.offset, 0, 0
         for offset, line in lines_from_end(self._run.metrics):
             if offset <= self._lines.offset or (num_bytes >= self._limits.last_bytes and num_lines >= self._num_lines):
                 break
             last_begin, num_bytes, num_lines = offset, num_bytes + len(line), num_lines + 1
-        with open_regular_file(self._run.metrics) as metrics:
-            yield from self._between(metrics, self._lines.offset, last_begin)
+        yield from self._between(metrics, self._lines.offset, last_begin)
         self._lines.skip_to(last_begin)
 
     def _between(self, metrics: BinaryIO, begin: int, end: int) -> Iterator[StepLine | StepBlock]:
@@ -404,7 +387,8 @@ class StepReader:
             yield from _lines_between(metrics, begin, end)
             return
         if begin == 0:
-            first_end = limits.first_bytes + len(_bytes_at(metrics, limits.first_bytes).partition(b"\n")[0]) + 1
+            rest = os.pread(metrics.fileno(), PLACE_BYTES, limits.first_bytes).partition(b"\n")[0]  # of a line
+            first_end = limits.first_bytes + len(rest) + 1
             yield from _lines_between(metrics, begin, first_end)
             begin = first_end
         places = [begin + number * (end - begin) // limits.num_places for number in range(limits.num_places)]
@@ -432,10 +416,6 @@ def _lines_between(metrics: BinaryIO, begin: int, end: int) -> Iterator[StepLine
 
 def _steps_at(metrics: BinaryIO, place: int, *, is_begin: bool) -> list[StepLine]:
     """Return some neighbouring steps at a place in the metrics. `is_begin`: a line begins there."""
-    lines = _bytes_at(metrics, place).split(b"\n")[0 if is_begin else 1 : -1]
+    lines = os.pread(metrics.fileno(), PLACE_BYTES, place).split(b"\n")[0 if is_begin else 1 : -1]
     steps = [step for line in lines if (step := read_step(line + b"\n")) is not None]
     return steps[:PLACE_LINES]
-
-
-def _bytes_at(metrics: BinaryIO, place: int) -> bytes:
-    return os.pread(metrics.fileno(), PLACE_BYTES, place)

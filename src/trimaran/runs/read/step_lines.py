@@ -37,10 +37,7 @@ class StepLine(NamedTuple):
 
 
 def read_step(line: bytes) -> StepLine | None:
-    """Return the step of a line; None if the line is not a step.
-
-    A line in the journal's format is only parsed up to the details, which are most of it and rarely shown.
-    """
+    """Return the step of a line, parsed only up to its details, which are rarely shown; None if it is not a step."""
     found = _HEAD.match(line) if line.endswith(b"}\n") else None
     if found is None:
         return _parse_json(line)

@@ -224,7 +224,31 @@ def merge(traces: Sequence[Trace]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     flows: dict[tuple[int, Any], int] = {}
     for trace in sorted(traces, key=lambda each: each.rank):
-        events += _rank_events(trace, _offset(trace, origin) + shifts[trace.host] - start, flows)
+        rank, shift = trace.rank, _offset(trace, origin) + shifts[trace.host] - start
+        on = f" on {trace.host}" if trace.host else ""
+        events += _name(rank, None, f"rank {rank}{on}{f' ({trace.device})' if trace.device else ''}", rank)
+        events += _phases(trace.host_phases, rank, PHASES, "phases of the step", shift)
+        if trace.kernels:
+            events += _phases(device_phases(trace), rank, DEVICE_PHASES, "phases on the device", shift)
+        tracks: dict[tuple[Any, Any], int] = {}
+        names = {
+            (each.get("pid"), each.get("tid")): str(each.get("args", {}).get("name", ""))
+            for each in trace.events
+            if each.get("ph") == "M" and each.get("name") == "thread_name"
+        }
+        for each in trace.events:
+            if each.get("ph") == "M" or "ts" not in each or type(each.get("pid")) is not int or each.get("tid") == "":
+                continue  # the profiler's own events
+            key = each.get("pid"), each.get("tid")
+            if key not in tracks:
+                tracks[key] = FIRST_THREAD + len(tracks)
+                is_device = each.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+                name = f"GPU {key[0]} stream {key[1]}" if is_device else names.get(key, f"thread {key[1]}")
+                events += _name(rank, tracks[key], name, tracks[key])
+            moved = each | {"pid": rank, "tid": tracks[key], "ts": each["ts"] + shift}
+            if "id" in each:
+                moved["id"] = flows.setdefault((rank, each["id"]), len(flows) + 1)
+            events.append(moved)
     clocks = {host: {"shift_microseconds": round(shift, 3)} for host, shift in shifts.items()}
     return {"displayTimeUnit": "ms", "clocks": clocks, "traceEvents": events}
 
@@ -240,72 +264,30 @@ def clock_shifts(traces: Sequence[Trace]) -> dict[str, float]:
     first = min(traces, key=lambda each: each.rank)
     shifts: dict[str, float] = {first.host: 0.0}
     for trace in sorted(traces, key=lambda each: each.rank):
-        if trace.host not in shifts:
-            shifts[trace.host] = _shift(first, trace)
+        if trace.host in shifts:
+            continue
+        # By the ends of the collectives that both have.
+        here, there = _collective_ends(first, first.base_ns), _collective_ends(trace, first.base_ns)
+        apart = [a - b for name in here.keys() & there.keys() if len(here[name]) == len(there[name])
+                 for a, b in zip(here[name], there[name], strict=True)]  # fmt: skip
+        middle = statistics.median(apart) if apart else 0.0
+        deviation = statistics.median(abs(each - middle) for each in apart) if apart else 0.0
+        shifts[trace.host] = middle if deviation <= MAX_SKEW_DEVIATION_MICROSECONDS else 0.0
     return shifts
 
 
-def _shift(first: Trace, other: Trace) -> float:
-    """Return how far the clock of `other` is behind `first`, by the ends of their common collectives."""
-    origin = first.base_ns
-    here, there = (
-        {name: [end + _offset(each, origin) for end in ends] for name, ends in _collective_ends(each).items()}
-        for each in (first, other)
-    )
-    apart = [a - b for name in here.keys() & there.keys() if len(here[name]) == len(there[name])
-             for a, b in zip(here[name], there[name], strict=True)]  # fmt: skip
-    if not apart:
-        return 0.0
-    middle = statistics.median(apart)
-    is_steady = statistics.median(abs(each - middle) for each in apart) <= MAX_SKEW_DEVIATION_MICROSECONDS
-    return middle if is_steady else 0.0
-
-
-def _collective_ends(trace: Trace) -> dict[str, list[float]]:
-    """Return by name the end times of collectives over all ranks."""
+def _collective_ends(trace: Trace, origin: int) -> dict[str, list[float]]:
+    """Return by name the end times of collectives over all ranks, in microseconds since `origin`."""
     found: dict[str, list[float]] = {}
     for each in sorted(trace.spans, key=lambda each: each["ts"]):
         size = each.get("args", {}).get("Group size", trace.world_size)
         if is_communication(each) and size == trace.world_size:
-            found.setdefault(str(each["name"]), []).append(each["ts"] + each["dur"])
+            found.setdefault(str(each["name"]), []).append(each["ts"] + each["dur"] + _offset(trace, origin))
     return found
 
 
 def _offset(trace: Trace, origin: int) -> float:
     return (trace.base_ns - origin) / 1e3
-
-
-def _rank_events(trace: Trace, shift: float, flows: dict[tuple[int, Any], int]) -> Iterator[dict[str, Any]]:
-    """Yield the events of one rank as process `rank`, shifted by `shift` microseconds."""
-    rank = trace.rank
-    on = f" on {trace.host}" if trace.host else ""
-    yield from _name(rank, None, f"rank {rank}{on}{f' ({trace.device})' if trace.device else ''}", rank)
-    yield from _name(rank, PHASES, "phases of the step", PHASES)
-    for begin, end, phase, step in trace.host_phases:
-        yield _span(rank, PHASES, phase, begin + shift, end - begin, step)
-    if trace.kernels:
-        yield from _name(rank, DEVICE_PHASES, "phases on the device", DEVICE_PHASES)
-        for begin, end, phase, step in device_phases(trace):
-            yield _span(rank, DEVICE_PHASES, phase, begin + shift, end - begin, step)
-    tracks: dict[tuple[Any, Any], int] = {}
-    names = {
-        (each.get("pid"), each.get("tid")): str(each.get("args", {}).get("name", ""))
-        for each in trace.events
-        if each.get("ph") == "M" and each.get("name") == "thread_name"
-    }
-    for each in trace.events:
-        if each.get("ph") == "M" or "ts" not in each or not isinstance(each.get("pid"), int) or each.get("tid") == "":
-            continue  # the profiler's own events
-        key = each.get("pid"), each.get("tid")
-        if key not in tracks:
-            tracks[key] = FIRST_THREAD + len(tracks)
-            is_device = each.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
-            name = f"GPU {key[0]} stream {key[1]}" if is_device else names.get(key, f"thread {key[1]}")
-            yield from _name(rank, tracks[key], name, tracks[key])
-        moved = each | {"pid": rank, "tid": tracks[key], "ts": each["ts"] + shift}
-        if "id" in each:
-            moved["id"] = flows.setdefault((rank, each["id"]), len(flows) + 1)
-        yield moved
 
 
 def device_phases(trace: Trace) -> list[tuple[float, float, str, int]]:
@@ -328,9 +310,14 @@ def device_phases(trace: Trace) -> list[tuple[float, float, str, int]]:
     return [each for each in found if each[1] > each[0]]
 
 
-def _span(rank: int, track: int, phase: str, begin: float, length: float, step: int) -> dict[str, Any]:
-    return {"ph": "X", "cat": "phase", "name": phase, "pid": rank, "tid": track, "ts": begin, "dur": length,
-            "args": {"step": step}}  # fmt: skip
+def _phases(
+    phases: Iterable[tuple[float, float, str, int]], rank: int, track: int, name: str, shift: float
+) -> Iterator[dict[str, Any]]:
+    """Yield phases as a track of `rank`, shifted by `shift` microseconds."""
+    yield from _name(rank, track, name, track)
+    for begin, end, phase, step in phases:
+        yield {"ph": "X", "cat": "phase", "name": phase, "pid": rank, "tid": track, "ts": begin + shift,
+               "dur": end - begin, "args": {"step": step}}  # fmt: skip
 
 
 def _name(rank: int, track: int | None, name: str, order: int) -> Iterator[dict[str, Any]]:

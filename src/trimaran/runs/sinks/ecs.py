@@ -125,8 +125,14 @@ class LogFile:
                 self._traceback = [*self._traceback, text][-MAX_TRACEBACK_LINES:]
             elif self._traceback:
                 yield self._exception(text)
+            elif (found := LOG_LINE.fullmatch(text)) is not None:
+                when = time.time()
+                if found["time"]:  # local, without a time zone
+                    when = datetime.strptime(found["time"], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+                level = LEVEL_NAMES.get(found["level"], found["level"].lower())
+                yield when, level, found["message"], {"log.logger": found["logger"]}
             elif text:
-                yield _message(text)
+                yield time.time(), "info", text, {}
         if last and self._traceback:
             yield self._exception("")
 
@@ -135,16 +141,6 @@ class LogFile:
         match = EXCEPTION.match(text)
         named = {"error.type": match["type"], "error.message": match["message"]} if match else {}
         return time.time(), "error", text or TRACEBACK, named | {"error.stack_trace": traceback}
-
-
-def _message(text: str) -> tuple[float, str, str, dict[str, Any]]:
-    found = LOG_LINE.fullmatch(text)
-    if found is None:
-        return time.time(), "info", text, {}
-    # The time of a log line is local, without a time zone.
-    when = datetime.strptime(found["time"], "%Y-%m-%d %H:%M:%S,%f").timestamp() if found["time"] else time.time()
-    level = LEVEL_NAMES.get(found["level"], found["level"].lower())
-    return when, level, found["message"], {"log.logger": found["logger"]}
 
 
 def open_sink(telemetry: TelemetrySection, run: RunDirectory) -> EcsSink:

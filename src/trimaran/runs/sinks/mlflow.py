@@ -58,7 +58,9 @@ class MlflowSink(ScalarSink):
     def _opened_run(self) -> str:
         """Return the id of the MLflow run, which is opened with the first line: the server may be unreachable."""
         if not self._run_id:
-            experiment, identity = self._experiment(), run_id(self._directory)
+            named, identity = self._section.experiment, run_id(self._directory)
+            known = self._client.get_experiment_by_name(named)
+            experiment = known.experiment_id if known else self._client.create_experiment(named)
             found = self._client.search_runs([experiment], f"tags.`{IDENTITY_TAG}` = '{identity}'", max_results=1)
             if found:
                 opened = found[0].info.run_id
@@ -67,25 +69,17 @@ class MlflowSink(ScalarSink):
                 name = self._directory.location.name
                 new = self._client.create_run(experiment, tags={IDENTITY_TAG: identity}, run_name=name)
                 opened = new.info.run_id
-            self._log_params(opened)
+            # The recipe and the plan. MLflow never changes a parameter: what a resume has changed becomes a tag.
+            params = self._client.get_run(opened).data.params
+            settings = {name: text[:MAX_TEXT_CHARACTERS] for name, text in flat_settings(run_settings(self._directory))}
+            new = [Param(name, text) for name, text in settings.items() if name not in params]
+            for first in range(0, len(new), MAX_PARAMS):
+                self._client.log_batch(opened, params=new[first : first + MAX_PARAMS])
+            changed = {name: text for name, text in settings.items() if params.get(name, text) != text}
+            if tags := [RunTag(f"trimaran.changed.{name}", text) for name, text in changed.items()]:
+                self._client.log_batch(opened, tags=tags[:MAX_PARAMS])
             self._run_id = opened
         return self._run_id
-
-    def _experiment(self) -> str:
-        found = self._client.get_experiment_by_name(self._section.experiment)
-        return found.experiment_id if found else self._client.create_experiment(self._section.experiment)
-
-    def _log_params(self, opened: str) -> None:
-        """Log the recipe and the plan. MLflow never changes a parameter: what a resume has changed becomes a tag."""
-        known = self._client.get_run(opened).data.params
-        settings = {name: text[:MAX_TEXT_CHARACTERS] for name, text in flat_settings(run_settings(self._directory))}
-        new = [Param(name, text) for name, text in settings.items() if name not in known]
-        for first in range(0, len(new), MAX_PARAMS):
-            self._client.log_batch(opened, params=new[first : first + MAX_PARAMS])
-        changed = {name: text for name, text in settings.items() if known.get(name, text) != text}
-        tags = [RunTag(f"trimaran.changed.{name}", text) for name, text in changed.items()]
-        if tags:
-            self._client.log_batch(opened, tags=tags[:MAX_PARAMS])
 
     def log(self, values: dict[str, float], line: Line) -> None:
         when, step = int(1000 * line.get("time", time.time())), line.get("step") or self.last_step

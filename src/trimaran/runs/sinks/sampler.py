@@ -57,19 +57,35 @@ class HostSampler:
         """Return a sample; values that the kernel does not report are left out."""
         found: dict[str, Any] = {"host": self._name, "cores": self._cores}
         counters: dict[str, float] = {}
-        for part in (_load, _memory, self._disk_free):
-            with contextlib.suppress(*UNAVAILABLE):
-                found |= part()
-        for counted in (_busy_seconds, _disk_bytes, _swap_bytes, _network_bytes, _rdma_bytes):
-            with contextlib.suppress(*UNAVAILABLE):
-                counters |= counted()
+        with contextlib.suppress(*UNAVAILABLE):
+            found["load"] = round(psutil.getloadavg()[0], 2)
+        with contextlib.suppress(*UNAVAILABLE):  # of the node, or of the container if its limit is lower
+            total, used = total_and_used_bytes()
+            found |= {"ram": total, "ram_used": used, "swap_used": psutil.swap_memory().used}
+        with contextlib.suppress(*UNAVAILABLE):
+            found["disk_free"] = shutil.disk_usage(self._disk).free
+        with contextlib.suppress(*UNAVAILABLE):
+            times = psutil.cpu_times()  # user time includes guest time
+            counters["busy"] = sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
+        with contextlib.suppress(*UNAVAILABLE):
+            if disk := psutil.disk_io_counters():
+                counters |= {"disk_read": disk.read_bytes, "disk_written": disk.write_bytes}
+        with contextlib.suppress(*UNAVAILABLE):  # of the whole machine (`/proc/vmstat`)
+            swap = psutil.swap_memory()
+            counters |= {"swap_read": swap.sin, "swap_written": swap.sout}
+        with contextlib.suppress(*UNAVAILABLE):  # of all interfaces but loopback; RDMA traffic is not in these counters
+            cards = [card for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+            counters["net_received"] = sum(card.bytes_recv for card in cards)
+            counters["net_sent"] = sum(card.bytes_sent for card in cards)
+        with contextlib.suppress(*UNAVAILABLE):
+            for name, file in (("rdma_received", "port_rcv_data"), ("rdma_sent", "port_xmit_data")):
+                ports = [int(path.read_text(encoding="ascii")) for path in RDMA.glob(f"*/ports/*/counters/{file}")]
+                if ports:
+                    counters[name] = RDMA_COUNTER_BYTES * sum(ports)
         rates = self._rates.of(counters, time.monotonic())
         if "busy" in rates:
             found["cpu"] = round(min(1.0, rates.pop("busy") / self._cores), 4)
         return found | {name: round(rate) for name, rate in rates.items()} | {"ranks": self._ranks()}
-
-    def _disk_free(self) -> dict[str, Any]:
-        return {"disk_free": shutil.disk_usage(self._disk).free}
 
     def _ranks(self) -> dict[str, dict[str, Any]]:
         """Return what each rank on this node uses; processes that end meanwhile are left out."""
@@ -115,59 +131,12 @@ def _rank_processes(supervisor: int) -> list[tuple[str, str, psutil.Process]]:
     return found
 
 
-def _load() -> dict[str, Any]:
-    return {"load": round(psutil.getloadavg()[0], 2)}
-
-
-def _memory() -> dict[str, Any]:
-    """Return the memory of the node, or of the container if its limit is lower."""
-    total, used = total_and_used_bytes()
-    return {"ram": total, "ram_used": used, "swap_used": psutil.swap_memory().used}
-
-
-def _busy_seconds() -> dict[str, float]:
-    times = psutil.cpu_times()  # user time includes guest time
-    return {"busy": sum(times) - times.idle - times.iowait - times.guest - times.guest_nice}
-
-
-def _disk_bytes() -> dict[str, float]:
-    counted = psutil.disk_io_counters()
-    return {"disk_read": counted.read_bytes, "disk_written": counted.write_bytes} if counted else {}
-
-
-def _swap_bytes() -> dict[str, float]:
-    """Return the bytes swapped in and out, of the whole machine (`/proc/vmstat`); containers have no such counter."""
-    counted = psutil.swap_memory()
-    return {"swap_read": counted.sin, "swap_written": counted.sout}
-
-
-def _network_bytes() -> dict[str, float]:
-    """Return the bytes received and sent over all interfaces but loopback. RDMA traffic is not in these counters."""
-    cards = [counted for name, counted in psutil.net_io_counters(pernic=True).items() if name != "lo"]
-    return {
-        "net_received": sum(card.bytes_recv for card in cards),
-        "net_sent": sum(card.bytes_sent for card in cards),
-    }
-
-
-def _rdma_bytes() -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, file in (("rdma_received", "port_rcv_data"), ("rdma_sent", "port_xmit_data")):
-        counted = [int(path.read_text(encoding="ascii")) for path in RDMA.glob(f"*/ports/*/counters/{file}")]
-        if counted:
-            found[name] = RDMA_COUNTER_BYTES * sum(counted)
-    return found
-
-
 FIRST_SAMPLE_SECONDS = 1.0  # after the start, so that short runs have a sample too
 MIN_LAST_SAMPLE_SECONDS = 0.2  # between the last periodic sample and the one at the end
 
 
 class Sampler:
-    """Writes samples of this machine, node `node` of the run. `supervisor` is the process that started the ranks.
-
-    `board` has the heartbeats of the ranks on this machine.
-    """
+    """Writes samples of node `node`. `supervisor` started its ranks, whose heartbeats are on `board`."""
 
     def __init__(
         self,

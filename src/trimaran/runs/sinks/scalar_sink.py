@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from trimaran.runs.read.ledger import LedgerPoller, time_scalars
@@ -20,12 +21,8 @@ def scalars(line: Line) -> dict[str, float]:
 
     List items with an `index` are named by it, such as `gpus/0/power`; other lists are left out.
     """
-    found: dict[str, float] = {}
-    for name, value in _walk({key: value for key, value in line.items() if key not in EXCLUDED_KEYS}, ""):
-        if len(found) == MAX_SCALARS_PER_LINE:
-            break
-        found[name] = value
-    return found
+    included = {key: value for key, value in line.items() if key not in EXCLUDED_KEYS}
+    return dict(islice(_walk(included, ""), MAX_SCALARS_PER_LINE))
 
 
 def _walk(value: Any, path: str) -> Iterator[tuple[str, float]]:

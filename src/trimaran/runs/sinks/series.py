@@ -244,20 +244,17 @@ class MachineSeries:
             for node, line in lines.items()
             for gpu in line.get("gpus", ())
         }
-        for name, key, fixed in RANK_METRICS:
-            self._set(name, ("rank",), _values(ranks, key), fixed)
-        for name, key, fixed in NODE_METRICS:
-            self._set(name, ("node",), _values({(node,): line for node, line in lines.items()}, key), fixed)
-        for name, key, fixed in GPU_METRICS:
-            self._set(name, ("node", "gpu", "uuid"), _values(gpus, key), fixed)
+        nodes: Samples = {(node,): line for node, line in lines.items()}
+        for table, samples in zip(TABLES, (ranks, nodes, gpus), strict=True):
+            for name, key, fixed in table:
+                labels = [each for each in CATALOGUE[name].labels if each != "stat" and each not in fixed]
+                values = {own: each[key] for own, each in samples.items() if isinstance(each.get(key), int | float)}
+                for own, stat, value in summarise_many(values, most=MAX_INDIVIDUAL_SERIES, width=len(labels)):
+                    self._series.set(name, value, **dict(zip(labels, own, strict=True)), stat=stat, **fixed)
         # The reason "none" counts the GPUs that are not throttled, so that a series always exists.
         reasons = [str(reason) for gpu in gpus.values() for reason in gpu.get("throttle") or ["none"]]
         for reason in sorted(set(reasons)):
             self._series.set("gpu_throttled", reasons.count(reason), reason=reason)
-
-    def _set(self, name: str, labels: Labels, values: Mapping[Labels, float], fixed: Mapping[str, str]) -> None:
-        for label_values, stat, value in summarise_many(values, most=MAX_INDIVIDUAL_SERIES, width=len(labels)):
-            self._series.set(name, value, **dict(zip(labels, label_values, strict=True)), stat=stat, **fixed)
 
 
 def summarise_many(values: Mapping[Labels, float], *, most: int, width: int) -> Iterator[tuple[Labels, str, float]]:
@@ -274,10 +271,6 @@ def summarise_many(values: Mapping[Labels, float], *, most: int, width: int) -> 
     yield no_labels, "max", max(values.values())
     farthest = sorted(values.items(), key=lambda item: (-abs(item[1] - median), item[0]))
     yield from ((labels, "", value) for labels, value in farthest[:MAX_OUTLIERS])
-
-
-def _values(samples: Samples, key: str) -> dict[Labels, float]:
-    return {labels: each[key] for labels, each in samples.items() if isinstance(each.get(key), int | float)}
 
 
 # (metric, key of a line)

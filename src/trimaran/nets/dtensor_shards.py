@@ -21,11 +21,6 @@ def shard_with_gradient(parameter: DTensor, *, gradient_is_partial: bool) -> Ten
     return LocalShard.apply(parameter, gradient_is_partial)
 
 
-def has_column_shards(weight: DTensor) -> bool:
-    """Return whether each rank has some columns of the weight, and all of its rows."""
-    return weight.placements == (Shard(1),)
-
-
 def shard_slices(parameter: DTensor) -> tuple[slice, ...]:
     """Return the slice of each dimension of the full tensor that this rank holds."""
     if has_uneven_shards(parameter):

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from trimaran.core import UserError, check_regular_file
-from trimaran.models import HEAD, DiskPart, ModelSpec, PartsOf, disk_layout, is_extra_layer, weight_files
+from trimaran.models import HEAD, DiskPart, ModelSpec, disk_layout, is_extra_layer, weight_files
 from trimaran.nets.decoder.decoder import Decoder, PredictionLayer
 from trimaran.nets.local_shards import ReadTensor, full_tensor, is_on_meta, local_part, local_slices
 from trimaran.nets.nf4_linear import loadable_weights, weight_to_fill
@@ -56,7 +56,8 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
         absent = _absent_layers(module, sources)
         named = loadable_weights(module) | correction_biases(module)
         parameters = {name: each for name, each in named.items() if not name.startswith(absent)}
-        parts = {name: _parts(disk_layout(module.spec), name, each, module.spec) for name, each in parameters.items()}
+        layout = disk_layout(module.spec)
+        parts = {name: layout(name, tuple(each.shape), module.spec) for name, each in parameters.items()}
         _refuse_mismatch(parts, sources, folder, module.spec)
         _refuse_untied_head(sources, module.spec, folder)
         if is_on_meta(module):
@@ -153,7 +154,7 @@ def _parts_and_values(module: Decoder, spec: ModelSpec, read: ReadTensor) -> Ite
         if (spec.tied and name == HEAD) or (name == EMBEDDING and not module.is_first):
             continue
         value = read(parameter)
-        parts = _parts(layout, name, value, spec)
+        parts = layout(name, tuple(value.shape), spec)
         if not is_stacked(parts, value.ndim):
             yield parts[0], value
         else:
@@ -190,10 +191,6 @@ def open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return sources
 
 
-def _parts(layout: PartsOf, name: str, parameter: Tensor, spec: ModelSpec) -> Sequence[DiskPart]:
-    return layout(name, tuple(parameter.shape), spec)
-
-
 def _refuse_mismatch(
     parts: Mapping[str, Sequence[DiskPart]], sources: Mapping[str, Any], folder: Path, spec: ModelSpec
 ) -> None:
@@ -207,7 +204,7 @@ def _refuse_mismatch(
     with torch.device("meta"):
         complete = Decoder(spec)
     layout, named = disk_layout(spec), dict(complete.named_parameters()) | correction_biases(complete)
-    expected = {part.name for name, each in named.items() for part in _parts(layout, name, each, spec)}
+    expected = {part.name for name, each in named.items() for part in layout(name, tuple(each.shape), spec)}
     # Is only the head missing, or were the weights saved from the model inside the language model?
     absent = [each for each in expected if each not in sources]
     elsewhere = [each for each in absent if each.removeprefix(BASE_PREFIX) in sources]
@@ -252,11 +249,9 @@ def _refuse_untied_head(sources: Mapping[str, Any], spec: ModelSpec, folder: Pat
 
 def _copy(parameter: Tensor, parts: Sequence[DiskPart], sources: Mapping[str, Any]) -> None:
     local, here = local_part(parameter), local_slices(parameter)
-    if not local.numel():
-        return
-    if not is_stacked(parts, local.ndim):
+    if local.numel() and not is_stacked(parts, local.ndim):
         local.copy_(read_part(parts[0], here, sources))
-    else:
+    elif local.numel():
         for expert, each in zip(local, parts[here[0]], strict=True):
             expert.copy_(read_part(each, here[1:], sources))
 

@@ -32,10 +32,7 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 def to_empty(module: nn.Module, device: torch.device) -> None:
-    """Give the module memory on `device`, without values, as `Module.to_empty` does.
-
-    Of a meta tensor, torch computes `empty_like` in Python: it imports sympy, which takes half a second.
-    """
+    """Give the module memory on `device`, as `Module.to_empty` does, which would import sympy for meta tensors."""
 
     def empty(tensor: Tensor) -> Tensor:
         if is_dtensor(tensor):
@@ -85,10 +82,7 @@ def with_local_parameters(module: nn.Module, *, gradient_is_partial: bool = True
 
 
 def local_matmul_weight(parameter: Tensor) -> Tensor:
-    """Return `local_for_compute` of a weight that only matmuls read. Inside `kept_shard_casts` autocast's cast is kept.
-
-    Autocast itself keeps the casts of parameters, but not those of their local tensors.
-    """
+    """Return `local_for_compute` of a matmul weight, whose autocast is kept inside `kept_shard_casts`."""
     kind = parameter.device.type
     if torch.compiler.is_compiling() or _kept_casts is None or not is_dtensor(parameter):
         return local_for_compute(parameter)
@@ -137,9 +131,9 @@ def is_sharded_by_inputs(linear: nn.Linear) -> bool:
     weight = getattr(linear, "weight", None)  # a 4-bit layer has none
     if not is_dtensor(weight):
         return False
-    from trimaran.nets.dtensor_shards import has_column_shards  # noqa: PLC0415  see `is_dtensor`
+    from torch.distributed.tensor import Shard  # noqa: PLC0415  see `is_dtensor`
 
-    return has_column_shards(weight)
+    return weight.placements == (Shard(1),)
 
 
 def forward_of_shard(forward: Callable[..., Tensor], input: Tensor) -> Tensor:

@@ -129,10 +129,7 @@ class Network:
 
     @property
     def tied_embedding(self) -> nn.Parameter | None:
-        """This stage's copy of the embedding, if another stage has the other copy; else None.
-
-        That is so if it is tied to the head, or if the last stage predicts later tokens.
-        """
+        """This stage's copy of an embedding that the head or later-token prediction of another stage shares."""
         decoder = self._stage_decoder
         if decoder is None or not decoder.spec.shares_embedding or decoder.is_first == decoder.is_last:
             return None
@@ -197,20 +194,14 @@ class Network:
 
     @property
     def long_after(self) -> int:
-        """The length after which all positions of a sequence get other rotary frequencies; the largest int if none.
-
-        Keys that a cache holds by then were rotated by other angles.
-        """
+        """The length after which all positions, also cached ones, get other frequencies; the largest int if none."""
         language = language_of(self.spec)
         if language is None or language.block.rope.longrope is None:
             return sys.maxsize
         return language.block.rope.original_max_seq_len
 
     def disk_tensors(self, read: ReadTensor = full_tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight unsharded, on the CPU, under its Hugging Face name. Every rank must take every item.
-
-        `read` returns the value of each parameter, for networks whose parameters do not hold it.
-        """
+        """Yield every weight, by `read` unsharded on the CPU, under its Hugging Face name. Every rank takes all."""
         from trimaran.nets.hf_weights import hf_tensors  # noqa: PLC0415  when a model is saved
 
         return hf_tensors(self.module, self._decoder_spec, read)

@@ -87,11 +87,7 @@ def packed_parameters(module: nn.Module) -> set[nn.Parameter]:
 
 
 def loadable_weights(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
-    """Return the parameters of the network without its adapter, by name; a tied one under its first name or all.
-
-    The entry of a 4-bit weight is a meta tensor with the shape of the unpacked weight. `weight_to_fill` fills both
-    kinds.
-    """
+    """Return parameters outside the adapter, 4-bit ones as unpacked meta tensors, which `weight_to_fill` fills too."""
     found: dict[str, Tensor] = {}
     for name, each in module.named_parameters(remove_duplicate=remove_duplicate):
         owner, _, leaf = name.rpartition(".")

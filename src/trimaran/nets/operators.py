@@ -1,7 +1,4 @@
-"""Registers operators that torch's compiler does not look inside.
-
-With `torch.library.Library`, because a call of a `torch.library.custom_op` costs the host 37 us instead of 14.
-"""
+"""Registers operators that torch's compiler does not look inside: a call costs 14 us, that of a `custom_op` 37 us."""
 
 from collections.abc import Callable
 from typing import Any

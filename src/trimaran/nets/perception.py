@@ -126,15 +126,15 @@ class PillarStem(nn.Module):
         self.norm2 = SceneLayerNorm(spec.hidden)
 
     def forward(self, points: Tensor, rows: Tensor, num_scenes: int) -> Tensor:
-        """Return pillars [num_scenes, hidden, cells, cells] of `points` [P, ...] of the scenes `rows` [P]; P may be 0.
-
-        All points must be inside the grid.
-        """
-        place, cell_numbers = place_features(points, self.rules)
-        features = torch.cat([place[:, :2], self.values(points), place[:, 2:]], dim=1)
-        x = F.relu(self.norm2(self.fc2(F.relu(self.norm1(self.fc1(features))))))
-        cells = self.rules.cells
-        cell_numbers = cell_numbers + rows.long() * cells * cells
+        """Return pillars [num_scenes, hidden, cells, cells] of points in the grid, [P, ...], of scenes `rows` [P]."""
+        rules, cells = self.rules, self.rules.cells
+        flat = (points[:, :2] + rules.reach) / rules.cell
+        corners = flat.floor().clamp(0, cells - 1)
+        # The place in the grid and that in the cell, scaled to about 1.
+        features = [points[:, :2] / rules.reach, self.values(points), 2 * (flat - corners) - 1]
+        x = F.relu(self.norm2(self.fc2(F.relu(self.norm1(self.fc1(torch.cat(features, dim=1)))))))
+        index = corners.long()
+        cell_numbers = index[:, 0] * cells + index[:, 1] + rows.long() * cells * cells
         pillars = x.new_zeros(num_scenes * cells * cells, x.shape[1])
         # No value is negative after the ReLU, so 0 means no points.
         pillars = pillars.scatter_reduce(0, cell_numbers[:, None].expand_as(x), x, "amax")
@@ -153,20 +153,8 @@ def radar_values(points: Tensor) -> Tensor:
     return torch.stack([z - 0.5, (cross_section - RADAR_DBSM_MEAN) / RADAR_DBSM_STD, *velocity, 2 * age], dim=1)
 
 
-def place_features(points: Tensor, rules: SceneRules) -> tuple[Tensor, Tensor]:
-    """Return the place of each point in the grid and in its cell [P, 4], scaled to about 1, and its cell number."""
-    flat = (points[:, :2] + rules.reach) / rules.cell
-    cells = flat.floor().clamp(0, rules.cells - 1)
-    inside = 2 * (flat - cells) - 1
-    index = cells.long()
-    return torch.cat([points[:, :2] / rules.reach, inside], dim=1), index[:, 0] * rules.cells + index[:, 1]
-
-
 class FusionStem(nn.Module):
-    """Makes the queries: the pillars of each cell plus a learnt embedding of the cell.
-
-    `join` maps the pillars of several sensors to one.
-    """
+    """Makes the queries: the pillars of each cell, joined over the sensors, plus a learnt embedding of the cell."""
 
     def __init__(self, spec: PerceptionSpec) -> None:
         super().__init__()
@@ -195,10 +183,7 @@ class CrossAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, tokens: Tensor, bias: Tensor) -> Tensor:
-        """Return the attention output for queries `x` [B, Q, hidden].
-
-        `bias` [Q, num_tokens], or [B, 1, Q, num_tokens] if scenes differ, is added to the scores.
-        """
+        """Return the output for queries `x` [B, Q, hidden]; `bias` [Q or B, 1, Q, tokens] is added to the scores."""
         query, key, value = (
             each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for each in (self.q_proj(x), self.k_proj(tokens), self.v_proj(tokens))

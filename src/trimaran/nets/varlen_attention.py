@@ -324,10 +324,7 @@ def flexible_attention(
 
 
 def block_mask(ids: Tensor | None, length: int, window: int | None, device: torch.device) -> BlockMask:
-    """Return which keys each query attends to: earlier ones of its own segment and window. `ids` are as in `Segments`.
-
-    The tiles are found from the first and last segment of each block of positions, not from every pair.
-    """
+    """Return which earlier keys of its segment and window each query sees, found by the segments at blocks' ends."""
     first = torch.arange(0, length, BLOCK, device=device)
     distance = first[:, None] - first[None, :]  # of the queries' block from that of the keys
     some, every = distance >= 0, distance > 0

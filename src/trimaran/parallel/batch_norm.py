@@ -30,7 +30,7 @@ def apply_batch_norm(model: nn.Module, how: str, group: dist.ProcessGroup, devic
                                 where="prepare(batch_norm=...)",
                                 fix="build it with track_running_stats=True, or use 'local' or 'sync'")  # fmt: skip
             layer.eval()
-            layer.train = MethodType(_keep_mode, layer)
+            layer.train = MethodType(lambda layer, mode=True: layer, layer)  # stays in eval mode
         elif how == "sync" and group.size() > 1:
             # torch's SyncBatchNorm does not run on a CPU. Both classes have the same state as the original layer.
             layer.__class__ = DeviceBatchNorm if DEVICE_TRAITS[device.type].has_kernels else GroupBatchNorm
@@ -67,11 +67,6 @@ def batch_norm_warning(model: nn.Module, *, num_ranks: int, num_micro_batches: i
             "statistics are not those of the batch. Use prepare(..., batch_norm='sync') or batch_norm='frozen'."
         )
     return None
-
-
-def _keep_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """Ignore `model.train()`: the layer stays in eval mode."""
-    return layer
 
 
 class GroupBatchNorm(AnyBatchNorm):

@@ -140,7 +140,13 @@ def _multiply(
             return (dequantized(Blocks(left, left_scales)) @ dequantized(Blocks(right, right_scales)).t()).to(dtype)
     left, right = left.contiguous(), right.contiguous()
     if left_scales.dtype == torch.uint8:
-        return _mx_matmul(left, left_scales, right, right_scales).to(dtype)
+        # A Blackwell GPU reads scales in tiles of 128x4.
+        kinds = {"scale_recipe_a": F.ScalingType.BlockWise1x32, "scale_recipe_b": F.ScalingType.BlockWise1x32}
+        tiles = {"swizzle_a": F.SwizzleType.SWIZZLE_32_4_4, "swizzle_b": F.SwizzleType.SWIZZLE_32_4_4}
+        return F.scaled_mm(
+            left, right.t(), scale_a=in_tiles(left_scales), scale_b=in_tiles(right_scales),
+            output_dtype=torch.bfloat16, **kinds, **tiles,
+        ).to(dtype)  # fmt: skip
     tall = F.ScalingType.BlockWise128x128
     is_square = right_scales.shape[0] != right.shape[0]
     of_right = F.pad(right_scales, (0, -right_scales.shape[1] % L4)) if is_square else right_scales.t()
@@ -153,16 +159,6 @@ def _multiply(
         tall if is_square else F.ScalingType.BlockWise1x128,
         output_dtype=dtype,
     )
-
-
-def _mx_matmul(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor) -> Tensor:
-    """Return `left @ right.T` on a Blackwell GPU, which reads scales in tiles of 128x4."""
-    kinds = {"scale_recipe_a": F.ScalingType.BlockWise1x32, "scale_recipe_b": F.ScalingType.BlockWise1x32}
-    tiles = {"swizzle_a": F.SwizzleType.SWIZZLE_32_4_4, "swizzle_b": F.SwizzleType.SWIZZLE_32_4_4}
-    return F.scaled_mm(
-        left, right.t(), scale_a=in_tiles(left_scales), scale_b=in_tiles(right_scales), output_dtype=torch.bfloat16,
-        **kinds, **tiles,
-    )  # fmt: skip
 
 
 def in_tiles(scales: Tensor) -> Tensor:

@@ -134,10 +134,7 @@ def amax(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, amax_value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` in fp8, scaled so that `amax_value` becomes the largest fp8 value.
-
-    Only an Inf can overflow; it makes every value NaN, which the step guard detects.
-    """
+    """Return `x` in fp8, with `amax_value` as the largest value. An Inf makes all NaN, which the step guard detects."""
     return (x.float() * (_max_value(dtype) / amax_value)).to(dtype).contiguous()
 
 

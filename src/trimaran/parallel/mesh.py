@@ -169,10 +169,7 @@ def tp_replicated_towers(network: Network, plan: Plan) -> list[str]:
 
 
 def image_split_towers(network: Network, plan: Plan) -> list[str]:
-    """Return the replicated towers in which the ranks of a tensor-parallel group encode different images.
-
-    The gradients of these towers are partial on each of these ranks.
-    """
+    """Return replicated towers in which tp ranks encode different images, so that their gradients are partial."""
     replicated = tp_replicated_towers(network, plan)
     if "vision" not in replicated or not takes_images(network):
         return []
@@ -213,10 +210,7 @@ def map_stages(plan: Plan, ranks: RankMesh) -> StageMap:
 
 @dataclass(frozen=True, slots=True)
 class TrainedParameters:
-    """The trained parameters of this rank by tower, and those whose gradient is partial on each tp rank.
-
-    All ranks have the same towers; some may be empty.
-    """
+    """The trained parameters of this rank by tower, some maybe empty, and those with partial gradients on tp ranks."""
 
     towers: Mapping[str, Sequence[nn.Parameter]]
     with_partial_gradient: Sequence[nn.Parameter] = ()

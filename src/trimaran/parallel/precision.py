@@ -77,7 +77,15 @@ def fsdp_modules(network: Network, plan: Plan) -> list[tuple[nn.Module, torch.dt
     which is then all-gathered in fp32.
     """
     units: list[tuple[nn.Module, torch.dtype | None]] = []
-    always = {network.module, *_independent(network)}
+    names: dict[int, list[str]] = {}  # a shared module has a name in each place
+    for name, each in network.module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(each), []).append(name)
+    prefixes = {module: f"{name}." for name, module in network.module.named_modules()}
+    always = {network.module}
+    for block in network.blocks:
+        used = [name for each in block.parameters() for name in names[id(each)]]
+        if all(name.startswith(prefixes[block]) for name in used):
+            always.add(block)
 
     def visit(module: nn.Module, outer: torch.dtype) -> bool:
         """Return whether a parameter in here that belongs to the outer unit needs fp32."""
@@ -92,19 +100,6 @@ def fsdp_modules(network: Network, plan: Plan) -> list[tuple[nn.Module, torch.dt
 
     visit(network.module, DTYPES[plan.precision])
     return units
-
-
-def _independent(network: Network) -> list[nn.Module]:
-    """Return the blocks whose weights are used nowhere else. A shared module has a name in each place."""
-    names: dict[int, list[str]] = {}
-    for name, each in network.module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(each), []).append(name)
-    prefixes = {module: f"{name}." for name, module in network.module.named_modules()}
-
-    def shares(block: nn.Module) -> bool:
-        return any(not name.startswith(prefixes[block]) for each in block.parameters() for name in names[id(each)])
-
-    return [block for block in network.blocks if not shares(block)]
 
 
 def _has_tied_parameter(module: nn.Module, root: nn.Module) -> bool:

@@ -34,10 +34,7 @@ def split_fp32(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_fp32(upper: Tensor, lower: Tensor) -> Tensor:
-    """Return the fp32 values that `split_fp32` split.
-
-    A lower half with its sign bit set is half a step or more: then the upper half was rounded away from zero.
-    """
+    """Return the values that `split_fp32` split. A lower half with a sign bit was half a step or more, rounded up."""
     # A little-endian fp32 is the two 16-bit words side by side, so no wider temporary is needed.
     words = torch.stack([lower, upper.view(torch.int16) + (lower >> 15)], dim=-1)
     return words.view(torch.float32).squeeze(-1)

@@ -61,10 +61,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def rows_to_device(rows: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Return lists of equal length on the device.
-
-    Each starts at a multiple of 16 bytes: Triton compiles a kernel again for arguments that do not.
-    """
+    """Return lists of equal length on the device, 16-byte aligned: for others Triton would compile kernels again."""
     length = len(rows[0])
     padded = torch.zeros(len(rows), length + length % 2, dtype=torch.int64)
     padded[:, :length] = torch.tensor(rows, dtype=torch.int64)

@@ -19,10 +19,7 @@ from trimaran.nets.network import Network
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterUpdate:
-    """The update of one linear layer: `scaling * up @ down`. `factor` [out] rescales the sum with the base (DoRA).
-
-    Of a sharded layer these are the rank's own slices.
-    """
+    """A linear layer's update, of this rank's slices: `scaling * up @ down`; `factor` [out] rescales the sum (DoRA)."""
 
     down: Tensor
     up: Tensor
@@ -47,11 +44,12 @@ class AdapterBank:
         self._groups: Sequence[TokenGroup] = ()
         self._head_groups: Sequence[TokenGroup] = ()
 
+    @torch.no_grad()
     def take(self, name: str) -> None:
-        """Move the adapter that is attached to the network, and filled, into the bank under this name.
+        """Move the attached and filled adapter from the network into the bank under this name.
 
-        The network has no adapter afterwards. Every rank that shards the network must call it. Raises if the adapter
-        also trains modules in full, or image towers: these exist once for all sequences.
+        Every rank that shards the network must call it. Raises if the adapter also trains modules in full, or image
+        towers: these exist once for all sequences.
         """
         layers = {path: each for path, each in self._network.module.named_modules() if isinstance(each, LoraLinear)}
         adapted = {id(each) for layer in layers.values() for each in layer.parameters()}
@@ -74,7 +72,10 @@ class AdapterBank:
                 # next hook: an update is a part of that sum.
                 has_bias = layer.bias is not None and not is_sharded_by_inputs(layer)
                 layer.register_forward_hook(partial(self._add_updates, self._updates[layer], has_bias), prepend=True)
-            self._updates[layer][number] = _taken(layer)
+            factor = None if layer.lora_magnitude is None else local_part(layer.lora_magnitude / layer.weight_norms())
+            matrices = local_part(layer.lora_A), local_part(layer.lora_B)
+            self._updates[layer][number] = AdapterUpdate(*matrices, layer.scaling, factor)
+            remove_adapter(layer)
         for attention in self._network.module.modules():
             if isinstance(attention, LatentAttention) and attention.kv_b_proj in self._updates:
                 updates = self._updates[attention.kv_b_proj]
@@ -87,10 +88,7 @@ class AdapterBank:
                 remove_adapter(layer)
 
     def use(self, adapters: np.ndarray, query_lengths: np.ndarray, kept: np.ndarray, device: torch.device) -> None:
-        """Use `adapters` [S] for sequences with that many tokens, one after another, in the next forward.
-
-        `kept` are the tokens whose logits are computed; 0 is no adapter.
-        """
+        """Use `adapters` [S], 0 for none, in the next forward of sequences of these lengths; it keeps `kept` tokens."""
         if not adapters.any():
             self._adapters = self._groups = self._head_groups = ()
             return
@@ -102,10 +100,16 @@ class AdapterBank:
     def _weights_of_sequences(
         self, updates: Mapping[int, AdapterUpdate], weight: Tensor, num_sequences: int
     ) -> Sequence[Tensor]:
-        """Return the weight of a layer with the update of each sequence; `weight` itself if it has none."""
+        """Return the weight of a layer without a bias for each sequence, with its update, in the weight's dtype."""
         if not self._adapters:
             return [weight] * num_sequences
-        changed = {number: _updated_weight(weight, updates[number]) for number in {*self._adapters} & {*updates}}
+        changed = {}
+        for number in {*self._adapters} & {*updates}:
+            update = updates[number]
+            with torch.autocast(weight.device.type, enabled=False):
+                found = weight.float() + update.scaling * (update.up.float() @ update.down.float())
+            found = found if update.factor is None else update.factor.float()[:, None] * found
+            changed[number] = found.to(weight.dtype)
         return [changed.get(number, weight) for number in self._adapters]
 
     def _add_updates(
@@ -148,25 +152,9 @@ def _updated(x: Tensor, base: Tensor, update: AdapterUpdate, bias: Tensor | None
     return factor * (base - bias + added) + bias
 
 
-def _updated_weight(weight: Tensor, update: AdapterUpdate) -> Tensor:
-    """Return the weight of a linear layer without a bias with an update, in its own dtype. See `_updated`."""
-    with torch.autocast(weight.device.type, enabled=False):
-        found = weight.float() + update.scaling * (update.up.float() @ update.down.float())
-    return (found if update.factor is None else update.factor.float()[:, None] * found).to(weight.dtype)
-
-
 def _groups(of_tokens: np.ndarray, device: torch.device) -> list[TokenGroup]:
     numbers = np.unique(of_tokens)
     if len(numbers) == 1:
         return [(int(numbers[0]), None)] if numbers[0] else []
     rows = {int(each): torch.from_numpy(np.flatnonzero(of_tokens == each)).to(device) for each in numbers if each}
     return [*rows.items()]
-
-
-@torch.no_grad()
-def _taken(layer: LoraLinear) -> AdapterUpdate:
-    """Return the update of a layer, which becomes a plain linear layer again."""
-    factor = None if layer.lora_magnitude is None else local_part(layer.lora_magnitude / layer.weight_norms())
-    found = AdapterUpdate(local_part(layer.lora_A), local_part(layer.lora_B), layer.scaling, factor)
-    remove_adapter(layer)
-    return found

@@ -1,6 +1,6 @@
 """Attaches an adapter to a network: freezes everything, and turns the targeted linear layers into `LoraLinear`s."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,10 +13,7 @@ from trimaran.nets.network import Network, output_head, refuse_unknown_tower, to
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """Names in a whole network: the linear layers that get an adapter, and the parameters that are trained in full.
-
-    A tied parameter has several names, and all of them are in `trained`.
-    """
+    """Names in a whole network: layers that get an adapter, and parameters trained in full, under all names of each."""
 
     targets: frozenset[str]
     trained: frozenset[str]
@@ -42,8 +39,21 @@ def adapter_layout(network: Network, section: AdapterSection) -> AdapterLayout:
     for tower in section.towers:
         refuse_unknown_tower(tower, network.towers, code="M012", where="model.adapter.towers")
     adapted = section.towers or ([*network.towers][-1],)
-    trained_modules = _trained_modules(network, section.train)
-    wanted = {id(each) for module in trained_modules for each in module.parameters()}
+    modules = {name: each for name, each in network.module.named_modules() if name}
+    wanted: set[int] = set()
+    for pattern in section.train:  # modules that are trained in full; a pattern may also be the name of a tower
+        matching = [each for name, each in modules.items() if is_named(name, pattern)]
+        if pattern in network.towers:
+            prefix = network.towers[pattern].removesuffix(".")
+            matching = [each for name, each in modules.items() if tower_of(name, network.towers) == pattern]
+            matching = [modules[prefix]] if prefix in modules else matching
+        parameters = {id(each) for module in matching for each in module.parameters()}
+        if not parameters:
+            known = [*network.towers, *last_parts(modules)]
+            raise UserError("M051", f"no module with parameters is called {pattern!r}{did_you_mean(pattern, known)}",
+                            where="model.adapter.train",
+                            fix=f"modules are called {listed(last_parts(modules))}")  # fmt: skip
+        wanted |= parameters
     names = network.module.named_parameters(remove_duplicate=False)
     trained = frozenset(name for name, each in names if id(each) in wanted and each.requires_grad)
     # Experts are no linear layers, and a gate with one output has no low rank.
@@ -87,24 +97,4 @@ def _matching(network: Network, section: AdapterSection, linears: dict[str, nn.L
     if any(linears[name] is head and owned.count(id(linears[name].weight)) > 1 for name in found):
         raise UserError("M053", "the head is tied to the embedding, and an adapter would change only the head",
                         where="model.adapter.targets", fix="leave the head out of targets")  # fmt: skip
-    return found
-
-
-def _trained_modules(network: Network, patterns: Sequence[str]) -> list[nn.Module]:
-    """Return the modules that are trained in full; a pattern may also be the name of a tower."""
-    names = {name: each for name, each in network.module.named_modules() if name}
-    found: list[nn.Module] = []
-    for pattern in patterns:
-        if pattern in network.towers:
-            prefix = network.towers[pattern].removesuffix(".")
-            matching = [each for name, each in names.items() if tower_of(name, network.towers) == pattern]
-            matching = [names[prefix]] if prefix in names else matching
-        else:
-            matching = [each for name, each in names.items() if is_named(name, pattern)]
-        if not any(True for each in matching for _ in each.parameters()):
-            known = [*network.towers, *last_parts(names)]
-            raise UserError("M051", f"no module with parameters is called {pattern!r}{did_you_mean(pattern, known)}",
-                            where="model.adapter.train",
-                            fix=f"modules are called {listed(last_parts(names))}")  # fmt: skip
-        found += matching
     return found

@@ -1,7 +1,4 @@
-"""A frozen linear layer with a trained low-rank update: LoRA, or DoRA with trained norms of the outputs.
-
-PEFT's definitions hold, so that an adapter means the same in both.
-"""
+"""A frozen linear layer with a trained low-rank update, as in PEFT: LoRA, or DoRA with trained norms of the outputs."""
 
 import math
 from collections.abc import Iterator
@@ -72,7 +69,14 @@ class LoraLinear(nn.Linear):
 
     def _local_forward(self, x: Tensor, *, gradient_is_partial: bool) -> Tensor:
         base, local = self.base_forward(x), partial(local_for_compute, gradient_is_partial=gradient_is_partial)
-        low = F.linear(self._dropped(x), local(self.lora_A)) * self.scaling
+        if self.training and self.dropout:
+            if x.shape[-1] == self.in_features:
+                x = F.dropout(x, self.dropout)
+            else:  # tensor parallelism does not change which elements are dropped
+                (_, columns) = local_slices(self.lora_A)
+                whole = torch.ones(*x.shape[:-1], self.in_features, dtype=x.dtype, device=x.device)
+                x = x * F.dropout(whole, self.dropout)[..., columns]
+        low = F.linear(x, local(self.lora_A)) * self.scaling
         update = F.linear(low, local(self.lora_B))
         if self.lora_magnitude is None:
             return base + update
@@ -102,16 +106,6 @@ class LoraLinear(nn.Linear):
         size = {"shape": self.lora_magnitude.shape, "stride": self.lora_magnitude.stride()}
         whole = DTensor.from_local(squares, self.lora_magnitude.device_mesh, parts, run_check=False, **size)
         return whole.redistribute(placements=self.lora_magnitude.placements).sqrt()
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        """Return `x` after dropout. Tensor parallelism does not change which elements are dropped."""
-        if not self.training or not self.dropout:
-            return x
-        if x.shape[-1] == self.in_features:
-            return F.dropout(x, self.dropout)
-        (_, columns) = local_slices(self.lora_A)
-        kept = F.dropout(torch.ones(*x.shape[:-1], self.in_features, dtype=x.dtype, device=x.device), self.dropout)
-        return x * kept[..., columns]
 
 
 def add_adapter(linear: nn.Linear, section: AdapterSection, kind: type[LoraLinear] = LoraLinear) -> None:
@@ -155,8 +149,7 @@ def merge_in_place(module: nn.Module) -> None:
     """Turn every `LoraLinear` of an unsharded module into an `nn.Linear`, whose weight keeps its dtype."""
     for layer in list(module.modules()):
         if isinstance(layer, LoraLinear):
-            weight = merged_weight(layer)
-            layer.weight.copy_(weight)
+            layer.weight.copy_(merged_weight(layer))
             remove_adapter(layer)
 
 

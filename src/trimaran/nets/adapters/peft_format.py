@@ -40,10 +40,7 @@ PICKLED_WEIGHTS = "adapter_model.bin"
 
 @dataclass(frozen=True, slots=True)
 class LoraPart:
-    """The adapter of one of our layers, unsharded: `lora_A`, `lora_B`, and `lora_magnitude` of DoRA.
-
-    It is part number `part` of the module of transformers' model.
-    """
+    """The unsharded adapter of one of our layers, which is part number `part` of a module of transformers' model."""
 
     part: int
     down: Tensor
@@ -68,7 +65,16 @@ def peft_tensors(network: Network, read: ReadTensor = full_tensor) -> Iterator[t
         if len(parts) == num_parts[stored.name]:
             module = PREFIX + stored.name.removesuffix(WEIGHT)
             yield from ((module + suffix, each) for suffix, each in _joined(waiting.pop(stored.name), stored))
-    yield from _trained_tensors(network, read)
+    # The parameters outside the adapter that are trained; a tied one under all its names.
+    incomplete: dict[str, list[Tensor]] = {}
+    for name, parameter in network.module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and not is_adapter_parameter(name):
+            stored, value = network.hf_parameter(name), read(parameter)
+            values = incomplete.setdefault(stored.name, [])
+            values.append(value)
+            if len(values) == stored.parts:  # the parts of one tensor come in order: queries, keys, values
+                whole = stored.joined(incomplete.pop(stored.name)) if stored.parts > 1 else value
+                yield PREFIX + stored.name, whole.view(stored.shape) if stored.shape else whole.clone()
 
 
 def _joined(parts: Sequence[LoraPart], stored: DiskTensor) -> Iterator[tuple[str, Tensor]]:
@@ -82,19 +88,6 @@ def _joined(parts: Sequence[LoraPart], stored: DiskTensor) -> Iterator[tuple[str
     if parts[0].magnitude is not None:
         magnitudes = (by_part[number].magnitude for number in sorted(by_part))
         yield MAGNITUDE, torch.cat([each for each in magnitudes if each is not None])
-
-
-def _trained_tensors(network: Network, read: ReadTensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters outside the adapter that are trained; a tied one under all its names."""
-    waiting: dict[str, list[Tensor]] = {}
-    for name, parameter in network.module.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad and not is_adapter_parameter(name):
-            stored, value = network.hf_parameter(name), read(parameter)
-            values = waiting.setdefault(stored.name, [])
-            values.append(value)
-            if len(values) == stored.parts:  # the parts of one tensor come in order: queries, keys, values
-                whole = stored.joined(waiting.pop(stored.name)) if stored.parts > 1 else value
-                yield PREFIX + stored.name, whole.view(stored.shape) if stored.shape else whole.clone()
 
 
 def refuse_inexpressible(network: Network, section: AdapterSection) -> None:
@@ -130,6 +123,10 @@ def peft_config(section: AdapterSection, tensors: Mapping[str, Tensor], modules:
     scales = {name: math.sqrt(each) if section.rank_stabilised else each for name, each in factors.items()}
     alphas = {name: _number(section.alpha * each) for name, each in scales.items()}
     owners = {name.removeprefix(PREFIX).rpartition(".")[0] for name in tensors if not name.endswith(SUFFIXES)}
+    # The last parts of the targets' names if they match no other module, else the full names.
+    last = {name.rpartition(".")[2] for name in ranks}
+    clash = any(name.rpartition(".")[2] in last for name in {*modules} - ranks.keys())
+    clash |= any(name.startswith(WITH_UNUSED_LAYERS) for name in ranks) or any(each.isdigit() for each in last)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -145,7 +142,7 @@ def peft_config(section: AdapterSection, tensors: Mapping[str, Tensor], modules:
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "target_modules": _shortest_names(ranks, modules),
+        "target_modules": sorted(ranks if clash else last),
         # The modules with the parameters outside the adapter; of one inside another only the outer one.
         "modules_to_save": sorted(each for each in owners if not each.startswith(tuple(f"{o}." for o in owners)))
         or None,
@@ -164,15 +161,6 @@ def hf_modules(network: Network) -> set[str]:
 
 def _number(value: float) -> float:
     return int(value) if float(value).is_integer() else value
-
-
-def _shortest_names(targets: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """Return the last parts of the targets' names if they match no other module, else the full names."""
-    chosen = {*targets}
-    last = {name.rpartition(".")[2] for name in chosen}
-    clash = any(name.rpartition(".")[2] in last for name in {*modules} - chosen)
-    clash |= any(name.startswith(WITH_UNUSED_LAYERS) for name in chosen)
-    return sorted(chosen if clash or any(each.isdigit() for each in last) else last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +196,19 @@ def load_peft_adapter(network: Network, folder: Path, section: AdapterSection, w
     layout = adapter_layout(whole, section) if whole else AdapterLayout(frozenset(layers), frozenset(trained))
     stored = {name: network.hf_parameter(name + WEIGHT) for name in layers}
     with ExitStack() as stack, torch.no_grad():
-        opened = _open_folder(folder, network, stack)
+        if not (folder / PEFT_CONFIG).is_file() or not (folder / PEFT_WEIGHTS).is_file():
+            is_pickled = (folder / PICKLED_WEIGHTS).exists()
+            pickled = f"; {PICKLED_WEIGHTS} is a pickle, which is not read" if is_pickled else ""
+            raise UserError("K051", f"this is not a PEFT adapter: {PEFT_CONFIG} or {PEFT_WEIGHTS} is missing{pickled}",
+                            where=str(folder), fix="name a folder that `save_pretrained` of PEFT, `trimaran export` "
+                            "or a run with an adapter has written")  # fmt: skip
+        config = read_json(folder / PEFT_CONFIG, limit_bytes=MAX_CONFIG_BYTES)
+        try:
+            check_regular_file(folder / PEFT_WEIGHTS, follow_links=True)  # in a Hugging Face cache every file is a link
+            file = stack.enter_context(safe_open(folder / PEFT_WEIGHTS, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise damaged(folder / PEFT_WEIGHTS, error) from None
+        opened = PeftFolder(folder, config, {_current_name(name, network): name for name in file.keys()}, file)  # noqa: SIM118 - not a dict
         _refuse_other_adapter(opened, network, layout, section)
         if is_on_meta(network.module):
             return
@@ -227,21 +227,6 @@ def load_peft_adapter(network: Network, folder: Path, section: AdapterSection, w
                 _fill(parameter, value.view(parameter.shape))
         except SafetensorError as error:
             raise damaged(folder, error) from None
-
-
-def _open_folder(folder: Path, network: Network, stack: ExitStack) -> PeftFolder:
-    if not (folder / PEFT_CONFIG).is_file() or not (folder / PEFT_WEIGHTS).is_file():
-        pickled = f"; {PICKLED_WEIGHTS} is a pickle, which is not read" if (folder / PICKLED_WEIGHTS).exists() else ""
-        raise UserError("K051", f"this is not a PEFT adapter: {PEFT_CONFIG} or {PEFT_WEIGHTS} is missing{pickled}",
-                        where=str(folder), fix="name a folder that `save_pretrained` of PEFT, `trimaran export` or a "
-                        "run with an adapter has written")  # fmt: skip
-    config = read_json(folder / PEFT_CONFIG, limit_bytes=MAX_CONFIG_BYTES)
-    try:
-        check_regular_file(folder / PEFT_WEIGHTS, follow_links=True)  # in a Hugging Face cache every file is a link
-        file = stack.enter_context(safe_open(folder / PEFT_WEIGHTS, framework="pt"))
-    except (SafetensorError, OSError) as error:
-        raise damaged(folder / PEFT_WEIGHTS, error) from None
-    return PeftFolder(folder, config, {_current_name(name, network): name for name in file.keys()}, file)  # noqa: SIM118 - not a dict
 
 
 def _current_name(name: str, network: Network) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trimaran.models import PLAIN_ROPE, LayerSpec, ModelSpec, NormSpec, Rope, Yarn
 from trimaran.nets.decoder.attention_context import AttentionScope, Context
-from trimaran.nets.decoder.joint_projections import Rotation, fused_norm, join_weights, rotary_projection, rotate_halves
+from trimaran.nets.decoder.joint_projections import FusedNorm, Rotation, join_weights, rotary_projection, rotate_halves
 from trimaran.nets.local_shards import local_for_compute
 from trimaran.nets.varlen_attention import AttentionOptions
 
@@ -73,17 +73,14 @@ def yarn_scale(factor: float, mscale: float = 1.0) -> float:
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm that accumulates in fp32 and returns the input's dtype.
-
-    If `fused`, it is one kernel outside compiled code too; its weight must then be a plain tensor.
-    """
+    """RMSNorm in fp32 that returns the input's dtype; one kernel if `fused`, which needs a plain tensor as weight."""
 
     fused = False
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None
         if self.fused:
-            return fused_norm(x, self)
+            return FusedNorm.apply(x, self.weight, self.eps)
         # On CUDA, autocast would return fp32.
         weight = local_for_compute(self.weight)
         return F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps).to(x.dtype)
@@ -139,10 +136,7 @@ def norm_of(spec: NormSpec, width: int, eps: float) -> Norm:
 
 
 class UnitNorm(nn.Module):
-    """RMSNorm without a weight (Llama-4's queries and keys), in fp32. It returns the input's dtype.
-
-    Rotary positions keep the norm of a head, so it is the same before and after them.
-    """
+    """RMSNorm without a weight (Llama-4's queries and keys), in fp32. It commutes with rotary positions."""
 
     def __init__(self, eps: float) -> None:
         super().__init__()
@@ -215,25 +209,21 @@ class Attention(nn.Module):
             assert rotation is not None, "only layers with rotary positions have joint projections"
             query, key, value = rotary_projection(x, self.projections, rotation, self.num_heads)
         else:
-            query, key, value = self._heads(x, rotation)
+            heads = (*x.shape[:-1], -1, self.head_dim)
+            if self._wide_norm:
+                query = self.q_norm(self.q_proj(x)).view(heads).transpose(1, 2)
+                key = self.k_norm(self.k_proj(x)).view(heads).transpose(1, 2)
+            else:
+                query = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
+                key = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
+            value = self.v_proj(x).view(heads).transpose(1, 2)
+            if rotation is not None and self.rope is None:
+                query = (query * rotation[0]).to(value.dtype)
+            elif rotation is not None:
+                assert self.rope is not None
+                query, key = (rotate(each, rotation, self.rope).to(value.dtype) for each in (query, key))
         out = self.context.attend(query, key, value, scope, self.options)
         return self.o_proj(out.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        heads = (*x.shape[:-1], -1, self.head_dim)
-        if self._wide_norm:
-            query = self.q_norm(self.q_proj(x)).view(heads).transpose(1, 2)
-            key = self.k_norm(self.k_proj(x)).view(heads).transpose(1, 2)
-        else:
-            query = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
-            key = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
-        value = self.v_proj(x).view(heads).transpose(1, 2)
-        if rotation is not None and self.rope is None:
-            query = (query * rotation[0]).to(value.dtype)
-        elif rotation is not None:
-            assert self.rope is not None
-            query, key = (rotate(each, rotation, self.rope).to(value.dtype) for each in (query, key))
-        return query, key, value
 
 
 def rotate(x: Tensor, rotation: Rotation, rope: Rope = PLAIN_ROPE) -> Tensor:

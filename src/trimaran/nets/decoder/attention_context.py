@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trimaran.models import TemperatureSpec
 from trimaran.nets.decoder.key_value_cache import CachedLayer
 from trimaran.nets.paged_cache import PagedLayer
 from trimaran.nets.varlen_attention import (
@@ -119,9 +118,3 @@ def split_documents(
     if lengths is None:
         return parts, None
     return parts, [min(chunk, each - start) for each in lengths for start in range(0, each, chunk)]
-
-
-def query_factors(positions: Tensor, temperature: TemperatureSpec) -> Tensor:
-    """Return what queries at `positions` [B, T] are multiplied by, [B, 1, T, 1]: more for late ones."""
-    steps = torch.floor((positions.float() + 1.0) / temperature.interval)
-    return (torch.log1p(steps) * temperature.scale + 1.0)[:, None, :, None]

@@ -29,14 +29,6 @@ def normed_heads(
     return _NormedHeads.apply(x, norm.weight, norm.eps, bias, *rotation, heads, *(each.weight for each in parts))
 
 
-def attended_feed_forward(
-    attended: Tensor, x: Tensor, out: nn.Linear, norm: nn.RMSNorm, parts: Sequence[nn.Linear]
-) -> Tensor:
-    """Return the stream after a layer, given that before it, `x`, and the output of its attention, [B, T, hidden]."""
-    weights = (each.weight for each in parts)
-    return _AttendedFeedForward.apply(attended, x, out.weight, norm.weight, norm.eps, *weights)
-
-
 class _NormedHeads(torch.autograd.Function):
     """A norm and one matmul for queries, keys and values, with RoPE applied in place."""
 
@@ -66,8 +58,11 @@ class _NormedHeads(torch.autograd.Function):
         return grad_x, grad_scale, None, grad_bias, None, None, None, *grad_weights
 
 
-class _AttendedFeedForward(torch.autograd.Function):
-    """The last projection of attention, a norm and a SwiGLU feed-forward, with both residual connections."""
+class AttendedFeedForward(torch.autograd.Function):
+    """The last projection of attention, a norm and a SwiGLU feed-forward, with both residual connections.
+
+    `x` is the stream before the layer, `attended` the output of its attention, [B, T, hidden].
+    """
 
     @staticmethod
     def forward(

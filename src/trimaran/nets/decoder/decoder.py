@@ -15,10 +15,9 @@ from trimaran.nets.decoder.attention_context import (
     document_lengths,
     document_positions,
     last_indices,
-    query_factors,
     split_documents,
 )
-from trimaran.nets.decoder.cpu_layer import attended_feed_forward, normed_heads
+from trimaran.nets.decoder.cpu_layer import AttendedFeedForward, normed_heads
 from trimaran.nets.decoder.joint_projections import norm_and_residual
 from trimaran.nets.decoder.key_value_cache import CacheExtension
 from trimaran.nets.decoder.latent_attention import LatentAttention
@@ -115,12 +114,14 @@ class DecoderLayer(nn.Module):
             projections, heads = attention.projections, attention.num_heads
             x, query, key, value = normed_heads(x, self.input_layernorm, projections, rotation, heads)
             attended = attention.context.attend(query, key, value, scope, attention.options).transpose(1, 2).flatten(2)
-            parts = (self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj)
+            weights = (each.weight for each in (self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj))
             norm = self.post_attention_layernorm
-            return attended_feed_forward(attended, x, attention.o_proj, norm, parts), None
-        x, inner = self._norm_and_residual(x, self.input_layernorm)
+            out = AttendedFeedForward.apply(attended, x, attention.o_proj.weight, norm.weight, norm.eps, *weights)
+            return out, None
+        before, after = self.plain_norms
+        x, inner = norm_and_residual(x, before) if self.joint else (x, before(x))
         x = x + self.self_attn(inner, rotation, scope).to(x.dtype)
-        x, inner = self._norm_and_residual(x, self.post_attention_layernorm)
+        x, inner = norm_and_residual(x, after) if self.joint else (x, after(x))
         out, balance = self._feed_forward(inner)
         return x + out.to(x.dtype), balance
 
@@ -130,16 +131,6 @@ class DecoderLayer(nn.Module):
     def _norm(self, name: str, x: Tensor) -> Tensor:
         norm = getattr(self, name, None)
         return x if norm is None else norm(x)
-
-    def _norm_and_residual(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        return norm_and_residual(x, norm) if self.joint else (x, norm(x))
-
-
-def empty_embedding(vocab: int, hidden: int) -> nn.Embedding:
-    """Return an embedding whose values come later. On the meta device torch would import its compiler to draw some."""
-    if torch.get_default_device().type != "meta":
-        return nn.Embedding(vocab, hidden)
-    return nn.Embedding.from_pretrained(torch.empty(vocab, hidden), freeze=False)
 
 
 class PredictionLayer(DecoderLayer):
@@ -183,16 +174,20 @@ class Decoder(nn.Module):
         self.is_first, self.is_last = held.start == 0 if embeds is None else embeds, held.stop == spec.num_blocks
         self.place: nn.Module | None = None  # inserts image tokens into the stream, in a vision-language model
         needs_embedding = self.is_first or (self.is_last and spec.shares_embedding)
-        self.embed_tokens = empty_embedding(spec.vocab, spec.hidden) if needs_embedding else None
+        self.embed_tokens: nn.Embedding | None = None
+        if needs_embedding and torch.get_default_device().type != "meta":
+            self.embed_tokens = nn.Embedding(spec.vocab, spec.hidden)
+        elif needs_embedding:  # torch would import its compiler to draw values on the meta device
+            self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(spec.vocab, spec.hidden), freeze=False)
         self.layers = nn.ModuleList()
         for number in range(spec.num_blocks):  # layers of other stages are None, so that names do not change
             kind = DecoderLayer if number < spec.layers else PredictionLayer
             self.layers.add_module(str(number), kind(spec, number) if number in held else None)
         self.norm: Norm | None = norm_of(spec.block.norm, spec.hidden, spec.block.norm_eps) if self.is_last else None
         self.lm_head = nn.Linear(spec.hidden, spec.vocab, bias=False) if self.is_last else None
-        # Of multi-token prediction. The sums of loss and labels of each layer since they were last taken are not a
-        # buffer: buffers are broadcast from rank 0 and saved in checkpoints.
-        self._loss_of_later: Callable[[Tensor, Tensor], Tensor] | None = None
+        # Of multi-token prediction: the summed loss, from the input of the head and labels, and the sums of loss and
+        # labels of each layer since they were last taken. Not a buffer: these are broadcast from rank 0 and saved.
+        self.loss_of_later: Callable[[Tensor, Tensor], Tensor] | None = None
         self.later_sums = torch.zeros(spec.prediction_layers, 2, dtype=torch.float64)
         self._tie()
 
@@ -277,13 +272,9 @@ class Decoder(nn.Module):
             return x, balance
         x = self.norm(x if extension is None else extension.last_of(x))
         logits = self.ended(self.lm_head(x))
-        if labels is not None and self._loss_of_later is not None:
+        if labels is not None and self.loss_of_later is not None:
             balance = balance + self._later_loss(x, (tokens, labels, documents), rotations, scopes)
         return logits, balance
-
-    def compute_later_loss_with(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Compute the summed loss of later tokens with `loss`, from the input of the head and labels."""
-        self._loss_of_later = loss
 
     def _later_loss(
         self,
@@ -292,11 +283,8 @@ class Decoder(nn.Module):
         rotations: Mapping[Rope | TemperatureSpec | None, Rotation],
         scopes: Mapping[int | None, AttentionScope],
     ) -> Tensor:
-        """Return the loss of the prediction layers, summed over labels and weighted, with their balance loss.
-
-        `full` are tokens, labels and documents of the unsharded sequences, so that no rank needs tokens of another.
-        """
-        prediction, compute_loss = self.spec.block.prediction, self._loss_of_later
+        """Return the weighted loss of the prediction layers, summed over labels; `full` are unsharded sequences."""
+        prediction, compute_loss = self.spec.block.prediction, self.loss_of_later
         assert prediction is not None
         assert compute_loss is not None
         (tokens, labels, documents), sums = full, []
@@ -317,10 +305,7 @@ class Decoder(nn.Module):
     def _rotations(
         self, positions: Tensor, documents: Tensor | None, extension: CacheExtension | PagedExtension | None
     ) -> dict[Rope | TemperatureSpec | None, Rotation]:
-        """Return the rotation of each rope that a layer of this stage has; most models have one.
-
-        Of layers without a rope it returns the factors of their queries, if they have a temperature.
-        """
+        """Return the rotation of each rope here, and by temperature the query factors of layers without a rope."""
         ropes = dict.fromkeys(each.self_attn.rope for each in self.blocks)
         local, lengths = self.context.shard(positions), None
         if any(rope is not None and rope.longrope is not None for rope in ropes):
@@ -334,7 +319,8 @@ class Decoder(nn.Module):
         }
         for each in dict.fromkeys(layer.self_attn.temperature for layer in self.blocks):
             if each is not None:
-                rotations[each] = (query_factors(local, each),) * 2
+                steps = torch.floor((local.float() + 1.0) / each.interval)  # more for late positions
+                rotations[each] = ((torch.log1p(steps) * each.scale + 1.0)[:, None, :, None],) * 2
         return rotations
 
     def ended(self, logits: Tensor) -> Tensor:

@@ -30,10 +30,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def cast_if_needed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` in `dtype`, without a cast that does nothing.
-
-    Compiled code of torch 2.11 silently loses the gradient of an autograd function's output that comes from one.
-    """
+    """Return `x` in `dtype`; compiled code of torch 2.11 loses the gradient of a function's output in a no-op cast."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -209,15 +206,8 @@ def norm_and_residual(x: Tensor, norm: nn.RMSNorm) -> tuple[Tensor, Tensor]:
     return _NormAndResidual.apply(x, norm.weight, norm.eps)
 
 
-def fused_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """Return the norm of `x` [..., hidden]: one kernel on a GPU, where autocast would compute it in several."""
-    assert norm.weight is not None
-    assert norm.eps is not None
-    return _Norm.apply(x, norm.weight, norm.eps)
-
-
-class _Norm(torch.autograd.Function):
-    """RMSNorm, outside compiled code."""
+class FusedNorm(torch.autograd.Function):
+    """RMSNorm outside compiled code: one kernel on a GPU, where autocast would compute it in several."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

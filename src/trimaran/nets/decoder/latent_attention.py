@@ -60,10 +60,7 @@ class LatentHeads:
 
 
 def expanded_heads(wide: Tensor, shared: Tensor, latent: LatentSpec) -> tuple[Tensor, Tensor]:
-    """Return keys and values [B, heads, T, width], given the output of `kv_b_proj`, [B, T, heads * ...].
-
-    `shared` [B, 1, T, rope_dim] are the rotated features of all keys.
-    """
+    """Return keys and values [B, heads, T, width] of `kv_b_proj`'s output and the keys' `shared` rotated features."""
     heads = wide.unflatten(-1, (-1, latent.nope_dim + latent.value_dim)).transpose(1, 2)
     key, value = heads.split([latent.nope_dim, latent.value_dim], dim=-1)
     shared = shared.to(value.dtype).expand(-1, key.shape[1], -1, -1)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.models import PLAIN_UNIT, ExpertSpec, ExpertUnit, RouterSpec
+from trimaran.models import PLAIN_UNIT, ExpertSpec, ExpertUnit
 from trimaran.nets.decoder.attention_context import Context
 from trimaran.nets.decoder.joint_projections import join_weights, joint_swiglu
 from trimaran.nets.decoder.scattered_rows import gather_rows, scatter_rows, sorted_places
@@ -54,7 +54,11 @@ def route(
         loss = loss + experts.z_loss * squares.sum()
     requested = counts = chosen.sum((0, 1))
     if limited and experts.capacity:
-        fits = within_capacity(choices, experts, context)
+        # Each expert takes the earliest tokens of each sequence.
+        full = context.gather(choices)
+        ones = torch.zeros(*full.shape[:2], experts.num_experts, dtype=torch.int32, device=full.device)
+        limit = capacity_of(experts, full.shape[1])
+        fits = context.shard(ones.scatter_(-1, full, 1).cumsum(1) <= limit)  # [B, T, num_experts]
         counts, kept = (chosen * fits).sum((0, 1)), fits.gather(-1, choices)
         weights, choices = weights * kept, choices.masked_fill(~kept, experts.num_experts)
     dropped = (requested - counts).sum()
@@ -70,31 +74,15 @@ def choose_experts(
     scores = logits.softmax(-1) if router.scoring == "softmax" else logits.sigmoid()
     ranked = scores.detach() if correction is None else scores.detach() + correction
     if router.groups > router.top_groups:
-        ranked = ranked.masked_fill(~in_best_groups(ranked, router), -math.inf)
+        by_group = ranked.unflatten(-1, (router.groups, -1))
+        best = by_group.topk(router.group_top).values.sum(-1).topk(router.top_groups).indices
+        kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+        ranked = ranked.masked_fill(~kept.unsqueeze(-1).expand_as(by_group).flatten(-2), -math.inf)
     choices = ranked.topk(experts.top_k).indices
     weights = scores.gather(-1, choices)
     if experts.normalize_top_k:
         weights = weights / (weights.sum(-1, keepdim=True) + MIN_SUM)
     return choices, weights if router.scale == 1 else weights * router.scale, scores
-
-
-def in_best_groups(scores: Tensor, router: RouterSpec) -> Tensor:
-    """Return which experts are in one of the token's best groups, in the shape of `scores` [..., num_experts]."""
-    by_group = scores.unflatten(-1, (router.groups, -1))
-    best = by_group.topk(router.group_top).values.sum(-1).topk(router.top_groups).indices
-    kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, best, True)
-    return kept.unsqueeze(-1).expand_as(by_group).flatten(-2)
-
-
-def within_capacity(choices: Tensor, experts: ExpertSpec, context: Context) -> Tensor:
-    """Return which experts have capacity left for a token that chooses them, [B, T, num_experts].
-
-    Each expert takes the earliest tokens of each sequence. `choices` [B, T, top_k] are those of this rank's positions.
-    """
-    full = context.gather(choices)
-    limit = capacity_of(experts, full.shape[1])
-    chosen = torch.zeros(*full.shape[:2], experts.num_experts, dtype=torch.int32, device=full.device)
-    return context.shard(chosen.scatter_(-1, full, 1).cumsum(1) <= limit)
 
 
 def capacity_of(experts: ExpertSpec, seq_len: int) -> int:
@@ -131,10 +119,7 @@ class FeedForward(nn.Module):
 
 
 class ExpertWeights(nn.Module):
-    """The experts of a layer, stacked along the first dimension; sharded: this rank's experts, or a slice of each.
-
-    With `tp` above 1 every rank has a slice of each expert: its output is a partial sum.
-    """
+    """The stacked experts of a layer, or this rank's; with `tp` a slice of each, whose outputs are partial sums."""
 
     def __init__(self, num_experts: int, hidden: int, width: int, unit: ExpertUnit = PLAIN_UNIT) -> None:
         super().__init__()
@@ -229,10 +214,7 @@ class MoeLayer(nn.Module):
         self._reset_routing_stats()
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output for `x` [B, T, hidden], and the balance and z-loss, summed over the sequences.
-
-        The capacity applies in training only.
-        """
+        """Return the output for `x` [B, T, hidden], and the summed balance and z-loss. Only training has a capacity."""
         # With offloaded weights it is on the host.
         correction = None if self.correction_bias is None else self.correction_bias.to(x.device)
         routing = route(self._logits(x), self.spec, self.context, limited=self.training, correction=correction)

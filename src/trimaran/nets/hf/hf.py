@@ -20,14 +20,12 @@ from trimaran.nets.hf.hf_attention import (
     MIXING_ATTRIBUTE,
     OPTION_ATTRIBUTE,
     SCOPE_ARGUMENT,
-    added_mask,
+    SCOPE_ATTRIBUTE,
     context_of,
     has_windows,
-    install_attention,
     longest_packed_row,
     mixes_documents,
     mixing_reason,
-    refuse_packed_rows,
     set_context,
     takes_scope,
     transformers,
@@ -35,11 +33,11 @@ from trimaran.nets.hf.hf_attention import (
 )
 from trimaran.nets.hf.hf_kinds import refuse_later_tokens
 from trimaran.nets.hf.hf_probe import (
+    LAYER_MASKS_ATTRIBUTE,
     HfCache,
     cache_difference,
     choose_document_masks,
     layer_masks,
-    needs_layer_masks,
     paged_difference,
     probe,
 )
@@ -200,7 +198,12 @@ class HfNetwork(Network):
         tokens, documents, given = inputs["tokens"], inputs.get("documents"), context_of(self.module)
         reason = mixing_reason(self.module)
         if documents is not None and reason and tokens.shape[1] > longest_packed_row(self.module):
-            refuse_packed_rows(reason, self.architecture, inputs)
+            # Refused if the model would learn from a later document; padding may follow the first.
+            later = documents > 0
+            if (labels := inputs.get("labels")) is not None:
+                later = later & (labels >= 0)
+            if bool(later.any()):
+                raise mixes_documents(reason, self.architecture)
             documents = None
         if documents is None:
             if given is None:
@@ -211,13 +214,16 @@ class HfNetwork(Network):
             host_documents = inputs.get("host_documents")
             lengths = None if host_documents is None else run_lengths(host_documents)
             arguments[SCOPE_ARGUMENT] = self.context.scope(documents, lengths)
-        elif needs_layer_masks(self.module):
+        elif getattr(self.module, LAYER_MASKS_ATTRIBUTE, False):
             arguments["attention_mask"] = layer_masks(self.module, arguments["position_ids"])
         # transformers derives documents from positions that restart, and knows the windows of each layer.
         # Without documents we pass a mask ourselves: transformers would synchronise with the device to look for them.
         elif not has_windows(self.module.config):
             mask = self.context.mask(documents)
-            arguments["attention_mask"] = added_mask(mask) if uses_eager_attention(self.module) else mask
+            if uses_eager_attention(self.module):  # it adds the mask to the scores
+                lowest = torch.finfo(torch.float32).min
+                mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, lowest)
+            arguments["attention_mask"] = mask
         return arguments
 
     def _positions(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
@@ -257,10 +263,7 @@ class HfNetwork(Network):
 
 
 def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
-    """Return the network of a Hugging Face model, with its no-split blocks and our faster parts.
-
-    It gets our attention if its own is plain causal attention; the log says if not. Call it before anything is sharded.
-    """
+    """Return the network of an unsharded Hugging Face model, with our attention if its own is plainly causal."""
     for part in module.modules():
         if hasattr(part, PADDING_CHECK):  # of GPT-2: it synchronises with the device only to warn of a missing mask
             setattr(part, PADDING_CHECK, lambda *_: None)
@@ -275,39 +278,34 @@ def hf_network(module: nn.Module, spec: Spec | None) -> HfNetwork:
     if result.attention_difference:
         log.info("%s keeps its own attention: it %s", architecture, result.attention_difference)
     else:
-        install_attention(module)
+        # A model that passes the scope argument through: no mask is built then, not even for documents.
+        set_context(module, Context())
+        setattr(module, SCOPE_ATTRIBUTE, True)
     if has_windows(module.config) and not mixing_reason(module) and not choose_document_masks(module):
         setattr(module, MIXING_ATTRIBUTE, "builds attention masks that ignore documents")
     names = ("num_attention_heads", "n_head", "n_heads")  # state-space models and RWKV have no attention scores
     if uses_eager_attention(module) and any(getattr(config.get_text_config(), each, None) for each in names):
         log.warning("%s has no SDPA attention in transformers and trains with its eager attention: slower, and each "
                     "layer keeps scores of heads x seq_len^2 values for every sample", architecture)  # fmt: skip
-    _cast_stream(module)
-    head = module.get_output_embeddings() if result.ends_in_head else None  # pyrefly: ignore[not-callable]
-    # A model of the RoBERTa family has a row for padding in its table of positions, with the number of that token.
-    tables = (getattr(part, "position_embeddings", None) for part in module.modules())
-    found = (each.padding_idx for each in tables if isinstance(each, nn.Embedding))
-    padding = next((each for each in found if each is not None), None)
-    return HfNetwork(module, blocks_of(module), spec, architecture, head, padding_position=padding)
-
-
-def _cast_stream(module: Any) -> None:
-    """Cast the residual stream to the autocast dtype, from the embedding on; rotary tables stay fp32.
-
-    Autocast alone leaves the stream in fp32, the dtype of the embedding's weights: every addition, norm and copy
-    between two matmuls would move twice the bytes, and pipeline stages, between which the stream is sent in the
-    autocast dtype, would compute something else than one process. Only hooks are added.
-    """
-    # The embedding of tokens and what is added to it, or normalises it, before the first layer.
-    tokens = module.get_input_embeddings()
+    # Cast the residual stream to the autocast dtype, from the embedding on; rotary tables stay fp32. Autocast alone
+    # leaves the stream in fp32, the dtype of the embedding's weights: every addition, norm and copy between two matmuls
+    # would move twice the bytes, and pipeline stages, which send it in the autocast dtype, would compute something else
+    # than one process.
+    tokens = module.get_input_embeddings()  # pyrefly: ignore[not-callable]
     owner = next(part for part in module.modules() if any(child is tokens for child in part.children()))
-    for name, part in owner.named_children():
+    for name, part in owner.named_children():  # also what is added to the embedding of tokens, or normalises it
         is_rotary = "Rotary" in type(part).__name__ or "rotary" in name
         if part is tokens or (not is_rotary and (isinstance(part, nn.Embedding) or "embed" in name)):
             part.register_forward_hook(_to_autocast_dtype)
     for part in module.modules():
         if type(part).__name__.endswith("RotaryEmbedding"):
             part.register_forward_pre_hook(_with_fp32_input)
+    head = module.get_output_embeddings() if result.ends_in_head else None  # pyrefly: ignore[not-callable]
+    # A model of the RoBERTa family has a row for padding in its table of positions, with the number of that token.
+    tables = (getattr(part, "position_embeddings", None) for part in module.modules())
+    found = (each.padding_idx for each in tables if isinstance(each, nn.Embedding))
+    padding = next((each for each in found if each is not None), None)
+    return HfNetwork(module, blocks_of(module), spec, architecture, head, padding_position=padding)
 
 
 def _to_autocast_dtype(embedding: nn.Module, _: Any, out: Any) -> Any:
@@ -320,10 +318,7 @@ def _to_autocast_dtype(embedding: nn.Module, _: Any, out: Any) -> Any:
 
 
 def _with_fp32_input(rotary: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return the arguments with an fp32 tensor instead of the stream, of which only device, shape and dtype are used.
-
-    A bf16 table would rotate the later positions of a long sequence by wrong angles.
-    """
+    """Return an fp32 stand-in for the stream: a bf16 table would rotate late positions by wrong angles."""
     if not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
         return None
     stand_in = torch.empty((), dtype=torch.float32, device=args[0].device).expand(args[0].shape)
@@ -364,10 +359,7 @@ def auto_class(config: Any) -> Any:
 
 
 def _with_attention(build: Callable[[dict[str, Any]], Any]) -> Any:
-    """Return what `build` makes with fp32 and SDPA attention, or with eager attention if the model has no SDPA.
-
-    Only the model's class knows, and that of a model with its own code is not in transformers: so SDPA is tried.
-    """
+    """Return what `build` makes, in fp32, with SDPA or else eager attention. Only trying shows if a class has SDPA."""
     try:
         return build({"dtype": torch.float32, "attn_implementation": "sdpa"})
     except ValueError as error:
@@ -377,10 +369,7 @@ def _with_attention(build: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def load_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> nn.Module:
-    """Return the full model in the folder, with fp32 weights; random from `seed` if it holds only a config.
-
-    Nothing is downloaded, no pickle is read, and the model's own code runs only if it is trusted.
-    """
+    """Return the local model in fp32, random from `seed` without weights. Its own code runs only if it is trusted."""
     config = hf_config(path, trust_remote_code=trust_remote_code)
     folder, missing = model_folder(str(path)), []
     has_weights = bool(weight_files(folder))

@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from trimaran.core import UserError
@@ -52,12 +51,6 @@ def context_of(module: nn.Module) -> Context | None:
     return getattr(module, CONTEXT, None)
 
 
-def install_attention(module: Any) -> None:
-    """Install our attention in a model that passes SIGHT through. No mask is built then, not even for documents."""
-    set_context(module, Context())
-    setattr(module, SCOPE_ATTRIBUTE, True)
-
-
 def pack_images(vision: Any) -> None:
     """Make a vision tower pass image boundaries to our attention: `Segments` as `cu_seqlens`."""
     transformers.AttentionInterface.register(PACKED, _attend)
@@ -65,7 +58,7 @@ def pack_images(vision: Any) -> None:
 
 
 def takes_scope(module: nn.Module) -> bool:
-    """Return whether the model takes the argument SIGHT instead of a mask."""
+    """Return whether the model takes the attention scope instead of a mask."""
     return getattr(module, SCOPE_ATTRIBUTE, False)
 
 
@@ -147,12 +140,6 @@ def uses_eager_attention(module: Any) -> bool:
     return module.config._attn_implementation == "eager"
 
 
-def added_mask(mask: Tensor) -> Tensor:
-    """Return a boolean mask as eager attention expects it: 0 where a query attends, and else the lowest value."""
-    lowest = torch.finfo(torch.float32).min
-    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, lowest)
-
-
 def mixing_reason(module: Any) -> str:
     """Return why no mask keeps the documents of a row apart in the model; empty if one does."""
     if takes_scope(module):
@@ -188,18 +175,6 @@ def longest_packed_row(module: Any) -> int:
     if CHUNKED not in (getattr(config, "layer_types", None) or ()):
         return 0
     return min((size for each in CHUNK_SIZES if (size := getattr(config, each, None))), default=0)
-
-
-def refuse_packed_rows(reason: str, architecture: str, inputs: Mapping[str, Tensor]) -> None:
-    """Raise if a model that mixes the documents of a row would learn from a later one; padding may follow the first.
-
-    `architecture` is the name of its class, which a plan changes.
-    """
-    later = inputs["documents"] > 0
-    if (labels := inputs.get("labels")) is not None:
-        later = later & (labels >= 0)
-    if bool(later.any()):
-        raise mixes_documents(reason, architecture)
 
 
 def mixes_documents(reason: str, architecture: str) -> UserError:

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -36,10 +36,7 @@ except ImportError:  # transformers before 5 keeps weights in memory as they are
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """The tensors on disk that become `target` in memory: one, or several that transformers' `converter` fuses.
-
-    `tensors` are names on disk, each with the converter's pattern that it matches.
-    """
+    """The tensors on disk, with the converter's patterns, that become `target`: one, or several that are fused."""
 
     target: str
     tensors: tuple[tuple[str, str], ...]
@@ -78,24 +75,10 @@ def find_weight_sources(module: Any, folder: Path) -> tuple[list[WeightSource], 
     return sources, _mismatch(module, {name: tuple(each.shape) for name, each in wanted.items()}, found)
 
 
-def keep_conversions(module: Any) -> None:
-    """Keep how transformers renames and splits a new model's weights: it asks by a class name, which a plan changes."""
-    if conversion_mapping is None or core_model_loading is None or hasattr(module, "_weight_conversions"):
-        return
-    find: Any = conversion_mapping.get_model_conversion_mapping
-    conversions = find(module, **({"add_legacy": False} if "add_legacy" in signature(find).parameters else {}))
-    prefix_change = getattr(core_model_loading, "PrefixChange", ())  # tells only how a folder was read
-    if conversions := [each for each in conversions if not isinstance(each, prefix_change)]:
-        module._weight_conversions = conversions
-
-
 def read_weights(
     module: nn.Module, folder: Path, sources: list[WeightSource], report_progress: Callable[[], None] = lambda: None
 ) -> None:
-    """Fill the module in place with this rank's slices, in its own dtypes. Fused tensors are briefly unsharded.
-
-    A pipeline stage reads only what it holds. `report_progress` is called after each source.
-    """
+    """Fill the module with this rank's slices. Fused tensors are briefly unsharded; a report follows each source."""
     targets = dict(module.named_buffers()) | loadable_weights(module, remove_duplicate=False)
     with open_sources(folder) as files:
         for source in [each for each in sources if each.target in targets]:
@@ -190,7 +173,13 @@ def open_hf_model(
                 read_weights(sharded, folder, sources, report_progress)
 
         return module, read
-    keep_conversions(module)
+    if conversion_mapping is not None and core_model_loading is not None and not hasattr(module, "_weight_conversions"):
+        # Keep how transformers renames and splits the weights: it asks by a class name, which a plan changes.
+        find: Any = conversion_mapping.get_model_conversion_mapping
+        conversions = find(module, **({"add_legacy": False} if "add_legacy" in signature(find).parameters else {}))
+        prefix_change = getattr(core_model_loading, "PrefixChange", ())  # tells only how a folder was read
+        if conversions := [each for each in conversions if not isinstance(each, prefix_change)]:
+            module._weight_conversions = conversions
     unsharded = deepcopy(module)
     return module, lambda sharded, device: _initialise_all(sharded, device, unsharded, seed)
 
@@ -216,8 +205,16 @@ def _initialise_all(module: nn.Module, device: torch.device, unsharded: nn.Modul
     """Fill a sharded module from the model's own initialisation, block by block; on the meta device only check it."""
     materialise(module, device)
     targets = loadable_weights(module)
-    if device.type == "meta":
-        _check_initialisation(unsharded, targets)
+    if device.type == "meta":  # nothing is computed; what the initialisation writes to is recorded
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), WrittenStorages() as written:
+            try:
+                _initialise(unsharded, list(unsharded.named_modules()), seed=0)
+            except Exception as error:  # any error of the model's own code, which may read values
+                log.info("the initialisation does not run on the meta device: %s: %s", type(error).__name__, error)
+                return
+        for name in targets:
+            if unsharded.get_parameter(name).untyped_storage()._cdata not in written.storages:
+                raise _uninitialised(name)
         return
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for name, unit, is_block in _units(unsharded):
@@ -255,19 +252,6 @@ def _uninitialised(name: str) -> UserError:
                      fix="save the model with its weights, and name that folder")  # fmt: skip
 
 
-def _check_initialisation(unsharded: nn.Module, names: Iterable[str]) -> None:
-    """Raise if the model's initialisation leaves out a weight. Nothing is computed; what it writes to is recorded."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), WrittenStorages() as written:
-        try:
-            _initialise(unsharded, list(unsharded.named_modules()), seed=0)
-        except Exception as error:  # any error of the model's own code, which may read values
-            log.info("the initialisation does not run on the meta device: %s: %s", type(error).__name__, error)
-            return
-    for name in names:
-        if unsharded.get_parameter(name).untyped_storage()._cdata not in written.storages:
-            raise _uninitialised(name)
-
-
 class WrittenStorages(TorchDispatchMode):
     """Records the storages that operators write to in place, by address."""
 
@@ -292,10 +276,7 @@ def _units(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Move host tensors to the device, and allocate meta tensors there. Tied weights stay tied.
-
-    Tensors that a plan has already put on a device stay there: with offloaded parameters, the buffers.
-    """
+    """Move host tensors to the device, and allocate meta tensors there. Others stay; tied weights stay tied."""
     names: dict[int, str] = {}
     pairs = [(name, names.setdefault(id(each), name)) for name, each in module.named_parameters(remove_duplicate=False)]
 
@@ -313,10 +294,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Build modules with parameters on the meta device and real buffers.
-
-    `torch.device("meta")` would affect the buffers too, and only the constructor can compute all of them.
-    """
+    """Build modules with parameters on the meta device, but real buffers, which only the constructor can compute."""
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -45,7 +45,16 @@ def refuse_other_kind(config: Any, loader: Any, path: Path) -> None:
     if built and has_language_model:
         return
     what = f"{saved or config.model_type} is {kind or 'no model of language'}, not a causal language model"
-    raise UserError("M091", what, where=str(path), fix=_way_out(config, kind, built))
+    # How a model of this kind can be trained.
+    if kind == VISION and not vlm_difference(config):
+        fix = "set model.family to vlm"
+    elif kind == MASKED and built:
+        fix = f"{OWN_LOOP}, or set is_decoder: true in config.json to train it as a decoder"
+    elif built and getattr(config, "is_encoder_decoder", False):
+        fix = f"{OWN_LOOP}, or save its decoder alone as {built}"
+    else:
+        fix = f"{OWN_LOOP}, or name the language model that it was made from" if built else OWN_LOOP
+    raise UserError("M091", what, where=str(path), fix=fix)
 
 
 def refuse_later_tokens(module: Any, architecture: str, *, is_noncausal: bool) -> None:
@@ -92,17 +101,6 @@ def _kind_of(config: Any, name: str) -> str:
 
 def _table(name: str) -> Mapping[str, str | tuple[str, ...]]:
     return getattr(transformers.models.auto.modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES", {})
-
-
-def _way_out(config: Any, kind: str, built: str) -> str:
-    """Return how a model of this kind can be trained. `built` is the class of its language model, if it has one."""
-    if kind == VISION and not vlm_difference(config):
-        return "set model.family to vlm"
-    if kind == MASKED and built:
-        return f"{OWN_LOOP}, or set is_decoder: true in config.json to train it as a decoder"
-    if built and getattr(config, "is_encoder_decoder", False):
-        return f"{OWN_LOOP}, or save its decoder alone as {built}"
-    return f"{OWN_LOOP}, or name the language model that it was made from" if built else OWN_LOOP
 
 
 def vlm_difference(config: Any) -> str:

@@ -1,7 +1,7 @@
 """Finds out what a Hugging Face model does, by calls with a few tokens: its head, attention, masks, cache and pages."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -111,25 +111,16 @@ def probe(module: Any) -> ProbeResult:
 
 
 def choose_document_masks(module: Any) -> bool:
-    """Return whether masks keep documents apart in a model with attention windows. True, too, if no call shows it.
-
-    A model whose own masks do not isolate documents gets those of `layer_masks` from now on.
-    """
+    """Return whether masks keep documents apart in a model with windows; it gets `layer_masks` if its own do not."""
     documents = torch.arange(NUM_TOKENS)[None] // (NUM_TOKENS // 2)
     positions = document_positions(documents)
     if _isolate(_given_masks(module, {"position_ids": positions})):
         return True
-    if not _isolate(
-        _given_masks(module, {"position_ids": positions, "attention_mask": layer_masks(module, positions)})
-    ):
-        return False
-    setattr(module, LAYER_MASKS_ATTRIBUTE, True)
-    return True
-
-
-def needs_layer_masks(module: nn.Module) -> bool:
-    """Return whether documents are kept apart by the masks of `layer_masks`."""
-    return getattr(module, LAYER_MASKS_ATTRIBUTE, False)
+    masks = layer_masks(module, positions)
+    isolates = _isolate(_given_masks(module, {"position_ids": positions, "attention_mask": masks}))
+    if isolates:
+        setattr(module, LAYER_MASKS_ATTRIBUTE, True)
+    return isolates
 
 
 def layer_masks(module: Any, positions: Tensor) -> Any:
@@ -148,13 +139,11 @@ def layer_masks(module: Any, positions: Tensor) -> Any:
 
 def _isolate(masks: list[Tensor | None]) -> bool:
     """Return whether no mask lets a token of the second document attend to the first."""
-    for mask in masks:
-        if mask is None:
-            return False
-        attended = mask if mask.dtype == torch.bool else mask == 0
-        if attended[..., NUM_TOKENS // 2 :, : NUM_TOKENS // 2].any():
-            return False
-    return True
+    half = NUM_TOKENS // 2
+    return all(
+        mask is not None and not (mask if mask.dtype == torch.bool else mask == 0)[..., half:, :half].any()
+        for mask in masks
+    )
 
 
 def _given_masks(module: Any, arguments: Mapping[str, Any]) -> list[Tensor | None]:
@@ -179,20 +168,17 @@ def _given_masks(module: Any, arguments: Mapping[str, Any]) -> list[Tensor | Non
 
 
 class HfCache(KeyValueCache):
-    """transformers' cache for the rows of a batch.
-
-    It holds what the layers of the model need: all positions, those of a window, or the state of a recurrent layer.
-    """
+    """transformers' cache for the rows of a batch: all positions, those of a window, or states of recurrent layers."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
         self._module = module
-        self._cache = self._new()
+        self._cache: Any = transformers.DynamicCache(config=module.config)
 
     def truncate(self, length: int) -> None:
         """Forget the positions from `length` on; all of them if the cache cannot go back."""
         if length < self.length:
-            self._cache, length = self._new(), 0
+            self._cache, length = transformers.DynamicCache(config=self._module.config), 0
         super().truncate(length)
 
     def arguments(self, tokens: Tensor) -> dict[str, Any]:
@@ -200,9 +186,6 @@ class HfCache(KeyValueCache):
         start, self.length = self.length, self.length + tokens.shape[1]
         positions = torch.arange(start, self.length, device=tokens.device).expand(len(tokens), -1)
         return {"position_ids": positions, "past_key_values": self._cache, "use_cache": True}
-
-    def _new(self) -> Any:
-        return transformers.DynamicCache(config=self._module.config)
 
 
 @torch.no_grad()
@@ -241,13 +224,17 @@ def paged_difference(network: Network, device: torch.device) -> str:
     # Parts and settings with which sequences in one row are not computed as they are alone.
     config = module.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
+    found = [getattr(part, "rope_type", "") for part in module.modules()]
+    rope_kinds = [kind for each in found for kind in (each.values() if isinstance(each, Mapping) else [each])]
     own_code = "has its own attention implementation"
     reasons = {
         "takes no position_ids": "position_ids" not in signature(module.forward).parameters,
         "also mixes tokens with a convolution": any(isinstance(part, nn.Conv1d) for part in module.modules()),
         "has layers without attention scores": not ISOLATING_LAYERS.issuperset(kinds),
         "attends in chunks": "chunked_attention" in kinds or bool(getattr(config, "attention_chunk_size", None)),
-        "has rotary frequencies that depend on the longest sequence": any(_rope_kinds(module)),
+        "has rotary frequencies that depend on the longest sequence": any(
+            isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in rope_kinds
+        ),
         own_code: not getattr(module, "_supports_attention_backend", False),
     }
     if reason := first_true(reasons):
@@ -257,7 +244,7 @@ def paged_difference(network: Network, device: torch.device) -> str:
     tokens = [numbers[:PROBE_TOKENS] % network.vocabulary, numbers[PROBE_TOKENS:] * 3 % network.vocabulary]
     try:
         whole = [module(input_ids=each[None], use_cache=False).logits[0, -1].float() for each in tokens]
-        reason = "" if takes_scope(module) or use_our_attention(module) else "has its own attention implementation"
+        reason = "" if takes_scope(module) or use_our_attention(module) else own_code
         if not reason:
             reason = _difference_of_logits(network, tokens, torch.stack(whole))
     except Exception as error:  # any error of the model's own code
@@ -269,14 +256,6 @@ def paged_difference(network: Network, device: torch.device) -> str:
     return reason
 
 
-def _rope_kinds(module: nn.Module) -> Iterator[bool]:
-    """Yield whether each rotary embedding computes its frequencies from the positions of the whole batch."""
-    for part in module.modules():
-        found = getattr(part, "rope_type", "")
-        for kind in found.values() if isinstance(found, Mapping) else [found]:
-            yield isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
-
-
 def _difference_of_logits(network: Network, tokens: list[Tensor], whole: Tensor) -> str:
     """Return how the logits over pages differ from those of the model's own attention; empty if they do not."""
     cache, last, windows = PagedCache(4, PAGE_SIZE), whole, {}
@@ -284,7 +263,21 @@ def _difference_of_logits(network: Network, tokens: list[Tensor], whole: Tensor)
     for start, stop in ((0, -2), (-2, -1), (-1, None)):
         parts = [each[start:stop] for each in tokens]
         keys = [length + (stop or 0) for length in lengths]
-        extension = _extension(cache, [len(each) for each in parts], keys, tokens[0].device)
+        new, device = [len(each) for each in parts], tokens[0].device
+        positions = [torch.arange(stop - count, stop, device=device) for count, stop in zip(new, keys, strict=True)]
+        ends = torch.tensor([0, *new], device=device).cumsum(0)
+        extension = _ProbeExtension(
+            cache=cache,
+            positions=torch.cat(positions)[None],
+            slots=torch.cat([each + number * 2 * PAGE_SIZE for number, each in enumerate(positions)]),
+            page_tables=torch.arange(4, device=device).view(2, 2),
+            context_lengths=torch.tensor(keys, device=device),
+            query_starts=ends,
+            kept=ends[1:] - 1,
+            query_lengths=new,
+            key_lengths=keys,
+            num_decodes=sum(count == 1 for count in new),
+        )
         inputs = {"tokens": torch.cat(parts)[None]}
         if getattr(network.spec, "sections", ()):  # time, row and column
             inputs["positions"] = extension.positions.expand(3, -1, -1)
@@ -321,20 +314,3 @@ class _ProbeLayer(PagedLayer):
         assert isinstance(self.extension, _ProbeExtension)
         self.extension.windows[self.number] = options.window
         return PagedLayer.attend(self, query, key, value, options)
-
-
-def _extension(cache: PagedCache, new: list[int], keys: list[int], device: torch.device) -> _ProbeExtension:
-    positions = [torch.arange(length - count, length, device=device) for count, length in zip(new, keys, strict=True)]
-    ends = torch.tensor([0, *new], device=device).cumsum(0)
-    return _ProbeExtension(
-        cache=cache,
-        positions=torch.cat(positions)[None],
-        slots=torch.cat([each + number * 2 * PAGE_SIZE for number, each in enumerate(positions)]),
-        page_tables=torch.arange(4, device=device).view(2, 2),
-        context_lengths=torch.tensor(keys, device=device),
-        query_starts=ends,
-        kept=ends[1:] - 1,
-        query_lengths=new,
-        key_lengths=keys,
-        num_decodes=sum(count == 1 for count in new),
-    )

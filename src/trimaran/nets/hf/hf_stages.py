@@ -283,14 +283,9 @@ def _remove(module: nn.Module, names: frozenset[str], *, keep_width: bool) -> No
     for name in names:
         owner, _, leaf = name.rpartition(".")
         part = module.get_submodule(name)
-        absent = AbsentModule(_width(part) if keep_width else 0, is_embedding=hasattr(part, "embedding_dim"))
+        # What a module before the layers returns, if it differs in width from its input.
+        width: Any = getattr(part, "embedding_dim", getattr(part, "out_features", 0)) if keep_width else 0
+        absent = AbsentModule(width, is_embedding=hasattr(part, "embedding_dim"))
         for hook in part._forward_hooks.values() if keep_width else ():
             absent.register_forward_hook(hook)  # such as the cast to the plan's precision
         setattr(module.get_submodule(owner), leaf, absent.train(part.training))
-
-
-def _width(part: Any) -> int:
-    """Return the width of what a module before the layers returns, if that differs from the width of its input."""
-    if hasattr(part, "embedding_dim"):
-        return part.embedding_dim
-    return part.out_features if hasattr(part, "out_features") else 0

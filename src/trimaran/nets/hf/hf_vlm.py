@@ -55,10 +55,7 @@ class VisionAdapter(ABC):
 
     @contextmanager
     def with_images(self, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-        """Pass the images of `inputs` to the next call of the model; a black one, without effect, if there are none.
-
-        Thus every rank takes part in the collectives, and every parameter gets a gradient.
-        """
+        """Pass the images to the model's next call, or a black one, so that each parameter gets a gradient."""
         assert "features" not in inputs, "only our own network takes cached features"
         patches, grids, host_grids = (inputs.get(name) for name in ("patches", "grids", "host_grids"))
         self._is_black = patches is None or grids is None or not len(patches)
@@ -176,8 +173,13 @@ class OneVisionAdapter(LlavaVisionAdapter):
         return (self._model.vision_tower.post_layernorm,)
 
     def encode(self, images: ImagePatches) -> Tensor:
-        tower = self._model.vision_tower
-        x = tower.embeddings(_cropped_tiles(images.patches, self.spec))
+        tower, vision, side = self._model.vision_tower, self.spec.vision, self.spec.vision.tile_side
+        # Tiles [tiles, channel, row, column] of complete patches.
+        tiles = normalise_patches(images.patches, vision.ends).view(
+            -1, side, side, CHANNELS, vision.patch, vision.patch
+        )
+        pixels = side * vision.patch
+        x = tower.embeddings(tiles.permute(0, 3, 1, 4, 2, 5).reshape(-1, CHANNELS, pixels, pixels))
         for layer in tower.encoder.layers:
             x = layer(x, None)
         rows, newline = self.projector(x).flatten(0, 1), self._model.image_newline[None]
@@ -187,13 +189,6 @@ class OneVisionAdapter(LlavaVisionAdapter):
         sources = images.token_sources.long()
         sources = sources.where(sources >= 0, len(rows) - 1)
         return F.embedding_bag(sources, rows, per_sample_weights=images.token_weights.to(rows.dtype), mode="sum")
-
-
-def _cropped_tiles(patches: Tensor, spec: VlmSpec) -> Tensor:
-    """Return tiles [tiles, channel, row, column] of complete patches."""
-    vision, side = spec.vision, spec.vision.tile_side
-    tiles = normalise_patches(patches, vision.ends).view(-1, side, side, CHANNELS, vision.patch, vision.patch)
-    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(-1, CHANNELS, side * vision.patch, side * vision.patch)
 
 
 def squares_of(patches: Tensor, spec: VlmSpec) -> Tensor:
@@ -269,9 +264,8 @@ def network_of_hf(module: nn.Module, spec: Spec | None) -> HfNetwork:
     if kind not in VISION_ADAPTERS:
         return network
     if spec is None or spec.vision is None:
-        raise _no_images(
-            network, f"its configuration is not supported ({vlm_difference(module.config) or 'it has no spec'})"
-        )
+        difference = vlm_difference(module.config) or "it has no spec"
+        raise _no_images(network, f"its configuration is not supported ({difference})")
     if vision_utils is None:
         raise _no_images(network, "that needs transformers 5")
     if not takes_scope(module):

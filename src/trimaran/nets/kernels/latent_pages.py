@@ -55,7 +55,7 @@ def attend_latent_pages(
                 queries, pages, tables, lengths, starts, out, _scale(queries, options), len(lengths), tables.stride(0),
                 *queries.stride()[:2], **_shape(queries, pages, rank, options),
                 HEADS=heads, GROUP=group, ROWS=tile.max_rows, QUERIES=block, KEYS=tile.keys,
-                num_warps=_num_warps(tile.max_rows), num_stages=tile.stages,
+                num_warps=8 if tile.max_rows > MIN_ROWS else 4, num_stages=tile.stages,
             )  # fmt: skip
     return out.transpose(0, 1)
 
@@ -84,7 +84,7 @@ def attend_one_latent_query(
             query, pages, tables, lengths, lengths if starts is None else starts, parts, sums,
             _scale(query, options), tables.stride(0), *query.stride()[:2], **shape,
             HEADS=heads, ROWS=rows, KEYS=tile.keys, SPLITS=splits, MIN_SPLIT=MIN_SPLIT_KEYS,
-            ANY_COUNT=starts is not None, num_warps=_num_warps(rows), num_stages=tile.stages,
+            ANY_COUNT=starts is not None, num_warps=8 if rows > MIN_ROWS else 4, num_stages=tile.stages,
         )  # fmt: skip
         if splits > 1:
             _merge[(count, heads)](
@@ -126,10 +126,6 @@ def _tile(query: Tensor) -> LatentTile:
     properties = torch.cuda.get_device_properties(query.device)
     shared = properties.shared_memory_per_block_optin  # pyrefly: ignore[missing-attribute] - not in torch's stub
     return LatentTile(64, 32, 5) if shared >= LARGE_SHARED_BYTES else LatentTile(MIN_ROWS, 32, 3)
-
-
-def _num_warps(rows: int) -> int:
-    return 8 if rows > MIN_ROWS else 4
 
 
 @triton.jit

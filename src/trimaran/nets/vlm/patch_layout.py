@@ -66,10 +66,7 @@ class PatchLayout:
         return patches if self.order is None else patches[self.order]
 
     def merged_patches(self, stream: Tensor, merge: int, parts: int = 1) -> Tensor:
-        """Return the input of the projector [tokens, width]: the patches that become one token, concatenated.
-
-        Each of the `parts` of the stream's features is concatenated by itself.
-        """
+        """Return the projector's input [tokens, width]: the patches of each token, concatenated; each part alone."""
         if parts > 1:
             return torch.cat([self.merged_patches(each, merge) for each in stream.chunk(parts, -1)], -1)
         x = stream[0]
@@ -172,10 +169,7 @@ class _PatchPositions:
         return rows, torch.stack(weights, 1)
 
     def window_numbers(self, side: int) -> Tensor:
-        """Return the number of each patch's window, [P], row by row through an image; windows are `side` patches wide.
-
-        An image has at most as many windows as patches, so its numbers start at its first patch and stay unique.
-        """
+        """Return the number of each patch's window of `side` patches, [P], row by row from the image's first patch."""
         across = (self.columns + side - 1) // side
         return self.start + self.row // side * across + self.column // side
 

@@ -126,10 +126,7 @@ class Stem(nn.Module):
         self.norm = norm_of(spec, spec.hidden) if ends.first_norm else None
 
     def forward(self, patches: Tensor, layout: PatchLayout) -> Tensor:
-        """Return the stream [1, T, hidden] of `patches` u8 [P, channel x row x column], in the layout's order.
-
-        Patches of a video are [P, channel x frame x row x column].
-        """
+        """Return the stream [1, T, hidden] of `patches` u8 [P, channel x (frame x) row x column], as laid out."""
         weight = self.patch_embed.weight
         if patches.shape[1] != weight.shape[1]:  # an image is a video of equal frames: their weights add up
             weight = weight.unflatten(1, (CHANNELS, self.spec.frames, -1)).sum(2).flatten(1)

@@ -295,10 +295,7 @@ def _internvl_chat(name: str, spec: VlmSpec) -> DiskTensor:
 
 
 def _internvl_internlm2(name: str, spec: VlmSpec) -> DiskTensor:
-    """Return the tensor in OpenGVLab's own layout with an InternLM2.
-
-    Its `wqkv` has, for each key-value head, the query heads of its group, the key and the value.
-    """
+    """Return the tensor with an InternLM2, whose `wqkv` has the query heads, key and value of each key head in turn."""
     tower, _, rest = name.partition(".")
     if tower != "language":
         return _internvl_chat(name, spec)

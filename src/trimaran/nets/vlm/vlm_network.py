@@ -55,20 +55,6 @@ def load_vlm_weights(module: Vlm, folder: Path, report_progress: Callable[[], No
             report_progress()
 
 
-def vlm_reader(module: Vlm, files: Mapping[str, Any]) -> Callable[[str], Tensor]:
-    form = disk_form(module.spec)
-    sources = {canonical(name, form): (file, name) for name, file in files.items()}
-
-    def read(name: str) -> Tensor:
-        stored = on_disk(name, module.spec, form)
-        file, name_in_file = sources[stored.name]
-        value = file.get_tensor(name_in_file)
-        value = stored.taken_from(value) if stored.parts > 1 or stored.transposed else value
-        return value.reshape(module.get_parameter(name).shape)
-
-    return read
-
-
 def vlm_tensors(module: Vlm, read: ReadTensor = full_tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of a Vlm unsharded, on the CPU, under its name on disk; a tied head is omitted.
 
@@ -197,7 +183,17 @@ class VlmNetwork(Network):
         load_vlm_weights(self.module, folder, report_progress)
 
     def weight_reader(self, files: Mapping[str, Any]) -> Callable[[str], Tensor]:
-        return vlm_reader(self.module, files)
+        form = disk_form(self.spec)
+        sources = {canonical(name, form): (file, name) for name, file in files.items()}
+
+        def read(name: str) -> Tensor:
+            stored = on_disk(name, self.spec, form)
+            file, name_in_file = sources[stored.name]
+            value = file.get_tensor(name_in_file)
+            value = stored.taken_from(value) if stored.parts > 1 or stored.transposed else value
+            return value.reshape(self.module.get_parameter(name).shape)
+
+        return read
 
 
 def vlm_network(spec: VlmSpec, blocks: range | None = None) -> VlmNetwork:

@@ -175,14 +175,13 @@ class TiledAttention:
         ring, ranks, window = block.ring, (block.reader, block.owner), self.scores.window
         for rectangle in block.rectangles:
             for tile, is_masked in tiles(rectangle, ring, ranks, block.first_key, window):
-                yield tile, self._mask(tile, block, device) if is_masked else None
-
-    def _mask(self, tile: Rectangle, block: KeyBlock, device: torch.device) -> Tensor:
-        queries = _positions(block.ring, block.reader, tile.queries, device)
-        first, last = (block.first_key + each for each in tile.keys)
-        distances = queries[:, None] - _positions(block.ring, block.owner, (first, last), device)
-        mask = distances >= 0
-        return mask if self.scores.window is None else mask & (distances < self.scores.window)
+                mask = None
+                if is_masked:
+                    first, last = (block.first_key + each for each in tile.keys)
+                    queries = _positions(ring, block.reader, tile.queries, device)
+                    distances = queries[:, None] - _positions(ring, block.owner, (first, last), device)
+                    mask = distances >= 0 if window is None else (distances >= 0) & (distances < window)
+                yield tile, mask
 
 
 @dataclass(frozen=True, slots=True)

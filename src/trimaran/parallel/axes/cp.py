@@ -132,10 +132,7 @@ class RingContext(AllGatherContext):
 
 
 class UlyssesContext(GroupContext):
-    """Ulysses: all-to-all swaps positions for heads, so attention sees all positions of some heads.
-
-    With fewer key heads than ranks, each is sent to several ranks.
-    """
+    """Ulysses: all-to-all swaps positions for heads; with fewer key heads than ranks, each is sent to several."""
 
     def shard(self, full: Tensor) -> Tensor:
         return full.chunk(self._size, dim=1)[self._rank]

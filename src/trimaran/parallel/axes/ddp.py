@@ -18,10 +18,7 @@ from trimaran.parallel.mesh import RankMesh
 
 
 def apply_ddp(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """All-reduce gradients in buckets during backward. Parameter names do not change.
-
-    DDP supports neither DTensors nor pipeline stages; with those, FSDP2's `replicate` is used instead.
-    """
+    """All-reduce gradients in buckets during backward; with DTensors or stages by FSDP2's `replicate`, not DDP."""
     # With local steps, replicas synchronise weights later, and only the ranks of a replica sum their gradients here.
     # Without overlap the stepper has `GradientBuckets`.
     data = reducing_ranks(plan, ranks)

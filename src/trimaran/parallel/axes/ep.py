@@ -35,16 +35,23 @@ DIMS = {
 
 
 def apply_ep(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Shard the experts over `ep` and `tp`, in place, and dispatch tokens to them. Parameter names do not change.
-
-    `apply_tp` handles the router and the shared expert. The gradient of a rank's experts covers the tokens of its `ep`
-    group.
-    """
+    """Shard experts over `ep` and `tp` in place; `apply_tp` handles routers and shared experts. Names do not change."""
     axes = [axis for axis in ("ep", "tp") if getattr(ranks.degrees, axis) > 1]
     if not axes:
         return
     if "ep" in axes and network.is_foreign:
-        _spread_hf_experts(network, ranks)
+        # A pipeline stage may have no layer with experts; the whole model has. Tensor-parallel ranks have the same
+        # tokens: each holds and computes some of the experts of an `ep` rank.
+        tp = ranks.degrees.tp
+        refuse_ep_degree(ranks.degrees.ep, tp, count_experts(network.whole_module))
+        mesh = ranks.experts["ep", "tp"] if tp > 1 else ranks.experts["ep"]
+        split = partial(compute_some_experts, mesh=ranks.experts["tp"]) if tp > 1 else None
+        dispatcher = TokenDispatcher(ranks.experts.get_group("ep"))
+        for experts in spreadable_experts(network.module) if stacked_experts(network.module) else ():
+            for name, parameter in list(experts.named_parameters(recurse=False)):
+                experts.register_parameter(name, sharded(parameter, mesh, *[Shard(0)] * mesh.ndim))
+            exchange = partial(dispatcher.exchange, own_dtype(experts) is None)
+            spread(experts, exchange, ranks.degrees.ep, split)
     for mixture in [each for each in network.module.modules() if isinstance(each, MoeLayer)]:
         mixture.tp = mixture.experts.tp = ranks.degrees.tp
         mesh = ranks.experts[tuple(axes)] if len(axes) > 1 else ranks.experts[axes[0]]
@@ -59,23 +66,6 @@ def apply_ep(network: Network, plan: Plan, ranks: RankMesh) -> None:
             mixture.dispatch = TokenDispatcher(ranks.experts.get_group("ep"))
 
 
-def _spread_hf_experts(network: Network, ranks: RankMesh) -> None:
-    """Shard the stacked experts of a Hugging Face model over `ep`, and dispatch tokens to them.
-
-    Tensor-parallel ranks have the same tokens: each holds and computes some of the experts of an `ep` rank. A pipeline
-    stage may have no layer with experts; the whole model has.
-    """
-    ep, tp = ranks.degrees.ep, ranks.degrees.tp
-    refuse_ep_degree(ep, tp, count_experts(network.whole_module))
-    mesh = ranks.experts["ep", "tp"] if tp > 1 else ranks.experts["ep"]
-    split = partial(compute_some_experts, mesh=ranks.experts["tp"]) if tp > 1 else None
-    dispatcher = TokenDispatcher(ranks.experts.get_group("ep"))
-    for experts in spreadable_experts(network.module) if stacked_experts(network.module) else ():
-        for name, parameter in list(experts.named_parameters(recurse=False)):
-            experts.register_parameter(name, sharded(parameter, mesh, *[Shard(0)] * mesh.ndim))
-        spread(experts, partial(dispatcher.exchange, own_dtype(experts) is None), ep, split)
-
-
 class SentRows(NamedTuple):
     """Rows on their way to the ranks of their experts, and what is needed to bring the results back."""
 
@@ -88,10 +78,7 @@ class SentRows(NamedTuple):
 
 
 class TokenDispatcher:
-    """Sends rows to the ranks of their experts and the results back. Every rank of the group must call it.
-
-    Rows after those of the last expert are not sent; their output is zero.
-    """
+    """Sends rows to the ranks of their experts and back, collectively. Rows after the last expert's become zero."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._size = group, group.size()

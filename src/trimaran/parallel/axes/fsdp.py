@@ -84,8 +84,12 @@ def units_of(network: Network, plan: Plan) -> list[FsdpUnit]:
     spanning = sharded_image_towers(network, plan)
     taken = {id(module) for module, _ in inner}
     for tower, prefix in network.towers.items():
-        module, differs = _submodule(network.module, prefix.removesuffix(".")), shardings[tower] != plan.sharding
-        if module is not None and (differs or tower in spanning) and id(module) not in taken | {id(root)}:
+        # A stage may have no part of a tower, or a tower may be only a container of blocks.
+        module, differs = network.module, shardings[tower] != plan.sharding
+        for part in prefix.removesuffix(".").split(".") if prefix else ():
+            module = getattr(module, part, None) or nn.ModuleList()
+        is_unit = not isinstance(module, CONTAINERS) and (differs or tower in spanning)
+        if is_unit and id(module) not in taken | {id(root)}:
             inner.append((module, dtype))
     towers = [tower_of(names[id(module)], network.towers) for module, _ in inner]
     units = [
@@ -118,13 +122,6 @@ def _joined(units: Sequence[FsdpUnit], names: Mapping[int, str], plan: Plan) -> 
             joined |= {id(layer): () for layer in group} | {id(group[-1]): group}
     changed = (replace(unit, modules=joined.get(id(unit.modules[0]), unit.modules)) for unit in units)
     return [unit for unit in changed if unit.modules]
-
-
-def _submodule(module: nn.Module, name: str) -> nn.Module | None:
-    """Return the tower of that name; None if this stage has no part of it, or it is only a container of blocks."""
-    for part in name.split(".") if name else ():
-        module = getattr(module, part, None) or nn.ModuleList()
-    return None if isinstance(module, CONTAINERS) else module
 
 
 def _shard(unit: FsdpUnit, plan: Plan, ranks: RankMesh, *, is_root: bool = False) -> None:

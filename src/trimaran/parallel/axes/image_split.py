@@ -15,11 +15,7 @@ from trimaran.parallel.mesh import RankMesh, image_split_towers, takes_images
 
 
 def apply_image_split(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Let ranks with the same images and a full vision tower encode different images.
-
-    Context-parallel ranks have the same images. So do tensor-parallel ranks; they split the images if the tower is
-    replicated (tp 1).
-    """
+    """Let context-parallel ranks, and tensor-parallel ranks with a replicated tower, encode different images."""
     if not takes_images(network):
         return
     towers, cp = image_split_towers(network, plan), ranks.degrees.cp > 1

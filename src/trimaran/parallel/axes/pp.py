@@ -141,11 +141,7 @@ class TimedStage(PipelineStage):
                 _move_messages(infos, NO_MEMORY)
 
     def _unshard(self) -> None:
-        """Unshard the weights for a split backward.
-
-        A split backward looks up the module's current parameters. After forward FSDP replaces them with shards, which
-        are not part of the graph and would silently get no gradient.
-        """
+        """Unshard the weights for a split backward, which looks up current parameters: shards would get no gradient."""
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.unshard()
@@ -157,10 +153,7 @@ def _chunk_of(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> int:
 
 
 def _move_messages(infos: Sequence[Any], device: torch.device) -> None:
-    """Give the messages that a stage receives memory on the device, or take it: on the meta device they have none.
-
-    Autograd keeps what a backward still needs.
-    """
+    """Give the messages that a stage receives memory on the device, or take it (meta) but for what autograd keeps."""
     for info in infos:
         buffer = getattr(info, "buffer", None)
         if buffer is not None and buffer.device.type != device.type:
@@ -221,10 +214,6 @@ class StageFacts:
 
     first_trained: int  # the first stage with trained parameters; stages before it need no gradient
     tied: tuple[int, ...]  # the two stages with a copy of a tied embedding
-
-    def needs_gradient(self, stage: int) -> bool:
-        """Return whether a stage before this one is trained, so the gradient of its input is needed."""
-        return stage > self.first_trained
 
 
 def gather_stage_facts(networks: Sequence[Network], stages: StageMap, device: torch.device) -> StageFacts:

@@ -6,7 +6,7 @@ one rectangle for each row is left: the queries of a reader attend to all keys o
 document, because no other document has a part on both sides of the gap between them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -73,7 +73,12 @@ def ring_layout(
     `lengths` are those of the documents, row after row; empty if each row is one. Every rank finds the same shifts that
     need an exchange. With a `window`, queries attend to that many keys, their own position included.
     """
-    documents = _documents_of_rows(lengths, rows=shape[0], seq_len=ring.num_ranks * shape[1])
+    rows, seq_len, ends = shape[0], ring.num_ranks * shape[1], [*accumulate(lengths)]
+    assert not ends or ends[-1] == rows * seq_len, "documents fill all rows"
+    documents: list[list[Span]] = [[] if lengths else [(0, seq_len)] for _ in range(rows)]
+    for end, length in zip(ends, lengths, strict=True):
+        row = (end - 1) // seq_len
+        documents[row].append((end - length - row * seq_len, end - row * seq_len))
     steps = []
     for shift in range(1, ring.num_ranks):
         pairs = [_pair(documents, ring, (reader, (reader - shift) % ring.num_ranks), window)
@@ -82,8 +87,8 @@ def ring_layout(
             received, sent = _span(pairs[rank]), _span(pairs[(rank + shift) % ring.num_ranks])
             first = received[0]
             shifted = [replace(each, keys=(each.keys[0] - first, each.keys[1] - first)) for each in pairs[rank]]
-            steps.append(RingStep(shift, _joined(shifted, shape[0]), received, sent))
-    return RingLayout(ring, rank, _joined([*_own(documents, ring, rank)], shape[0]), tuple(steps))
+            steps.append(RingStep(shift, _joined(shifted, rows), received, sent))
+    return RingLayout(ring, rank, _joined([*_own(documents, ring, rank)], rows), tuple(steps))
 
 
 def tiles(
@@ -104,18 +109,6 @@ def tiles(
 
 def _tile_spans(span: Span) -> Iterator[Span]:
     yield from ((start, min(start + TILE, span[1])) for start in range(*span, TILE))
-
-
-def _documents_of_rows(lengths: Sequence[int], *, rows: int, seq_len: int) -> list[list[Span]]:
-    if not lengths:
-        return [[(0, seq_len)]] * rows
-    ends = [*accumulate(lengths)]
-    assert ends[-1] == rows * seq_len, "documents fill all rows"
-    found: list[list[Span]] = [[] for _ in range(rows)]
-    for end, length in zip(ends, lengths, strict=True):
-        row = (end - 1) // seq_len
-        found[row].append((end - length - row * seq_len, end - row * seq_len))
-    return found
 
 
 def _own(documents: list[list[Span]], ring: RingChunks, rank: int) -> Iterator[Rectangle]:

@@ -55,16 +55,6 @@ class ShardedEmbedding(nn.Embedding):
 KINDS: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: ShardedLinear, nn.Embedding: ShardedEmbedding}
 
 
-def compute_with_shards(module: nn.Module) -> bool:
-    """Let a layer compute with its shard, by changing its class. Return whether it does.
-
-    A subclass from elsewhere, whose forward is not known, does not. Our own layers do so as they are.
-    """
-    if type(module) in KINDS:
-        module.__class__ = KINDS[type(module)]
-    return computes_with_shards(module)
-
-
 def computes_with_shards(module: nn.Module) -> bool:
     """Return whether the layer computes with its shard, between plain tensors."""
     return isinstance(module, ShardedLinear | ShardedEmbedding | LoraLinear | Fp8Linear)
@@ -138,10 +128,7 @@ class ForeignExperts(ParallelStyle):
 
 
 def compute_some_experts(module: Any, mesh: DeviceMesh) -> None:
-    """Let each rank of the mesh compute the experts that it holds, for rows that all of them have, and sum the results.
-
-    The experts are already sharded.
-    """
+    """Let each rank compute the experts that it holds for rows that all of them have, and sum the results."""
     own, count = module.forward, module.num_experts // mesh.size()
     first = count * mesh.get_local_rank()
     module.num_experts, module._is_expert_parallel = count, True

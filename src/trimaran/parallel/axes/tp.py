@@ -18,11 +18,11 @@ from trimaran.nets.adapters.lora_linear import DOWN, MAGNITUDE, UP, LoraLinear, 
 from trimaran.nets.decoder.attention import WideRMSNorm
 from trimaran.nets.local_shards import local_for_compute
 from trimaran.parallel.axes.sharded_layers import (
+    KINDS,
     ForeignColumns,
     ForeignExperts,
     ForeignReplica,
     ForeignRows,
-    compute_with_shards,
     computes_with_shards,
     distribute,
     sharded,
@@ -41,10 +41,7 @@ ADAPTER_PLACEMENTS: dict[tuple[Placement, str], Placement] = {
 
 
 def apply_tp(network: Network, plan: Plan, ranks: RankMesh) -> None:
-    """Shard the modules that the network's plan names. Parameter names and ties do not change.
-
-    A tower with tp 1 keeps its full weights on every rank.
-    """
+    """Shard the modules that the network's plan names, except in towers with tp 1. Names and ties do not change."""
     if ranks.degrees.tp > 1:
         shard_modules(network.module, ranks.axes["tp"], tensor_styles(network, plan, ranks))
 
@@ -71,10 +68,7 @@ def shard_modules(module: nn.Module, mesh: DeviceMesh, patterns: Mapping[str, st
 
 
 def tensor_styles(network: Network, plan: Plan, ranks: RankMesh) -> dict[str, str]:
-    """Return the style of each module name pattern, without towers that are not sharded.
-
-    Stacked experts that are spread over `ep`, too, are left to `apply_ep`.
-    """
+    """Return the style of each module name pattern in sharded towers, without experts that `apply_ep` spreads."""
     replicated = tp_replicated_towers(network, plan)
     styles = network.tensor_plan(ranks.degrees.tp)
     if ranks.degrees.ep > 1:
@@ -116,7 +110,9 @@ class ShardedParameters(ParallelStyle):
         self._enter, self._leave, self._otherwise, self._placements = enter, leave, otherwise, placements
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if "weight" in self._placements and not compute_with_shards(module):
+        if "weight" in self._placements and type(module) in KINDS:
+            module.__class__ = KINDS[type(module)]
+        if "weight" in self._placements and not computes_with_shards(module):  # a subclass with its own forward
             assert self._otherwise is not None, f"{type(module).__name__} is no layer of our own networks"
             style = self._otherwise()
             style.src_data_rank = None  # as `parallelize_module` sets it: every rank has the same values, or none
@@ -130,10 +126,7 @@ class ShardedParameters(ParallelStyle):
 
 
 class ReducedOutput(ShardedParameters):
-    """Shards a linear layer by its inputs. The partial sums of the ranks are reduced, and the bias is added to them.
-
-    `sequence`: each rank gets its tokens of the result.
-    """
+    """Shards a linear layer by its inputs, and adds the bias to the sum, or with `sequence` to the rank's tokens."""
 
     def __init__(self, *, sequence: bool = False) -> None:
         otherwise = None if sequence else partial(RowwiseCopied, output_layouts=Replicate())
@@ -179,11 +172,7 @@ class ScatterRows(ParallelStyle):
 
 
 class RowwiseCopied(RowwiseParallel):
-    """torch's own style, with a copy of the output.
-
-    FSDP warns if a block returns a view, and a compiled block would unwrap an AsyncCollectiveTensor and lose its
-    backward.
-    """
+    """torch's own style, with a copy of the output: of a view FSDP warns, and a compiled block loses its backward."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)

@@ -28,11 +28,7 @@ class AxisWaits:
         self._span = None
 
     def span(self, axis: str) -> AbstractContextManager[None]:
-        """Return a context manager for a collective and the wait for it.
-
-        On a GPU the stream waits, between two marks on it; the host does not. Code that torch compiles must not call
-        it: marks are not part of a graph.
-        """
+        """Return a context manager that times a collective and its wait, on a GPU by marks; not in compiled code."""
         return NO_SPAN if self._span is None else self._span(axis)
 
 

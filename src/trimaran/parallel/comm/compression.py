@@ -37,10 +37,7 @@ SAMPLED_COLUMNS = 1024  # of each shard, to measure the error of the sum
 
 
 class ShardCompressor:
-    """What the FSDP units of a rank share: the settings, the step, and the measured error of the sums.
-
-    `begin_step` says which step the next gradients are of; random numbers depend on it.
-    """
+    """The settings, the step, which random numbers depend on, and the measured error that FSDP units share."""
 
     def __init__(self, settings: Compression, shards: dist.ProcessGroup, replicas: dist.ProcessGroup | None) -> None:
         self.settings, self.state = settings, ExchangeState(settings, shards, shards.rank())
@@ -146,15 +143,6 @@ class OuterAllReduce:
             work.wait()
 
 
-def compress_units(module: nn.Module, compressor: ShardCompressor) -> None:
-    for name, unit in module.named_modules():
-        if is_fsdp_module(unit):
-            # These need no class of torch, whose module is private: only these methods are called.
-            unit.set_custom_reduce_scatter(CompressedReduceScatter(compressor, name))  # pyrefly: ignore
-            if compressor.outer is not None:
-                unit.set_all_reduce_hook(OuterAllReduce(compressor, name))
-
-
 COMPRESSOR_ATTRIBUTE = "_trimaran_compressor"
 MIN_FACTOR_GAIN = 2  # a matrix is sent as factors if they are at least this many times smaller
 SAMPLED_VALUES = 1024  # of each parameter, to measure the error of the sum
@@ -175,10 +163,20 @@ def apply_compression(network: Network, plan: Plan, ranks: RankMesh) -> None:
     if plan.sharding != "none":
         replicas = ranks.shards.get_group("dp_replicate") if ranks.degrees.dp_replicate > 1 else None
         shard_compressor = ShardCompressor(settings, ranks.shards.get_group("shard"), replicas)
-        compress_units(network.module, shard_compressor)
+        for name, unit in network.module.named_modules():
+            if is_fsdp_module(unit):
+                # These need no class of torch, whose module is private: only these methods are called.
+                unit.set_custom_reduce_scatter(CompressedReduceScatter(shard_compressor, name))  # pyrefly: ignore
+                if shard_compressor.outer is not None:
+                    unit.set_all_reduce_hook(OuterAllReduce(shard_compressor, name))
         setattr(network.module, COMPRESSOR_ATTRIBUTE, shard_compressor)
         return
-    refuse_unmatched_layers(network.module, settings)
+    found = {layer_kind(name) for name, _ in network.module.named_parameters()}  # a tied head is part of the embedding
+    for kind in settings.layers:
+        if kind not in found:
+            has = ", ".join(sorted(each for each in found if each)) or "none of the known kinds"
+            raise UserError("P003", f"compression of the layers {kind} is not possible: the model has no such layers",
+                            where="plan.comm.compression.layers", fix=f"it has {has}")  # fmt: skip
     compressor = GradientCompressor(network.module, settings, ranks.data.get_group(), axis=data_axis(plan))
     setattr(network.module, COMPRESSOR_ATTRIBUTE, compressor)
     network.module.register_comm_hook(compressor, send_bucket)  # pyrefly: ignore[not-callable]
@@ -198,21 +196,8 @@ def layer_kind(name: str) -> LayerKind | None:
     return None
 
 
-def refuse_unmatched_layers(module: nn.Module, settings: Compression) -> None:
-    """Raise if the model has no layers of a kind that the settings name. A tied head is part of the embedding."""
-    found = {layer_kind(name) for name, _ in module.named_parameters()}
-    for kind in settings.layers:
-        if kind not in found:
-            has = ", ".join(sorted(each for each in found if each)) or "none of the known kinds"
-            raise UserError("P003", f"compression of the layers {kind} is not possible: the model has no such layers",
-                            where="plan.comm.compression.layers", fix=f"it has {has}")  # fmt: skip
-
-
 def is_compressed(name: str, shape: Shape, settings: Compression) -> bool:
-    """Return whether the gradient of a parameter is compressed.
-
-    Vectors are sent exactly: they are few, and their values are not alike. So are small matrices under PowerSGD.
-    """
+    """Return whether a gradient is compressed. Vectors and small matrices under PowerSGD are sent exactly."""
     if settings.layers and layer_kind(name) not in settings.layers:
         return False
     if settings.kind in ("fp16", "bf16"):

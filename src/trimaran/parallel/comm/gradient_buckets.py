@@ -20,11 +20,21 @@ class GradientBuckets:
         self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         self._group, self._buckets, self._slices = group, list[Tensor](), list[tuple[nn.Parameter, Tensor]]()
-        for same_kind in _in_buckets(parameters, bucket_bytes):
+        # Buckets of one dtype and device, the last parameters first: backward reaches them first.
+        buckets: list[list[nn.Parameter]] = []
+        open_buckets: dict[object, list[nn.Parameter]] = {}
+        for each in reversed(parameters):
+            kind = each.dtype, each.device
+            bucket = open_buckets.get(kind)
+            if bucket is None or sum(other.nbytes for other in bucket) + each.nbytes > bucket_bytes:
+                bucket = open_buckets[kind] = []
+                buckets.append(bucket)
+            bucket.append(each)
+        for same_kind in buckets:
             sizes = [each.numel() for each in same_kind]
-            bucket = torch.zeros(sum(sizes), dtype=same_kind[0].dtype, device=same_kind[0].device)
-            self._buckets.append(bucket)
-            slices = bucket.split(sizes)
+            flat = torch.zeros(sum(sizes), dtype=same_kind[0].dtype, device=same_kind[0].device)
+            self._buckets.append(flat)
+            slices = flat.split(sizes)
             self._slices += [(each, part.view(each.shape)) for each, part in zip(same_kind, slices, strict=True)]
 
     def assign(self) -> None:
@@ -48,17 +58,3 @@ class GradientBuckets:
 
 def buckets_of(module: nn.Module, group: dist.ProcessGroup) -> GradientBuckets:
     return GradientBuckets([each for each in module.parameters() if each.requires_grad], group)
-
-
-def _in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Return the parameters in buckets of one dtype and device, the last ones first: backward reaches them first."""
-    buckets: list[list[nn.Parameter]] = []
-    open_buckets: dict[object, list[nn.Parameter]] = {}
-    for each in reversed(parameters):
-        kind = each.dtype, each.device
-        bucket = open_buckets.get(kind)
-        if bucket is None or sum(other.nbytes for other in bucket) + each.nbytes > bucket_bytes:
-            bucket = open_buckets[kind] = []
-            buckets.append(bucket)
-        bucket.append(each)
-    return buckets

@@ -220,7 +220,14 @@ def exchange_top_k(state: ExchangeState, gradients: Gradients) -> Exchange:
     """Average the largest values. Ranks choose different ones: values and indices are gathered, then added by index."""
     ratio, values, indices, first = state.settings.ratio or 1.0, list[Tensor](), list[Tensor](), 0
     for name, gradient in gradients.items():
-        total = state.with_residual(name, _with_momentum(state, name, gradient))
+        sent = gradient
+        if state.velocity is not None and (momentum := state.settings.momentum):
+            # The exponential mean of the gradients. It is not complete: `momentum / (1 - momentum)` times the last mean
+            # will follow in later steps, so that all means add up to all gradients.
+            mean = state.velocity.propose(name).view(-1)
+            torch.lerp(gradient.float() / state.loss_scale, state.velocity.accepted[name].view(-1), momentum, out=mean)
+            sent = mean * state.loss_scale
+        total = state.with_residual(name, sent)
         chosen = total.abs().topk(max(1, int(ratio * len(total))), sorted=False).indices
         values.append(total[chosen])
         indices.append((chosen + first).to(torch.int32))
@@ -235,31 +242,18 @@ def exchange_top_k(state: ExchangeState, gradients: Gradients) -> Exchange:
     _copy_back(gradients, total.div_(state.size))
 
 
-def _with_momentum(state: ExchangeState, name: str, gradient: Tensor) -> Tensor:
-    """Return the exponential mean of the gradients, if there is momentum. All means add up to all gradients.
-
-    The last mean is not complete: `momentum / (1 - momentum)` times it will follow in later steps.
-    """
-    momentum = state.settings.momentum
-    if state.velocity is None or not momentum:
-        return gradient
-    proposed = state.velocity.propose(name).view(-1)
-    torch.lerp(gradient.float() / state.loss_scale, state.velocity.accepted[name].view(-1), momentum, out=proposed)
-    return proposed * state.loss_scale
-
-
 def exchange_factors(state: ExchangeState, gradients: Gradients) -> Exchange:
     """Average as a product of two factors of low rank (PowerSGD): one step of power iteration, from the last factor."""
     assert state.factor is not None
     matrices = {
         name: state.with_residual(name, each).view(state.matrix_shapes[name]) for name, each in gradients.items()
     }
-    starts = {name: _orthogonal(state.factor.accepted[name]) for name in matrices}
+    starts = {name: torch.linalg.qr(state.factor.accepted[name]).Q for name in matrices}
     left = {name: each @ starts[name] for name, each in matrices.items()}
     flat = torch.cat([each.view(-1) for each in left.values()])
     yield _work(dist.all_reduce(flat, group=state.group, async_op=True))
     _copy_back({name: each.view(-1) for name, each in left.items()}, flat)
-    left = {name: _orthogonal(each) for name, each in left.items()}
+    left = {name: torch.linalg.qr(each).Q for name, each in left.items()}
     right = {name: each.T @ left[name] for name, each in matrices.items()}
     for name, each in matrices.items():  # what this rank has sent is its own part of the product
         state.keep(name, (each - left[name] @ right[name].T).view(-1))
@@ -274,10 +268,6 @@ def exchange_factors(state: ExchangeState, gradients: Gradients) -> Exchange:
 def first_factor(name: str, shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
     """Return the factor that a parameter starts with: random, and the same on all ranks."""
     return torch.randn(shape, generator=_generator(f"{seed}/factor/{name}", torch.device("cpu"))).to(device)
-
-
-def _orthogonal(matrix: Tensor) -> Tensor:
-    return torch.linalg.qr(matrix).Q
 
 
 def _copy_back(gradients: Gradients, flat: Tensor) -> None:

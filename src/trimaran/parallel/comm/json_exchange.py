@@ -26,10 +26,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
 
 
 def broadcast_json(value: Any, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the value of rank `src` on every rank; the other values are ignored. Every rank of the group must call it.
-
-    `src` too gets a copy that went through JSON, so that all ranks have equal values.
-    """
+    """Return the value of rank `src`, as it comes out of JSON, on every rank of the group, all of which call it."""
     is_source = dist.get_rank() == src
     message = _to_bytes(json.dumps(value).encode() if is_source else b"", group)
     length = torch.tensor([len(message)], device=message.device)

@@ -82,10 +82,7 @@ def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class MeanExchange:
-    """A mean over the replicas on its way. All replicas make the same calls in the same order.
-
-    `sent` is what the others receive of this replica's values; only a sparse exchange needs it.
-    """
+    """A mean over replicas that all call the same methods; `sent` is what others receive of a sparse exchange."""
 
     sent: Tensor
 
@@ -183,10 +180,7 @@ NamedParameter = tuple[str, nn.Parameter]
 
 
 class OuterTensor(NamedTuple):
-    """A part of the outer state, with the shape of this rank's part of its parameter.
-
-    `kind` is `weights` (the last synchronised ones), `momentum`, or `error` (what was not sent yet, of this replica).
-    """
+    """A part of the outer state, shaped as its parameter here: synchronised `weights`, `momentum` or unsent `error`."""
 
     kind: str
     name: str
@@ -307,10 +301,7 @@ class OuterStep:
 
     @torch.no_grad()
     def restore(self, loaded: Callable[[OuterTensor], bool]) -> None:
-        """Forget what is on its way. State that no checkpoint had starts over from the weights.
-
-        Weights and state are filled; `loaded` says which of the state.
-        """
+        """Forget what is on its way; after the weights are filled, start over all state that was not `loaded`."""
         for exchange in (each for exchanges in self._running.values() for each in exchanges):
             exchange.mean.finish()
         self._running = {}

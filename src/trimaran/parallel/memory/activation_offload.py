@@ -209,7 +209,10 @@ class ActivationOffload:
     def _pack(self, call: OffloadedCall, tensor: Tensor) -> Tensor | PackedTensor | PackedSubclass:
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.trigger_wait()
-        if _is_cast_weight(tensor):
+        source = cast_origin(tensor)
+        if source is not None and source.name() == LOCAL_SHARD_NODE:
+            source = source.next_functions[0][0]
+        if isinstance(getattr(source, "variable", None), nn.Parameter):  # a weight that autocast or a block has cast
             return tensor.detach()
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
@@ -255,14 +258,6 @@ def _plain_parts(tensor: Any) -> list[Tensor]:
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _plain_parts(getattr(tensor, name))]
     return [tensor] if isinstance(tensor, Tensor) else []
-
-
-def _is_cast_weight(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a parameter cast by autocast or by a block. Such weights are not activations."""
-    source = cast_origin(tensor)
-    if source is not None and source.name() == LOCAL_SHARD_NODE:
-        source = source.next_functions[0][0]
-    return isinstance(getattr(source, "variable", None), nn.Parameter)
 
 
 def cast_origin(tensor: Tensor) -> Any:

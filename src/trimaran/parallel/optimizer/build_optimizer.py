@@ -16,10 +16,7 @@ from trimaran.parallel.optimizer.split_weights import NO_SPLIT_WEIGHTS, SplitWei
 
 
 class EagerOptimizer(Optimizer):
-    """An optimizer whose methods are never compiled.
-
-    torch's has what keeps torch.compile out of it, and so imports the compiler: a second for each rank.
-    """
+    """An optimizer that torch never compiles: its own guard against that imports the compiler, for a second a rank."""
 
     add_param_group = unwrap(Optimizer.add_param_group)
     zero_grad = unwrap(Optimizer.zero_grad)

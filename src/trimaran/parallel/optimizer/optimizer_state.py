@@ -51,10 +51,7 @@ def num_blocks(width: int) -> int:
 
 
 def quantize(values: Tensor, book: Tensor, *, lowest: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the uint8 codes of a 2-D fp32 tensor, and the scale of each block: its largest magnitude.
-
-    `book` is a `codebook`. Codes below `lowest` are raised to it.
-    """
+    """Return uint8 codes, at least `lowest`, of a 2-D tensor by a `codebook`, and each block's largest magnitude."""
     blocks = _in_blocks(values)
     scales = blocks.abs().amax(-1)
     relative = blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]

@@ -228,7 +228,7 @@ def compute_later_loss(network: Network, head: LossHead | None) -> None:
         with head.computing_losses(labels):
             return decoder.lm_head(hidden)[0]
 
-    decoder.compute_later_loss_with(from_logits if head is None else in_head)
+    decoder.loss_of_later = from_logits if head is None else in_head
 
 
 def later_loss_names(networks: Sequence[Network]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """The stepper of pipeline parallelism. A torch pipeline schedule runs the micro-batches through the stages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core import SECONDS_DECIMALS, WORLD, Phase, Plan
+from trimaran.core import SECONDS_DECIMALS, WORLD, Phase
 from trimaran.data import Inputs, StepBatch
 from trimaran.nets import Network
-from trimaran.parallel import RankMesh, autocast, kept_weight_casts, map_stages, time_gathers
+from trimaran.parallel import autocast, kept_weight_casts, map_stages, time_gathers
 from trimaran.parallel.axes import pp
 from trimaran.train.loss.cross_entropy import compute_later_loss
-from trimaran.train.loss.objective import Objective, predicted_tokens
-from trimaran.train.metrics.step_clock import ReadEvents, StepClock, attribute
+from trimaran.train.loss.objective import predicted_tokens
+from trimaran.train.metrics.step_clock import ReadEvents, attribute
+from trimaran.train.steppers.engine import StepperContext
 from trimaran.train.steppers.step_totals import LossPartSums
 from trimaran.train.steppers.stepper import (
     NO_REQUESTS,
@@ -33,16 +34,9 @@ from trimaran.train.steppers.update import Updater
 class PipelineStepper(TorchStepper):
     """Runs micro-batches through a pipeline. `networks` are this rank's stages. All its ranks load the same batch."""
 
-    def __init__(
-        self,
-        networks: Sequence[Network],
-        plan: Plan,
-        ranks: RankMesh,
-        updater: Updater,
-        clock: StepClock,
-        objective: Objective | None = None,
-    ) -> None:
-        super().__init__(networks, plan, ranks, updater, clock, objective)
+    def __init__(self, context: StepperContext, updater: Updater) -> None:
+        super().__init__(context, updater)
+        networks, plan, ranks = context.networks, context.plan, context.ranks
         self._stages = map_stages(plan, ranks)
         self._facts = pp.gather_stage_facts(networks, self._stages, ranks.device)
         kind = ranks.device.type
@@ -98,7 +92,7 @@ class PipelineStepper(TorchStepper):
         return self._reduced.numbers
 
     def details(self) -> DetailsReader:
-        """See `Stepper.details`. The measured bubble is the mean over the ranks of the pipeline.
+        """See `Stepper.details`. The measured bubble is the mean over the pipeline's ranks.
 
         `stage_seconds` is what forward and backward of one micro-batch take in each stage, `stage_layers` its blocks.
         """
@@ -142,10 +136,6 @@ class PipelineStepper(TorchStepper):
         dist.broadcast(row, group=self._stages.group, group_src=self._stages.owners[-1])
         return row.cpu()
 
-    def next_token_function(self) -> Callable[[Tensor], Tensor]:
-        """See `Stepper.next_token_function`. A schedule has fixed shapes, so the whole sequence runs for each token."""
-        return self.next_token_logits
-
     @torch.no_grad()
     def predict_tokens(self, inputs: Inputs) -> Tensor:
         logits = self._forward_only(inputs)
@@ -158,13 +148,16 @@ class PipelineStepper(TorchStepper):
     def _compute(self, number: int, network: Network) -> pp.Compute:
         """Return the forward of a stage. If all stages before it are frozen, it sends no gradient to them."""
         compute = partial(self._forward_last_stage if number == self._stages.last else self._forward_stage, network)
-        if self._facts.needs_gradient(number):
+        if number > self._facts.first_trained:
             return compute
 
         def compute_detached(*stream: Tensor, number: Tensor) -> Tensor:
             out = compute(*(each.detach() for each in stream), number=number)
             if stream:
-                return _with_zero_input_gradient(out, *stream)
+                # A schedule sends a gradient for every activation that it sent, so the input must be in the graph of
+                # the output: here with a gradient of zeros. The sum of no elements is 0 whatever the input holds. An
+                # autograd function would do the same, but torch 2.11 cannot split a backward that begins with one.
+                return out + stream[0].flatten()[:0].sum().to(out.dtype)
             return out if out.requires_grad else out.detach().requires_grad_()
 
         return compute_detached
@@ -200,16 +193,6 @@ class PipelineStepper(TorchStepper):
         return pp.forward_through_stages(
             self._stages, [partial(compute, network) for network in self._networks], entering
         )
-
-
-def _with_zero_input_gradient(out: Tensor, stream: Tensor) -> Tensor:
-    """Return the output of a stage, in whose graph the stage's input has a gradient of zeros.
-
-    A schedule sends a gradient for every activation that it sent, so the input must be in the graph of the output. The
-    sum of no elements is 0 whatever the input holds. An autograd function would do the same, but torch 2.11 cannot
-    split a backward that begins with one.
-    """
-    return out + stream.flatten()[:0].sum().to(out.dtype)
 
 
 class _AttachBalanceLoss(torch.autograd.Function):

@@ -67,6 +67,7 @@ class GradientReduction:
         self._trained: list[nn.Parameter] = []
         self._buckets: list[GradientBucket] = []
         self._bucket_of: dict[int, GradientBucket] = {}
+        self._view_of: dict[int, Tensor] = {}
         self._state, self._next = IDLE, 0
         self._seen: set[int] = set()  # parameters with a gradient in the current backward
         self._late: set[int] = set()  # parameters with several gradients in one backward
@@ -114,13 +115,18 @@ class GradientReduction:
             parameters.append(each)
             if sum(other.nbytes for other in parameters) >= (BUCKET_BYTES if full else FIRST_BUCKET_BYTES):
                 full.append(filling.pop(kind))
-        self._buckets = [_bucket_for(each) for each in (*full, *filling.values())]
-        self._bucket_of = {id(each): bucket for bucket in self._buckets for each in bucket.parameters}
-        self._view_of = {
-            id(each): view
-            for bucket in self._buckets
-            for each, view in zip(bucket.parameters, bucket.views, strict=True)
-        }
+        self._buckets, self._bucket_of, self._view_of = [], {}, {}
+        for parameters in (*full, *filling.values()):
+            size = sum(each.numel() for each in parameters)
+            flat = torch.zeros(size + len(parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+            bucket, start = GradientBucket(parameters, flat, []), 0
+            for each in parameters:
+                strides = torch.empty_like(each, device="meta").stride()  # an optimizer may need the parameter's
+                view = flat.as_strided(each.shape, strides, start)
+                bucket.views.append(view)
+                self._bucket_of[id(each)], self._view_of[id(each)] = bucket, view
+                start += each.numel()
+            self._buckets.append(bucket)
 
     def _on_gradient(self, key: int, parameter: Tensor) -> None:
         if self._state == IDLE or key in self._sparse:
@@ -247,23 +253,6 @@ def nothing_to_train() -> UserError:
     return UserError("P133", "this loss depends on no parameter that is trained, on any rank",
                      where="loop.backward(loss)", fix="compute it from the outputs of the model, outside of "
                      "torch.no_grad() and without detach(), and unfreeze what should be trained")  # fmt: skip
-
-
-def _bucket_for(parameters: list[nn.Parameter]) -> GradientBucket:
-    first, size = parameters[0], sum(each.numel() for each in parameters)
-    flat = torch.zeros(size + len(parameters), dtype=first.dtype, device=first.device)
-    views, start = [], 0
-    for each in parameters:
-        strides = torch.empty_like(each, device="meta").stride()  # an optimizer may need those of the parameter
-        views.append(flat.as_strided(each.shape, strides, start))
-        start += each.numel()
-    return GradientBucket(parameters, flat, views)
-
-
-def sparse_parameters(model: nn.Module) -> frozenset[int]:
-    """Return the ids of the parameters that get sparse gradients."""
-    layers = (each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse)
-    return frozenset(id(each.weight) for each in layers)
 
 
 @torch.no_grad()

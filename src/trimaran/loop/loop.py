@@ -24,7 +24,6 @@ from trimaran.loop.gradient_reduction import (
     cut_compiled_graph,
     norm_with_sparse,
     nothing_to_train,
-    sparse_parameters,
 )
 from trimaran.loop.loop_checkpoint import LoopState, SavedLoop
 from trimaran.loop.loop_checks import LoopChecks, ReplicaAgreement, check_same_model, warn_of_hooks
@@ -88,9 +87,10 @@ class Loop(SavedLoop):
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
         self._units = [each for each in model.modules() if isinstance(each, FSDPModule)]
         context.set_syncs.append(gradient_sync(model, plan))
+        embeddings = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
         self._reduction = GradientReduction(
             {name: each for name, each in model.named_parameters() if not isinstance(each, DTensor)},
-            sparse=sparse_parameters(model),
+            sparse=frozenset(id(each.weight) for each in embeddings if each.sparse),
             agree=self._meet,
             is_sharded=bool(self._units),
         )

@@ -21,7 +21,7 @@ from trimaran.core import UserError
 from trimaran.loop.loop_context import LoopContext, generator_states
 from trimaran.loop.loop_optimizers import parameters_of
 from trimaran.loop.loss_reduction import CHECK_OFF, accumulation_divisor, calling_line, check_divisor
-from trimaran.loop.row_dependence import Cause, mark_outputs, row_dependence
+from trimaran.loop.row_dependence import mark_outputs, row_dependence
 from trimaran.parallel import all_gather_int64, all_gather_json
 from trimaran.train import bit_checksum
 
@@ -127,8 +127,23 @@ class LoopChecks:
         if self._is_on and self.is_first and not is_whole and self._num_losses < MAX_LOSSES:
             self._num_losses += 1
             cause = row_dependence(loss, self._owner, context.num_rows_here)
-            if cause is not None:
-                self._found = self._found or self._dependent(cause)
+            if cause is None or self._found is not None:
+                return
+            ranks, rows = context.world_size, context.num_rows_here
+            seen = f"the {rows} rows of one of {ranks} ranks" if ranks > 1 else f"the {rows} rows of a micro-batch"
+            if cause == "dimension":
+                what = (
+                    f"in this loss the {rows} rows of a rank depend on each other, but not those of another dimension"
+                )
+                fix = "if the rows of the batch are dimension 1: loop.local_rows(batch, batch_dim=1)"
+            elif cause == "normalised":
+                what = f"this loss normalises over {seen}, not over those of the whole batch"
+                fix = "compute it from the rows of all ranks: outputs = loop.gather(outputs), without micro-batches"
+            else:
+                what = f"this loss is no sum over rows: it compares or combines {seen}, not those of the whole batch"
+                fix = ("compute it from the rows of all ranks: outputs = loop.gather(outputs), without micro-batches; "
+                       "or sum a loss for each row")  # fmt: skip
+            self._found = UserError("P140", what, where=calling_line(), fix=f"{fix}. {CHECK_OFF}")
 
     def found_foreign_gradients(self) -> None:
         """Note gradients that were there before the first backward of a step, unless they are zero."""
@@ -232,21 +247,6 @@ class LoopChecks:
                             "all ranks, and not summed over ranks unless loop.backward was called",
                             where=calling_line(), fix="call loop.step() in place of optimizer.step(), "
                             "scaler.step(optimizer) and optimizer.zero_grad()")  # fmt: skip
-
-    def _dependent(self, cause: Cause) -> UserError:
-        ranks, rows = self._context.world_size, self._context.num_rows_here
-        seen = f"the {rows} rows of one of {ranks} ranks" if ranks > 1 else f"the {rows} rows of a micro-batch"
-        if cause == "dimension":
-            what = f"in this loss the {rows} rows of a rank depend on each other, but not those of another dimension"
-            fix = "if the rows of the batch are dimension 1: loop.local_rows(batch, batch_dim=1)"
-        elif cause == "normalised":
-            what = f"this loss normalises over {seen}, not over those of the whole batch"
-            fix = "compute it from the rows of all ranks: outputs = loop.gather(outputs), without micro-batches"
-        else:
-            what = f"this loss is no sum over rows: it compares or combines {seen}, not those of the whole batch"
-            fix = ("compute it from the rows of all ranks: outputs = loop.gather(outputs), without micro-batches; or "
-                   "sum a loss for each row")  # fmt: skip
-        return UserError("P140", what, where=calling_line(), fix=f"{fix}. {CHECK_OFF}")
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         self._random_state = random_state(self._context.device)
@@ -363,10 +363,7 @@ def check_same_model(model: nn.Module) -> None:
 
 
 class ReplicaAgreement:
-    """Compares the replicated weights and buffers of all ranks, after the first updates and then now and then.
-
-    Other updates cost nothing.
-    """
+    """Compares replicated weights and buffers of all ranks after the first updates, then now and then."""
 
     def __init__(self, model: nn.Module, *, is_on: bool) -> None:
         self._model, self._is_on = model, is_on and dist.get_world_size() > 1

@@ -126,22 +126,19 @@ class BatchAgreement:
         self._calls.note(f"{where} of step {step}")
         gathered = all_gather_int64(np.array([num_rows, digest(batch)], dtype=np.int64))
         if (gathered != gathered[0]).any():
+            if (gathered[:, 0] != gathered[0, 0]).any():
+                found = "; ".join(f"rank {rank} has {rows} rows" for rank, (rows, _) in enumerate(gathered.tolist()))
+            else:
+                groups: dict[int, list[int]] = {}
+                for rank, (_, value) in enumerate(gathered.tolist()):
+                    groups.setdefault(value, []).append(rank)
+                most, *others = sorted(groups.values(), key=len, reverse=True)
+                odd = sorted(rank for group in others for rank in group)
+                found = f"{_ranks(odd)} {'holds' if len(odd) == 1 else 'hold'} other rows than {_ranks(most)}"
             agreed = f" (they agreed in step {self._agreed_at})" if self._agreed_at >= 0 else ""
-            what = f"ranks hold different global batches in step {step}: {_difference(gathered)}{agreed}"
+            what = f"ranks hold different global batches in step {step}: {found}{agreed}"
             raise UserError("P045", what, where=where, fix=CAUSES)
         self._agreed_at = step
-
-
-def _difference(gathered: np.ndarray) -> str:
-    """Return which ranks differ from most of the others, or how many rows each has."""
-    if len({int(rows) for rows, _ in gathered}) > 1:
-        return "; ".join(f"rank {rank} has {rows} rows" for rank, (rows, _) in enumerate(gathered.tolist()))
-    groups: dict[int, list[int]] = {}
-    for rank, (_, value) in enumerate(gathered.tolist()):
-        groups.setdefault(value, []).append(rank)
-    most, *others = sorted(groups.values(), key=len, reverse=True)
-    odd = sorted(rank for group in others for rank in group)
-    return f"{_ranks(odd)} {'holds' if len(odd) == 1 else 'hold'} other rows than {_ranks(most)}"
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -149,10 +146,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def digest(batch: Any) -> int:
-    """Return a 63-bit hash of shapes and values. Of a large tensor it reads a few evenly spaced values.
-
-    Leaves that are neither tensors, arrays, numbers nor text are ignored.
-    """
+    """Return a 63-bit hash of shapes and values, a few of a large tensor's; leaves of other types are ignored."""
     hashed = blake2b(digest_size=8)
     for leaf in tree_leaves(as_tree(batch)):
         if isinstance(leaf, Tensor):

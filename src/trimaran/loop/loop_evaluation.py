@@ -78,10 +78,7 @@ def full_state_dict(model: nn.Module, *, is_main: bool) -> dict[str, Tensor]:
 
 
 def write_weights(file: str | Path, weights: Mapping[str, Tensor]) -> Path:
-    """Write the weights that rank 0 holds to `file`, complete or not at all, and return its path on every rank.
-
-    Every rank must call it; all raise, or none does.
-    """
+    """Write rank 0's weights to `file`, whole or not at all. Every rank must call it; all raise, or none does."""
     path, failure = Path(file).absolute(), ""
     if path.suffix != ".safetensors":
         raise UserError("K084", "weights are written to a .safetensors file", where=f"save_weights({str(file)!r})",

@@ -64,7 +64,8 @@ class LoopLoader:
             **{name: getattr(source, name) for name in KEPT},
         )
         context.step_hooks.append(self._on_step)
-        self._compare_datasets()
+        if context.world_size > 1:
+            self._compare_datasets()
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
@@ -126,8 +127,6 @@ class LoopLoader:
 
     def _compare_datasets(self) -> None:
         """Raise UserError if ranks read different datasets. Samples that differ at every load are not compared."""
-        if self._context.world_size == 1:
-            return
         chosen = sorted({0, len(self.dataset) - 1})[:NUM_COMPARED] if len(self.dataset) else []
         samples = SeededSamples(self.dataset)
         with kept_generators():
@@ -221,7 +220,7 @@ class SamplerOrder:
             for generator, state in zip(self._generators, self._restored or (), strict=self._restored is not None):
                 generator.set_state(state)
             self._restored = None
-            self._states = self._generator_states()
+            self._states = [each.get_state() for each in self._generators]
             for each in (self._source.sampler, self._source.batch_sampler):
                 if hasattr(each, "set_epoch"):
                     each.set_epoch(position.epoch)
@@ -235,12 +234,9 @@ class SamplerOrder:
             num_samples = max(0, num_samples - len(batch))
         return [batch for batch in left if len(batch)]
 
-    def _generator_states(self) -> list[Tensor]:
-        return [each.get_state() for each in self._generators]
-
     def state(self, epoch: int) -> list[str]:
         is_drawn = self._drawn is not None and self._drawn[0] == epoch
-        states = self._states if is_drawn else self._restored or self._generator_states()
+        states = self._states if is_drawn else self._restored or [each.get_state() for each in self._generators]
         return [base64.b64encode(each.numpy().tobytes()).decode() for each in states]
 
     def restore(self, state: list[str]) -> None:
@@ -293,8 +289,7 @@ NO_BATCH: Any = object()
 def uneven_batches(batches: Iterable[Any], device: torch.device, set_counted: Callable[[bool], None]) -> Iterator[Any]:
     """Yield this rank's batches on `device`, then its last one again until every rank has run out.
 
-    Before each batch, `set_counted` gets whether it counts: a repeated one does not. The all-reduce that asks whether
-    any rank has another batch runs while this one is computed.
+    `set_counted` gets whether each counts. The all-reduce that asks for more runs while a batch is computed.
     """
     source = iter(batches)
     batch = next(source, NO_BATCH)
@@ -322,10 +317,9 @@ def _own_or_borrowed(batch: Any) -> Any:
         return batch
     source = next(rank for rank, each in enumerate(has_batch) if each)
     is_source = dist.get_rank() == source
-    leaves, layout = tree_flatten(batch) if is_source else ([], None)
-    description: dict[str, Any] | None = None
+    leaves, description = [], None
     if is_source:
-        assert layout is not None
+        leaves, layout = tree_flatten(batch)
         described = [
             {"shape": each.shape, "dtype": str(each.dtype).removeprefix("torch.")}
             if isinstance(each, Tensor)
@@ -333,8 +327,7 @@ def _own_or_borrowed(batch: Any) -> Any:
             for each in leaves
         ]
         with suppress(TypeError, ValueError, NotImplementedError):  # JSON cannot hold a value
-            found = {"leaves": described, "layout": treespec_dumps(layout)}
-            description = json.loads(json.dumps(found))
+            description = json.loads(json.dumps({"leaves": described, "layout": treespec_dumps(layout)}))
     description = broadcast_json(description, src=source)
     if description is None:
         raise UserError("T061", "a rank has no batch at all, and cannot borrow one from another rank: batches must be "

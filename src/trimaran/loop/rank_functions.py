@@ -65,10 +65,7 @@ def gather_metrics(
 
 
 def print_in_order(*values: Any, sep: str = " ", file: TextIO | None = None) -> None:
-    """Print what each rank passes, rank 0 first. Rank 0 prints all of it, so that lines are never mixed.
-
-    Every rank must call it. A rank without values prints nothing.
-    """
+    """Print what each rank passes, in order, by rank 0 alone. Every rank must call it, also without values."""
     texts = _all_gather(sep.join(map(str, values)) if values else None)
     if not dist.is_initialized() or dist.get_rank() == 0:
         out = sys.stdout if file is None else file

@@ -181,8 +181,7 @@ def _graph_of(start: Any, owner: str, num_rows: int) -> tuple[list[Any], list[Gr
 def _is_plain(nodes: list[Any], outputs: list[GradientEdge]) -> bool:
     """Return whether these nodes may be differentiated twice: small, no custom function, no layers that are trained.
 
-    A custom function may hold anything: collectives, a compiled graph, the hooks of FSDP. BatchNorm with weights is a
-    layer of another model, such as a discriminator's; `prepare` warns of it.
+    A custom function may hold a collective. BatchNorm with weights belongs to another model, as a discriminator.
     """
     size = sum(torch.Size(_shape(each.node, each.output_nr)).numel() for each in outputs)
     for node in nodes:

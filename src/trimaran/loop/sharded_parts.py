@@ -188,9 +188,17 @@ class UnitCalls:
         return None if torch.compiler.is_compiling() else self._leave(args, output)
 
     def wrap_methods(self, module: nn.Module) -> None:
-        """Let the methods that the user's classes define find gathered weights."""
-        for name in _methods_of(module):
-            setattr(module, name, self._wrapped(getattr(module, name)))
+        """Let the methods that the user's classes define find gathered weights: not those of torch and of libraries."""
+        seen = set()
+        for cls in type(module).__mro__:
+            is_own = issubclass(cls, nn.Module) and not cls.__module__.startswith("torch.")
+            if not is_own or cls.__name__ in FRAMEWORK_BASES:
+                continue
+            for name, value in vars(cls).items():
+                is_method = inspect.isfunction(value) and not inspect.isgeneratorfunction(value)
+                if is_method and name not in seen and name != "forward" and not hasattr(nn.Module, name):
+                    seen.add(name)
+                    setattr(module, name, self._wrapped(getattr(module, name)))
 
     def _wrapped(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -273,20 +281,6 @@ def _outside_of_units(module: nn.Module) -> Iterator[nn.Module]:
             yield from _outside_of_units(child)
 
 
-def _methods_of(module: nn.Module) -> Iterator[str]:
-    """Yield the methods that the classes of a model define, except those of torch and of base classes of libraries."""
-    seen = set()
-    for cls in type(module).__mro__:
-        is_own = issubclass(cls, nn.Module) and not cls.__module__.startswith("torch.")
-        if not is_own or cls.__name__ in FRAMEWORK_BASES:
-            continue
-        for name, value in vars(cls).items():
-            is_method = inspect.isfunction(value) and not inspect.isgeneratorfunction(value)
-            if is_method and name not in seen and name != "forward" and not hasattr(nn.Module, name):
-                seen.add(name)
-                yield name
-
-
 def _explain_mixed_tensors() -> None:
     """Add our explanation to torch's error for code that computes with the shards of weights directly."""
     previous = sys.excepthook
@@ -346,10 +340,7 @@ class CopyMaker:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, follower: nn.Module, *, decay: float) -> None:
-    """Move the weights of a copy towards the model's: `decay` is how much of their difference is left.
-
-    Buffers are copied. Each rank updates its shards, without communication.
-    """
+    """Move a copy's weights towards the model's, leaving `decay` of the difference, and copy buffers; all locally."""
     for module in (*model.modules(), *follower.modules()):
         if isinstance(module, FSDPModule):
             module.reshard()  # gathered weights would be outdated, or in place of the shards

@@ -32,6 +32,7 @@ from trimaran.parallel.mesh import map_stages
 from trimaran.parallel.tensor_sums import local_gradient
 
 WHERE = "loop.train_step(batch)"
+PLAN_WHERE = "prepare(plan=...)"
 
 
 class SplitLoop(SavedLoop):
@@ -50,7 +51,23 @@ class SplitLoop(SavedLoop):
         self._ranks, self._forward, self._blocks = ranks, forward, blocks
         self._context.rank, self._context.world_size = ranks.data_rank, ranks.degrees.dp
         self._stages = map_stages(plan, ranks)
-        self._stream = self._cut() if blocks is not None else StageStream()
+        self._stream = StageStream()
+        if blocks is not None:  # remove the stages of other ranks, and their parameters from the optimizer
+            if plan.num_stages > blocks.count:
+                raise UserError("P103", f"{plan.num_stages} stages are more than the {blocks.count} blocks of "
+                                f"{blocks.name}", where=PLAN_WHERE, fix="use a lower pp")  # fmt: skip
+            stack = model.get_submodule(blocks.name)
+            counts = plan.pipeline.stages or split_blocks([*stack.children()], plan.num_stages)
+            if sum(counts) != blocks.count or len(counts) != plan.num_stages:
+                raise UserError("P103", f"{len(counts)} stages of {sum(counts)} blocks do not hold the {blocks.count} "
+                                f"of {blocks.name} once", where=PLAN_WHERE,
+                                fix="leave pipeline.stages out")  # fmt: skip
+            (number,) = self._stages.here
+            start = sum(counts[:number])
+            self._stream = cut_module(model, blocks, range(start, start + counts[number]), self._rows)
+            kept = {id(each) for each in model.parameters()}
+            for group in optimizer.param_groups:
+                group["params"] = [each for each in group["params"] if id(each) in kept]
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # loss, tokens
         self._batches: list[Any] = []
         self._state.add(model, [optimizer], None)
@@ -91,7 +108,25 @@ class SplitLoop(SavedLoop):
                                timer=lambda _: contextlib.nullcontext())  # fmt: skip
             schedule = build_schedule(self.plan, [stage])
             schedule.step(number=numbers, target=numbers, return_outputs=False)
-        self._reduce_gradients()
+        # Sum gradients of tied parameters over the first and the last stage, and all over the replicas.
+        named = dict(self.model.named_parameters())
+        tied = sorted(self._blocks.tied) if self._blocks is not None and self.plan.mesh.pp > 1 else []
+        for each in (named[name] for name in tied if name in named):
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
+        here, last = self._stages.here[0], self._stages.last
+        for name in tied if here in (0, last) else ():
+            mine = local_gradient(named[name])
+            theirs = torch.empty_like(mine)
+            exchange = [dist.P2POp(dist.isend, mine, group=self._stages.group, group_peer=last - here),
+                        dist.P2POp(dist.irecv, theirs, group=self._stages.group, group_peer=last - here)]  # fmt: skip
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+            mine.add_(theirs)
+        if self.plan.mesh.dp > 1:
+            for each in named.values():
+                if each.grad is not None:
+                    dist.all_reduce(local_gradient(each), group=self._ranks.data.get_group())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> float:
@@ -117,26 +152,6 @@ class SplitLoop(SavedLoop):
 
         full = dict(all_tensors([Network(self.model, (), None)], self._stages, self.rank, tensors_of))
         return full if self.is_main else {}
-
-    def _cut(self) -> StageStream:
-        """Remove the stages of other ranks, and their parameters from the optimizer."""
-        assert self._blocks is not None
-        stack = self.model.get_submodule(self._blocks.name)
-        if self.plan.num_stages > self._blocks.count:
-            raise UserError("P103", f"{self.plan.num_stages} stages are more than the {self._blocks.count} blocks of "
-                            f"{self._blocks.name}", where="prepare(plan=...)", fix="use a lower pp")  # fmt: skip
-        counts = self.plan.pipeline.stages or split_blocks([*stack.children()], self.plan.num_stages)
-        if sum(counts) != self._blocks.count or len(counts) != self.plan.num_stages:
-            raise UserError("P103", f"{len(counts)} stages of {sum(counts)} blocks do not hold the "
-                            f"{self._blocks.count} of {self._blocks.name} once", where="prepare(plan=...)",
-                            fix="leave pipeline.stages out")  # fmt: skip
-        (number,) = self._stages.here
-        start = sum(counts[:number])
-        stream = cut_module(self.model, self._blocks, range(start, start + counts[number]), self._rows)
-        kept = {id(each) for each in self.model.parameters()}
-        for group in self.optimizer.param_groups:
-            group["params"] = [each for each in group["params"] if id(each) in kept]
-        return stream
 
     def _deal(self, batch: Any) -> None:
         """Take this rank's micro-batches of a global batch."""
@@ -194,31 +209,6 @@ class SplitLoop(SavedLoop):
         if not self._stages.has_last:
             dist.send(result, group=group, group_dst=stage + 1)
 
-    def _reduce_gradients(self) -> None:
-        """Sum gradients over the replicas, and those of tied parameters over the first and the last stage."""
-        named = dict(self.model.named_parameters())
-        tied = sorted(self._blocks.tied) if self._blocks is not None and self.plan.mesh.pp > 1 else []
-        for each in (named[name] for name in tied if name in named):
-            if each.grad is None:
-                each.grad = torch.zeros_like(each)
-        ends = (0, self._stages.last)
-        for name in tied if self._stages.here[0] in ends else ():
-            mine, peer, group = (
-                local_gradient(named[name]),
-                self._stages.last - self._stages.here[0],
-                self._stages.group,
-            )
-            theirs = torch.empty_like(mine)
-            exchange = [dist.P2POp(dist.isend, mine, group=group, group_peer=peer),
-                        dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer)]  # fmt: skip
-            for work in dist.batch_isend_irecv(exchange):
-                work.wait()
-            mine.add_(theirs)
-        if self.plan.mesh.dp > 1:
-            for each in named.values():
-                if each.grad is not None:
-                    dist.all_reduce(local_gradient(each), group=self._ranks.data.get_group())
-
     @property
     def _copied(self) -> frozenset[str]:
         """The names of this stage's copies of tied parameters."""
@@ -238,7 +228,6 @@ def rows_of_batch(batch: Any, start: int, stop: int) -> Any:
     return tree_map(lambda each: each[start:stop] if has_rows(each) else each, as_tree(batch))
 
 
-PLAN_WHERE = "prepare(plan=...)"
 TENSOR_WHERE = "prepare(tensor=...)"
 SPLITS = ("pp", "tp")  # what this API splits a model by; the other ranks are replicas
 SCHEDULES = ("gpipe", "1f1b")
@@ -251,10 +240,7 @@ STYLES = {
 
 
 def read_split_plan(given: Plan | Mapping[str, Any], world_size: int) -> Plan:
-    """Return the plan, in which the ranks that `pp` and `tp` leave are replicas.
-
-    A mapping has the fields of a recipe's plan; `pp` and `tp` may stand outside of `mesh`.
-    """
+    """Return the plan, with ranks left over as replicas. In a mapping, `pp` and `tp` may stand outside of `mesh`."""
     tree = given.model_dump(exclude_unset=True) if isinstance(given, Plan) else dict(given)
     mesh = dict(tree.pop("mesh", {})) | {axis: tree.pop(axis) for axis in AXES if axis in tree}
     if others := [axis for axis, degree in mesh.items() if axis not in (*SPLITS, "dp_replicate") and degree != 1]:
@@ -370,26 +356,21 @@ def prepare_split(
             group.update({name: value for name, value in (("foreach", False), ("fused", None)) if name in group})
     loop = SplitLoop(model, optimizer, plan, ranks, forward, blocks)
     with eval_mode(model):
-        _refuse_difference(whole, _split(loop, rows))
+        split = Computed()  # for the same rows
+        with _recorded(model, split.outputs):
+            try:
+                loop.forward_backward(rows)
+            except RuntimeError as error:
+                first = str(error).strip().partition("\n")[0]
+                raise UserError("P105", f"the split model fails: {first}", where=PLAN_WHERE,
+                                fix="a module that counts heads must count those of its rank: view(..., -1, head_dim); "
+                                "or split with columns-gathered and rows-of-whole") from error  # fmt: skip
+        dist.all_reduce(loop._sums)
+        split.loss, loop._sums = float(loop._sums[0]), torch.zeros_like(loop._sums)
+        split.gradients = gradients_of(model)
+        model.zero_grad()
+        _refuse_difference(whole, split)
     return loop
-
-
-def _split(loop: SplitLoop, rows: Any) -> Computed:
-    """Return what the split model computes for the same rows."""
-    computed = Computed()
-    with _recorded(loop.model, computed.outputs):
-        try:
-            loop.forward_backward(rows)
-        except RuntimeError as error:
-            first = str(error).strip().partition("\n")[0]
-            raise UserError("P105", f"the split model fails: {first}", where=PLAN_WHERE,
-                            fix="a module that counts heads must count those of its rank: view(..., -1, head_dim); or "
-                            "split with columns-gathered and rows-of-whole") from error  # fmt: skip
-    dist.all_reduce(loop._sums)
-    computed.loss, loop._sums = float(loop._sums[0]), torch.zeros_like(loop._sums)
-    computed.gradients = gradients_of(loop.model)
-    loop.model.zero_grad()
-    return computed
 
 
 def _refuse_difference(whole: Computed, split: Computed) -> None:

@@ -70,7 +70,7 @@ from .recipe.request import (
 )
 from .runs.decisions_view import command_of_decision as command_of_decision
 from .runs.live import follow as follow, show_log as show_log
-from .runs.profile_view import show_profile as show_profile
+from .train.profile import show_profile as show_profile
 from .runs.run_findings import (
     FindingsPoller as FindingsPoller, RunDiagnosis as RunDiagnosis, RunFinding as RunFinding, command_of as
     command_of, diagnose_run as diagnose_run,

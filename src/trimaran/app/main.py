@@ -124,10 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complete_shell(arguments: Sequence[str]) -> bool:
-    """Show or install shell completion if the first argument asks for it, and return whether it does.
-
-    The shell is the next argument, or the value after `=`, or else the shell that runs this process.
-    """
+    """Show or install completion for the named or the running shell if asked to; return whether it was asked for."""
     option, _, value = arguments[0].partition("=")
     if option not in (SHOW_COMPLETION, INSTALL_COMPLETION) or "--help" in arguments:
         return False

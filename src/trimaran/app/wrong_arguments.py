@@ -37,10 +37,7 @@ def unknown_command(name: str, commands: Iterable[str], arguments: Sequence[str]
 
 
 def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> UserError:
-    """Return the error for arguments that a command does not take.
-
-    An option that is a field of the recipe (`--steps 3`) gets the `--set` that sets it.
-    """
+    """Return the error for wrong arguments; an option that is a field of the recipe gets the `--set` for it."""
     command = " ".join(["trimaran", *(word for word in arguments[:1] if not word.startswith("-"))])
     # Typer prints choices one a line, and pydantic's messages have a prefix.
     what = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")

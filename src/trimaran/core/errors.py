@@ -103,11 +103,7 @@ def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
 
 GONE_IN = "0.3"
 # The old name, the new one. docs/guides/upgrade.md lists them for users; docs/decisions/0082 says how to add one.
-RENAMED = {
-    "trimaran.Boat": "trimaran.Loop",
-    "trimaran.run": "trimaran.runs",
-    "Loop.rounds": "Loop.uneven_batches",
-}
+RENAMED = {"trimaran.Boat": "trimaran.Loop", "trimaran.run": "trimaran.runs", "Loop.rounds": "Loop.uneven_batches"}
 
 
 def warn_of_old_name(old: str) -> None:

@@ -48,16 +48,13 @@ EventKind = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One event of one rank; a line of `events/rank-N.jsonl`. `time` is seconds since the epoch.
-
-    `attempt` counts the starts of the run's ranks from 0.
-    """
+    """One event of one rank; a line of `events/rank-N.jsonl`."""
 
     kind: EventKind
     rank: int
-    time: float
+    time: float  # seconds since the epoch
     step: int = 0
-    attempt: int = 0
+    attempt: int = 0  # counts the starts of the run's ranks from 0
     data: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,13 +63,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step, measured on rank 0; a line of `metrics.jsonl`.
-
-    `loss` is the mean over the valid tokens of the global batch. `phases` add up to `step_seconds`.
-    """
+    """One optimizer step, measured on rank 0; a line of `metrics.jsonl`."""
 
     step: int
-    loss: float
+    loss: float  # the mean over the valid tokens of the global batch
     grad_norm: float
     lr: float
     tokens: int
@@ -80,7 +74,7 @@ class StepMetrics:
     step_seconds: float
     mfu: float
     peak_bytes: int
-    phases: dict[str, float]
+    phases: dict[str, float]  # add up to `step_seconds`
     time: float
     details: dict[str, Any] = field(default_factory=dict)
 

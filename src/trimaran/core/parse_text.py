@@ -91,10 +91,7 @@ def load_yaml(text: str | bytes) -> Any:
 
 
 def load_yaml_nodes(text: str | bytes, visit: Callable[[yaml.Node], None]) -> Any:
-    """Return the value that `text` describes, after `visit` has got its tree of nodes, with their lines.
-
-    Raises TextError, and nothing else.
-    """
+    """Return the value of `text` after `visit` has got its tree of nodes. Raises TextError, and nothing else."""
 
     def read(loader: YamlLoader) -> Any:
         if (root := loader.get_single_node()) is None:

@@ -29,18 +29,13 @@ SOURCES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginKind:
-    """One kind of plug-in: the group of its entry points, and what its objects must have.
-
-    `contract` is the version of the interface that this release supports: an object says in its attribute `contract`
-    which one it was written for. `methods` are its functions; empty if the object itself is called. `reserved` are the
-    names of what is built in, which no plug-in may take. `field` is where a user names it; empty if all are used.
-    """
+    """One kind of plug-in: the group of its entry points, and what its objects must have."""
 
     group: str
-    methods: tuple[str, ...]
-    field: str
-    reserved: tuple[str, ...] = ()
-    contract: int = 1
+    methods: tuple[str, ...]  # its functions; empty if the object itself is called
+    field: str  # where a user names it; empty if all are used
+    reserved: tuple[str, ...] = ()  # names of what is built in, which no plug-in may take
+    contract: int = 1  # version of the interface; objects say in `contract` for which one they were written
 
 
 KINDS: dict[str, PluginKind] = {
@@ -51,10 +46,7 @@ KINDS: dict[str, PluginKind] = {
         reserved=("auto", "language", "perception"),
     ),
     "data source": PluginKind(
-        group="trimaran.data_sources",
-        methods=("documents", "fingerprint"),
-        field="data.source",
-        reserved=SOURCES,
+        group="trimaran.data_sources", methods=("documents", "fingerprint"), field="data.source", reserved=SOURCES
     ),
     "network family": PluginKind(
         group="trimaran.families", methods=("build",), field="model.family", reserved=tuple(MODEL_FAMILIES)
@@ -73,10 +65,7 @@ KINDS: dict[str, PluginKind] = {
         reserved=("local", "ssh", "slurm", "k8s", "ray", "sky"),
     ),
     "autopilot policy": PluginKind(
-        group="trimaran.autopilot_policies",
-        methods=("choose",),
-        field="autopilot.policy",
-        reserved=("built-in",),
+        group="trimaran.autopilot_policies", methods=("choose",), field="autopilot.policy", reserved=("built-in",)
     ),
 }
 
@@ -139,10 +128,7 @@ def load(plugin: Plugin) -> Any:
 
 @contextmanager
 def plugin_errors(error_of: Callable[[str, str], UserError]) -> Iterator[None]:
-    """Raise a UserError for anything else that a plug-in raises in this context.
-
-    `error_of` gets the name of the error's type and the first line of its message.
-    """
+    """Raise `error_of` the type's name and the first line of an exception of a plug-in, unless it is a UserError."""
     try:
         yield
     except UserError:

@@ -420,8 +420,7 @@ class FaultsSection(BaseModel):
         Field(ge=0, le=1, description="fraction of the time for finding memory that changes between updates; 0: none"),
     ] = 0.01
     hang_seconds: Annotated[
-        Wait,
-        Field(description="a step hangs after this many seconds and five median steps; compiling does not count"),
+        Wait, Field(description="a step hangs after this many seconds and five median steps; compiling does not count")
     ] = 6.0
     start_seconds: Annotated[Wait, Field(description="limit for building, compiling and loading")] = 900.0
     expandable_segments: Annotated[

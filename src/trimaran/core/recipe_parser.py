@@ -75,6 +75,7 @@ FIELD_ALIASES = {
     "name": "run_name experiment_name job_name",
     "cluster": "gpus devices num_gpus nproc_per_node accelerator",
 }
+FIELD_OF_ALIAS = {alias: field for field, aliases in FIELD_ALIASES.items() for alias in aliases.split()}
 MAX_RECIPE_BYTES = 1 << 20
 MAX_SHOWN = 80  # characters of a wrong value in an error
 
@@ -112,7 +113,7 @@ def field_for(name: str, section: str = "") -> str:
     siblings = [each.removeprefix(prefix) for each in all_fields() if each.rpartition(".")[0] == section]
     same = sorted((each for each in all_fields() if each.rpartition(".")[2] == plain), key=lambda each: each.count("."))
     small_typo, typo = (closest(plain, siblings, cutoff=cutoff) for cutoff in (0.8, 0.6))
-    known = _by_alias().get(plain) or next(iter(same), "")
+    known = FIELD_OF_ALIAS.get(plain) or next(iter(same), "")
     if small_typo and known.rpartition(".")[0] != section:
         return f"{prefix}{small_typo}"
     return known or (f"{prefix}{typo}" if typo else "")
@@ -122,11 +123,6 @@ def field_for(name: str, section: str = "") -> str:
 def all_fields() -> tuple[str, ...]:
     """Every field and section of a recipe, by dotted name."""
     return tuple(_fields(Recipe, ""))
-
-
-@cache
-def _by_alias() -> dict[str, str]:
-    return {alias: field for field, aliases in FIELD_ALIASES.items() for alias in aliases.split()}
 
 
 def _fields(model: type[BaseModel], prefix: str) -> Iterator[str]:

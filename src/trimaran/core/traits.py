@@ -113,21 +113,14 @@ ENGINE_TRAITS: dict[str, EngineTraits] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """A family of networks. It reads token ids, images with token ids, or scenes of sensors.
-
-    `built_by` says whose code the network is. Some models of transformers read images too; their spec says so.
-
-    Where a family `splits_sequence`, tensor-parallel ranks split the positions of a sequence and gather the inputs of a
-    layer. `in_transformers` says that transformers loads an exported folder. `pipeline_tag` is the Hub's name of the
-    task; empty for none.
-    """
+    """A family of networks: who builds it, and what it reads; models of transformers may read images, too."""
 
     name: str
     built_by: Literal["trimaran", "transformers", "plugin"] = "trimaran"
     reads: Literal["text", "images", "scenes"] = "text"
-    splits_sequence: bool = False
-    in_transformers: bool = True
-    pipeline_tag: str = "text-generation"
+    splits_sequence: bool = False  # tensor-parallel ranks split the positions, and gather a layer's inputs
+    in_transformers: bool = True  # transformers loads an exported folder
+    pipeline_tag: str = "text-generation"  # the Hub's name of the task; empty for none
 
     @property
     def is_hf(self) -> bool:

@@ -54,8 +54,7 @@ def drill(
     ] = None,
     kill: Annotated[list[int] | None, typer.Option(metavar="RANK", min=0, help="Kill a rank (SIGKILL).")] = None,
     kill_in_change: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RANK=PHASE", help="Kill a rank while the plan changes: 1=hand-over."),
+        list[str] | None, typer.Option(metavar="RANK=PHASE", help="Kill a rank while the plan changes: 1=hand-over.")
     ] = None,
     stop: Annotated[list[int] | None, typer.Option(metavar="RANK", min=0, help="Stop a rank (SIGSTOP).")] = None,
     slow: Annotated[
@@ -173,10 +172,7 @@ class Drills:
         self.interrupted = False
 
     def run_all(self, faults: "list[DrillFault]", *, every_fault: bool, allow_root: bool) -> None:
-        """Inject the faults in the order of `KINDS`, until the run does not go on after one, or Ctrl-C.
-
-        With `every_fault`, also those that were not named; faults that cannot be injected here are in `skipped`.
-        """
+        """Inject the faults in the order of `KINDS`; faults that cannot be injected here are in `skipped`."""
         from trimaran.app.drill.drill_run import Drill
         from trimaran.app.drill.inject import KINDS, DrillFault
 

@@ -39,43 +39,34 @@ STEPS_AFTER = 3  # new steps after a fault that restarts nothing, until the run 
 
 @dataclass(slots=True, kw_only=True)
 class Observed:
-    """What a run has written since a fault: each entry with its seconds.
+    """What a run has written since a fault: each entry with its seconds."""
 
-    `step_before` is the highest step with metrics before the fault. `steps` are steps with metrics, `starts` the steps
-    that later attempts started from. `incidents` has every line of every new incident. `undone` is when a lasting fault
-    was undone, `gone` when the last process of the run ended, and `exit_code` what the supervisor wrote at its end.
-    """
-
-    step_before: int
-    steps: list[tuple[float, int]] = field(default_factory=list)
-    starts: list[tuple[float, int]] = field(default_factory=list)
-    incidents: list[tuple[float, Incident]] = field(default_factory=list)
+    step_before: int  # the highest step with metrics before the fault
+    steps: list[tuple[float, int]] = field(default_factory=list)  # with metrics
+    starts: list[tuple[float, int]] = field(default_factory=list)  # steps that later attempts started from
+    incidents: list[tuple[float, Incident]] = field(default_factory=list)  # every line of every new one
     log_lines: list[tuple[float, str]] = field(default_factory=list)
-    undone: float | None = None
-    gone: float | None = None
-    exit_code: int | None = None
+    undone: float | None = None  # when a lasting fault was undone
+    gone: float | None = None  # when the last process of the run ended
+    exit_code: int | None = None  # written by the supervisor at its end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillResult:
-    """The result of one drill; a line of `drills.jsonl`. Seconds and steps are None if unknown, or if none apply.
+    """The result of a drill; a line of `drills.jsonl`. Seconds and steps are None if unknown, or if none apply."""
 
-    `fault` is its title, `time` when it was injected, in seconds since the epoch. `named`: the incident has an expected
-    cause and names exactly the rank of the fault, if it has one. `note` says what is missing, or what to do next.
-    """
-
-    fault: str
+    fault: str  # its title
     kind: str
-    time: float
+    time: float  # when it was injected, in seconds since the epoch
     detected_seconds: float | None = None
     recovered_seconds: float | None = None
     lost_steps: int | None = None
     incident: str | None = None
     cause: str | None = None
     suspects: tuple[int, ...] = ()
-    named: bool = False
+    named: bool = False  # the incident has an expected cause, and exactly the fault's rank
     passed: bool = False
-    note: str = ""
+    note: str = ""  # what is missing, or what to do next
 
 
 def find_incident(fault: DrillFault, lines: Sequence[tuple[float, Incident]]) -> tuple[float, Incident] | None:
@@ -118,10 +109,7 @@ def highest_step_before_restart(fault: DrillFault, seen: Observed) -> int:
 
 
 def recovered_at(fault: DrillFault, seen: Observed) -> float | None:
-    """Return when the run finished a step that it had never finished before; None if it has not yet.
-
-    After a fault that restarts nothing, it is some steps after the fault was noticed and undone.
-    """
+    """Return when the run finished a new step, or some new steps if nothing restarts; None if it has not."""
     if fault.kind.restarts or fault.kind.ends_run:
         if not seen.starts:
             return None

@@ -51,16 +51,9 @@ class RunProcesses:
                             where=str(self.run.path), fix=f"name one of 0 to {last}")  # fmt: skip
         raise other_machine(self.run, f"rank {rank} is on {self.hosts[rank]}", self.hosts[rank])
 
-    def loaders(self, rank: int) -> list[psutil.Process]:
-        found = [each for each in self.rank(rank).children() if each.status() != psutil.STATUS_ZOMBIE]
-        return sorted(found, key=lambda each: (each.create_time(), each.pid))
-
 
 def find_processes(run: RunDirectory) -> RunProcesses | None:
-    """Return the processes of `run` on this machine; None while its ranks are starting.
-
-    Raises if the run is not running, or has no rank here.
-    """
+    """Return the processes of `run` here; None while ranks start. Raises if it has ended, or has no rank here."""
     attempts = read_attempts(run)
     if not attempts.attempts or attempts.over is not None:
         return _none_if_held(run)
@@ -155,21 +148,16 @@ RESTORE = 'timeout "$1" cat >/dev/null; shift; for peer; do ip route del blackho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultKind:
-    """A kind of fault. `causes` are those that its incident may have; empty: it leaves no incident.
-
-    `names_rank`: the incident must name the rank. `lasts`: the fault is undone once it is detected. `restarts`: all
-    ranks start again. `ends_run`: the supervisor ends too, and the run has to be resumed. `destroys`: it is injected
-    only into runs that a drill has started.
-    """
+    """A kind of fault."""
 
     name: FaultName
     what: str
-    causes: tuple[Cause, ...] = ()
-    names_rank: bool = False
-    lasts: bool = False
-    restarts: bool = False
-    ends_run: bool = False
-    destroys: bool = False
+    causes: tuple[Cause, ...] = ()  # that its incident may have; empty: it leaves no incident
+    names_rank: bool = False  # the incident must name the rank
+    lasts: bool = False  # undone once it is detected
+    restarts: bool = False  # all ranks start again
+    ends_run: bool = False  # the supervisor ends too, and the run has to be resumed
+    destroys: bool = False  # injected only into runs that a drill has started
 
 
 KINDS: dict[FaultName, FaultKind] = {
@@ -206,10 +194,7 @@ KINDS: dict[FaultName, FaultKind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillFault:
-    """One fault to inject: into `rank`, or at `node` for a cut network.
-
-    `factor` is that of a slow rank, and `phase` where in a change of the plan a rank is killed.
-    """
+    """A fault of `rank`; `factor` is of a slow rank, `node` of a cut network, `phase` of a change of the plan."""
 
     kind: FaultKind
     rank: int | None = None
@@ -309,11 +294,11 @@ def _send(process: psutil.Process, number: signal.Signals) -> Iterator[None]:
 
 def oldest_loader(processes: RunProcesses, rank: int) -> psutil.Process:
     """Return the oldest loader process of `rank`; raise if it has none."""
-    loaders = processes.loaders(rank)
+    loaders = [each for each in processes.rank(rank).children() if each.status() != psutil.STATUS_ZOMBIE]
     if not loaders:
         raise UserError("S033", f"rank {rank} has no loader processes: a thread loads its batches",
                         where="--kill-loader", fix="start the run with --set data.workers=1")  # fmt: skip
-    return loaders[0]
+    return min(loaders, key=lambda each: (each.create_time(), each.pid))
 
 
 @contextmanager
@@ -376,10 +361,7 @@ def refuse_shared_disk(folder: Path, *, allow_root: bool, max_bytes: Bytes = MAX
 
 @contextmanager
 def filled_disk(folder: Path) -> Iterator[Bytes]:
-    """Fill the file system of `folder`, and yield the number of bytes.
-
-    The file has no name, so that the kernel frees it with this process, however that ends.
-    """
+    """Fill the disk of `folder`, and yield the bytes. The file has no name: it ends with this process."""
     fd = os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600)
     try:
         status = os.fstatvfs(fd)
@@ -402,10 +384,7 @@ def filled_disk(folder: Path) -> Iterator[Bytes]:
 
 
 def find_peers(processes: RunProcesses, node: str) -> list[str]:
-    """Return the addresses of the other nodes; raise unless `node` is this machine and the network can be cut here.
-
-    They are those that the supervisor and the ranks of this machine are connected to.
-    """
+    """Return the addresses of connected nodes; raise unless `node` is this machine and can be cut off."""
     own = (each.address.partition("%")[0] for found in psutil.net_if_addrs().values() for each in found)
     here = {platform.node(), *own}
     if node not in here:

@@ -252,10 +252,7 @@ def run_measurement(
     where: str,
     request: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what the process measured. It reads `request` and writes JSON lines, see `machine/probe/calibrate.py`.
-
-    Only it imports torch. Raises UserError if it fails, with its error or the last line of its standard error.
-    """
+    """Return the answer of a process to `request`, see `machine/probe/calibrate.py`. Raises UserError if it fails."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from trimaran.core.child_process import ChildProcess
@@ -286,8 +283,7 @@ def refuse_unwritable(path: Path, *, what: str = "calibration", option: str = "-
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(21, "Is a directory")
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise UserError("C009", f"the {what} cannot be written: {error.strerror}", where=str(path),
                         fix=f"name another file with {option}") from None  # fmt: skip

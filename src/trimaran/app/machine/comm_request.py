@@ -181,11 +181,6 @@ class CommPlaces:
     address: str = ""
     hosts_store: bool = True
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this process shows the result."""
-        return self.first == 0
-
 
 def measure_comm(options: CommOptions, environ: Mapping[str, str], console: Console) -> CommResult | None:
     """Return the measured collectives; None on all nodes and ranks but the first."""
@@ -229,8 +224,8 @@ def measure_comm(options: CommOptions, environ: Mapping[str, str], console: Cons
     }
     command = [sys.executable, "-m", "trimaran.machine.probe.measure_comm"]
     measured = run_measurement(command, environment=environment, console=console, where=WHERE, request=request)
-    if not places.is_first:
-        return None
+    if places.first != 0:
+        return None  # another process shows the result
     whole = replace(cluster, num_nodes=places.world_size // places.per_node, devices_per_node=places.per_node)
     result = _result(measured, groups, request, whole)
     variables = {name: value for name, value in sorted(environment.items()) if name.startswith(READ_BY_BACKENDS)}

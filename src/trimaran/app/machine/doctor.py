@@ -32,10 +32,7 @@ def doctor(
     against: Annotated[str, typer.Option(metavar="RUN", help="A run of the same recipe on fewer ranks.")] = "",
     bad_nodes: Annotated[bool, typer.Option("--bad-nodes", help="List the nodes that new runs avoid.")] = False,
     forget_node: Annotated[str, typer.Option(metavar="NODE", help="Do not avoid this node any more.")] = "",
-    fabric: Annotated[
-        str,
-        typer.Option(metavar="NAME", help=FABRIC_HELP, autocompletion=complete_fabric),
-    ] = "",
+    fabric: Annotated[str, typer.Option(metavar="NAME", help=FABRIC_HELP, autocompletion=complete_fabric)] = "",
     as_json: Json = False,
 ) -> int:
     """Check this machine before a run, or say what is wrong with a run and how to fix it.

@@ -35,10 +35,7 @@ MARKS = {"pass": ("pass", "green"), "warn": ("WARN", "yellow"), "fail": ("FAIL",
 def check_machine(
     recipe: str | None, settings: Sequence[str], rendezvous: RendezvousOptions | None, *, quick: bool, as_json: bool
 ) -> int:
-    """Check this machine and print the results; return 2 if a check fails.
-
-    With a recipe, also check whether its run fits here; with a rendezvous, the other nodes too.
-    """
+    """Check this machine, also for a recipe, and the other nodes of a rendezvous; return 2 if a check fails."""
     facts = read_facts(os.environ, quick=quick)
     facts = replace(facts, disk=read_disk(RUNS, measure=not quick), requirements=_requirements(recipe, settings))
     if quick:

@@ -144,10 +144,7 @@ def read_index(runs: Sequence[Path], environ: Mapping[str, str]) -> "RunIndex":
 
 
 def best_measured_plan(question: "Question", environ: Mapping[str, str]) -> "MeasuredPlan | None":
-    """Return the fastest plan that a run measured for the question's model, sizes and cluster; None if there is none.
-
-    Only the index is read, and those of the newest runs under `runs/` that have changed since they were read.
-    """
+    """Return the fastest plan in the index for the question; None if there is none. Reads runs that changed."""
     from trimaran.planner.measure.run_index import best_measured, find_runs, index_path, job_of_plan, open_index
 
     try:

@@ -133,7 +133,7 @@ def _refuse_existing(file: Path) -> None:
 
 def _ask(choices: "Choices", model: "ModelFacts", data: "DataFacts", *, asks_method: bool) -> "Choices":
     """Ask for what the files do not say: what is trained, and for how long."""
-    from trimaran.app.plan.new_recipe import METHODS, learning_rate, with_epochs
+    from trimaran.app.plan.new_recipe import METHODS, learning_rate
 
     if asks_method and model.has_weights:
         picked = typer.prompt(f"train ({', '.join(METHODS)})", default=choices.method, err=True).strip()
@@ -143,7 +143,8 @@ def _ask(choices: "Choices", model: "ModelFacts", data: "DataFacts", *, asks_met
         rate = learning_rate(picked, model.num_parameters or 10**9, has_weights=True)
         choices = replace(choices, method=picked, lr=rate)
     epochs = typer.prompt(f"passes over the {data.num_samples:,} samples", default=choices.epochs, type=int, err=True)
-    return with_epochs(choices, max(1, epochs))
+    steps = max(1, choices.num_steps * max(1, epochs) // choices.epochs)
+    return replace(choices, epochs=max(1, epochs), num_steps=steps, warmup_steps=max(1, round(0.03 * steps)))
 
 
 def _say(text: str) -> None:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from trimaran.app.recipe.facts import DataFacts, ModelFacts
@@ -123,12 +123,6 @@ def run_name(model: ModelFacts, method: Method) -> str:
     return f"{slug}-{method if model.has_weights else 'scratch'}"
 
 
-def with_epochs(choices: Choices, epochs: int) -> Choices:
-    """Return the choices with another number of passes over the data."""
-    steps = max(1, choices.num_steps * epochs // choices.epochs)
-    return replace(choices, epochs=epochs, num_steps=steps, warmup_steps=max(1, round(0.03 * steps)))
-
-
 def learning_rate(method: Method, num_parameters: int, *, has_weights: bool) -> float:
     """Return a usual peak learning rate of AdamW: higher for adapters and for training from scratch, lower for size."""
     if not has_weights:
@@ -139,10 +133,7 @@ def learning_rate(method: Method, num_parameters: int, *, has_weights: bool) -> 
 
 
 def _seq_len(model: ModelFacts, data: DataFacts, least: int) -> int:
-    """Return a power of two that holds the longest sample, within the model's limit and `MAX_SEQ_LEN`.
-
-    Text is one stream, so its sequences are as long as the model allows, but short enough that there are some.
-    """
+    """Return a power of two that holds the longest sample, or of a text enough sequences, within the limits."""
     limit = min(model.max_seq_len or MAX_SEQ_LEN, MAX_SEQ_LEN)
     if not data.is_samples and not model.takes_images:
         wanted = min(2 * least, max(32, data.total_tokens // 64))

@@ -178,11 +178,7 @@ class ToolFile:
 def with_pins(
     tool_file: ToolFile, what: str | None, shortcuts: Mapping[str, object], settings: Sequence[str]
 ) -> PlanRequest:
-    """Return the request for `what` with the file's pins and `shortcuts`, which win; see `read_plan_request`.
-
-    The data ranks and the global batch that the file implies depend on the number of devices, which only the request
-    knows.
-    """
+    """Return the request for `what` with the file's pins, which `shortcuts` override; see `read_plan_request`."""
     given = {name: value for name, value in shortcuts.items() if value is not None}
     found = tool_file.found
     request = read_plan_request(what, found.pins | given, settings)

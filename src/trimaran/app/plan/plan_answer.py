@@ -173,10 +173,7 @@ def trainer_plan(best: Plan, answer: PlanAnswer, arguments: Sequence[str]) -> Tr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """A plan request with its answer; `emitted` is the plan as config files of a tool.
-
-    measured: the fastest plan that a run measured for the same question.
-    """
+    """A request with its answer, the plan as files of a tool, and the fastest measured plan for the question."""
 
     request: PlanRequest
     answer: PlanAnswer

@@ -68,11 +68,7 @@ def run_trial(
     warm: bool = True,
     show: Callable[[Sequence[float]], None] = lambda steps: None,
 ) -> MeasuredTrial:
-    """Run the candidate in the run directory `path` and return what was measured.
-
-    Whatever goes wrong in the run is an outcome. KeyboardInterrupt ends it, and is raised again. `show` is called with
-    the seconds of the steps so far.
-    """
+    """Run the candidate in `path` and return the outcome, whatever goes wrong. `show` gets the seconds of the steps."""
     began = time.monotonic()
     prediction = candidate.plan.prediction
     figures = None

@@ -33,10 +33,7 @@ MAX_SHOWN_CAUSES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateRequest:
-    """A plan, the part of the cluster that trains, and the nodes that it leaves over; None: none are given.
-
-    notes: what was changed to fit the plan to the cluster.
-    """
+    """A plan, the part of the cluster that trains, the spare nodes if known, and notes about changes to fit it."""
 
     question: Question
     plan: Plan

@@ -58,10 +58,7 @@ MAX_HEADER_BYTES = 1 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneRequest:
-    """A recipe to tune. `recipe` is that of the trials; `written` is the user's own, with absolute paths.
-
-    about: what the results depend on; it names their folder.
-    """
+    """A recipe to tune: `recipe` is that of trials, `written` the user's; `about` is what results depend on."""
 
     question: Question
     recipe: Recipe
@@ -69,13 +66,6 @@ class TuneRequest:
     ranked: tuple[Plan, ...]
     about: dict[str, Any]
     folder: Path
-
-    @property
-    def as_run(self) -> Request:
-        """The run of the planner's first choice, for the checks that `train` makes."""
-        question = self.question
-        return Request(recipe=self.recipe, spec=question.spec, outline=question.outline, cluster=question.cluster,
-                       plan=self.ranked[0])  # fmt: skip
 
 
 def read_tune_request(file: str | None, settings: Sequence[str], folder: Path | None) -> TuneRequest:
@@ -294,32 +284,34 @@ def _step(seconds: float | None) -> str:
 def tune_here(
     request: TuneRequest, store: TrialStore, console: Console, *, minutes: float, min_gain: float | None, check: bool
 ) -> TuneResult:
-    """Measure plans of the request for `minutes` and return what was found. Ctrl-C ends it early.
-
-    `min_gain` is the expected gain below which there are no more trials; None: the noise.
-    """
+    """Measure plans for `minutes`, or until less than `min_gain` is expected (None: the noise), or Ctrl-C."""
+    # The run of the planner's first choice, for the checks that `train` makes.
+    question, first = request.question, request.ranked[0]
+    run = Request(
+        recipe=request.recipe, spec=question.spec, outline=question.outline, cluster=question.cluster, plan=first
+    )
     check_data(request.recipe)
-    refuse_unusable(os.environ, kernels=request.question.cluster.device.traits.has_kernels)
-    refuse_before_start(request.as_run)
+    refuse_unusable(os.environ, kernels=question.cluster.device.traits.has_kernels)
+    refuse_before_start(run)
     if check:
         from trimaran.app.machine.machine_check import refuse_unfit_machine
 
-        refuse_unfit_machine(request.as_run)
+        refuse_unfit_machine(run)
     with progress_bar(console) as progress:
         recipe = prepare_data(request.recipe, progress, partial(print_plain, console))
     interrupting = handled_signals(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP)
-    with TuneProgress(console, request.ranked[0]) as view, _warm_fork_server() as warm, interrupting:
+    with TuneProgress(console, first) as view, _warm_fork_server() as warm, interrupting:
 
         def measure(candidate: TuneCandidate, limits: TrialLimits, /) -> MeasuredTrial:
             return run_trial(recipe, candidate, store.new_run(), limits, warm=warm, show=view.steps)
 
         task = TuneTask(
-            question=request.question,
+            question=question,
             recipe=recipe,
             ranked=request.ranked,
             minutes=minutes,
             min_gain=min_gain,
-            free_workers="workers" not in request.question.recipe.data.model_fields_set,
+            free_workers="workers" not in question.recipe.data.model_fields_set,
         )
         return Tuner(task, store, measure, view).run()
 
@@ -369,8 +361,7 @@ def refuse_other_file(path: Path) -> None:
             raise UserError("A026", "this file exists, and `trimaran tune` has not written it", where=str(path),
                             fix="name another file with --out")  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise UserError("A026", f"the recipe cannot be written: {error.strerror}", where=str(path),
                         fix="name another file with --out") from None  # fmt: skip

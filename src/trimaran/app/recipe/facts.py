@@ -14,7 +14,7 @@ from trimaran.app.recipe.ask_torch import ask_hf_facts
 from trimaran.app.recipe.plan_request import family_of
 from trimaran.app.recipe.recipe_files import with_local_model
 from trimaran.core import DataSection, MixtureSource, ModelSection, Recipe, UserError, show_bytes, show_count
-from trimaran.data import RawSample, SourceFiles, TokenShards
+from trimaran.data import SourceFiles, TokenShards
 from trimaran.data.row_fields import (
     CONVERSATIONS,
     QUESTIONS,
@@ -65,13 +65,10 @@ USUAL_TEXT_FIELDS = ("text", "content", "document", "body", "code")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model that a recipe can name. `named` is the person's spelling, `folder` its path on this machine.
+    """A model that a recipe can name."""
 
-    mixes_documents: the documents of a packed row would attend to each other.
-    """
-
-    named: str
-    folder: Path
+    named: str  # the person's spelling
+    folder: Path  # its path on this machine
     family: str
     name: str
     num_parameters: int | None
@@ -82,7 +79,7 @@ class ModelFacts:
     has_chat_template: bool
     takes_images: bool
     image_tokens: int
-    mixes_documents: bool = False
+    mixes_documents: bool = False  # the documents of a packed row would attend to each other
 
     def describe(self) -> str:
         """Return one line for the person."""
@@ -104,10 +101,7 @@ class ModelFacts:
 
 
 def look_at_model(named: str) -> ModelFacts:
-    """Return what is known of the model in a folder, or of a name on the Hub, whose config and tokenizer are fetched.
-
-    Raises UserError if there is no such model, or if transformers' code for it is not that of a causal language model.
-    """
+    """Return what is known of a model folder or a name on the Hub. Raises UserError if it cannot be trained."""
     recipe = with_local_model(Recipe(model=ModelSection(family="hf", path=named)))
     assert recipe.model.path is not None
     folder = model_folder(recipe.model.path)
@@ -139,19 +133,16 @@ def look_at_model(named: str) -> ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """Data that a recipe can name. `named` is what the person wrote; lengths are tokens, of samples that were read.
+    """Data that a recipe can name; lengths are tokens, of samples that were read."""
 
-    `is_exact`: all samples were read, so their number is not an estimate.
-    """
-
-    named: str
+    named: str  # what the person wrote
     source: str
     text_field: str = "text"
     split: str = "train"
     is_chat: bool = False
     has_images: bool = False
     num_samples: int
-    is_exact: bool
+    is_exact: bool  # all samples were read, so their number is not an estimate
     num_bad: int = 0
     median_tokens: int
     longest_tokens: int
@@ -231,7 +222,12 @@ def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split
         raise UserError("T065", f"no sample of this data can be used: {reason}", where=str(folder),
                         fix="see docs/guides/data.md for the formats that are read")  # fmt: skip
     # The tokens of a sample are its characters, times the ratio in those that were tokenized.
-    texts = [_all_text(sample) for sample in good]
+    texts = []
+    for sample in good:  # with what its template writes of tools and their calls
+        parts = [part for turn in sample.turns for part in turn.parts if part]
+        calls = [turn.fields["tool_calls"] for turn in sample.turns if turn.fields.get("tool_calls")]
+        parts += [json.dumps(each, ensure_ascii=False) for each in (*sample.tools, *calls)]
+        texts.append("".join([sample.system, *parts]))
     ratio = 1.0
     if tokenizer is not None:
         tried = [text[:MAX_TOKENIZED_CHARACTERS] for text in texts[:MAX_TOKENIZED] if text]
@@ -353,10 +349,3 @@ def _strings(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             texts = [text for each in value for _, text in _strings({"": each})]
             if texts:
                 yield f"{prefix}{name}{IN_LIST}", " ".join(texts)
-
-
-def _all_text(sample: RawSample) -> str:
-    """Return the text of a sample, with what its template writes of tools and their calls."""
-    parts = [part for turn in sample.turns for part in turn.parts if part]
-    calls = [turn.fields["tool_calls"] for turn in sample.turns if turn.fields.get("tool_calls")]
-    return "".join([sample.system, *parts, *(json.dumps(each, ensure_ascii=False) for each in (*sample.tools, *calls))])

@@ -29,15 +29,12 @@ OWN_FAMILIES = ("decoder", "vlm", "perception")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """A question, and the command line arguments that repeat it: the recipe's file and the settings.
-
-    `is_reference`: no cluster was named and this machine has no GPU, so the cluster is `REFERENCE_CLUSTER`.
-    """
+    """A question, and the command line arguments that repeat it: the recipe's file and the settings."""
 
     question: Question
     file: str | None
     settings: tuple[str, ...]
-    is_reference: bool = False
+    is_reference: bool = False  # the cluster is `REFERENCE_CLUSTER`: none was named, and there is no GPU
 
     @property
     def arguments(self) -> list[str]:

@@ -50,10 +50,7 @@ def check_all_data(
     *,
     max_bytes: int = MAX_CHECKED_BYTES,
 ) -> None:
-    """Raise what `train` would raise about the data: it is prepared, for the run to use, up to `max_bytes`.
-
-    `notify` is called with remarks about the data, and about parts that were not read.
-    """
+    """Prepare the data up to `max_bytes`, and raise as `train` does; `notify` gets remarks, and parts not read."""
     check_data(recipe)
     sources = recipe.data.mixture or (recipe.data,)
     paths = [Path(each.path) for each in sources if each.path is not None and each.source != "shards"]
@@ -122,7 +119,7 @@ def prepare_data(
 
 def _refuse_unknown(recipe: Recipe, tokens: "TokenShards | SampleIndex") -> None:
     if (vocabulary := model_vocabulary(recipe)) is not None:
-        tokens.check_vocabulary(vocabulary)
+        check_vocabulary(tokens.vocab_size, vocabulary)
 
 
 def text_notices(section: DataSection, shards: TokenShards) -> list[str]:

@@ -131,10 +131,7 @@ def model_vocabulary(recipe: Recipe) -> int | None:
 
 
 def _own_tokenizer(recipe: Recipe) -> str | None:
-    """Return the folder of the model as its tokenizer; None, for bytes, if a run trained it on bytes.
-
-    Also None if it has neither a tokenizer nor weights.
-    """
+    """Return the model's folder as its tokenizer; None, for bytes, if it was trained on bytes, or has no weights."""
     from trimaran.data.text.tokenizer import has_tokenizer, read_record
 
     assert recipe.model.path is not None

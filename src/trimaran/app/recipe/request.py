@@ -76,13 +76,21 @@ def read_question(
         points = scene_points_of(recipe, spec)
         outline = (outline_if_known if trains else outline_for)(recipe.model, recipe.data, points)
         rows = row_sizes_of(recipe, spec)
-    if mistakes:
-        _add_other_mistakes(mistakes, recipe, trains=trains)
-    elif cluster is None or recipe.cluster != "auto":
+    if not mistakes and (cluster is None or recipe.cluster != "auto"):
         with collected(mistakes):
             cluster = cluster_of_text(recipe.cluster, os.environ)
-        if mistakes:
-            _add_other_mistakes(mistakes, recipe, trains=trains)
+    if mistakes:  # look for more of them, so that a recipe is corrected once and not three times
+        from trimaran.data import check, named_path
+
+        with collected(mistakes):
+            if recipe.cluster != "auto":
+                parse_cluster(recipe.cluster)
+        with collected(mistakes):
+            if trains and recipe.data.path and not is_hub_name(recipe.data.path):
+                named_path(recipe.data)
+                is_decoder = recipe.model.kind.is_language_model and not recipe.model.kind.is_hf
+                if recipe.data.source in ("text", "jsonl", "datasets") and is_decoder:
+                    check(recipe.data)
     raise_together(mistakes)
     assert cluster is not None, "a cluster that cannot be read is a mistake"
     if rows is not None and outline is not None and spec is not None and spec.vision is not None:
@@ -90,21 +98,6 @@ def read_question(
 
         outline = with_row_sizes(outline, spec, rows)
     return Question(recipe=recipe, spec=spec, outline=outline, cluster=cluster, rows=rows)
-
-
-def _add_other_mistakes(mistakes: list[UserError], recipe: Recipe, *, trains: bool) -> None:
-    """Add what is wrong with the cluster and the data, so that a recipe is corrected once and not three times."""
-    from trimaran.data import check, named_path
-
-    with collected(mistakes):
-        if recipe.cluster != "auto":
-            parse_cluster(recipe.cluster)
-    with collected(mistakes):
-        if trains and recipe.data.path and not is_hub_name(recipe.data.path):
-            named_path(recipe.data)
-            is_decoder = recipe.model.kind.is_language_model and not recipe.model.kind.is_hf
-            if recipe.data.source in ("text", "jsonl", "datasets") and is_decoder:
-                check(recipe.data)
 
 
 def read_recipe(file: str | None, settings: Sequence[str]) -> Recipe:
@@ -250,10 +243,7 @@ def row_sizes_of(recipe: Recipe, spec: Spec | None) -> RowSizes | None:
 
 
 def scene_points_of(recipe: Recipe, spec: Spec | None) -> ScenePoints | None:
-    """Return the points of a recorded scene on average, found in a few scenes.
-
-    None for simulated scenes, and for scenes that cannot be read here (training reports why).
-    """
+    """Return the mean points of a few recorded scenes; None if they are simulated, or cannot be read here."""
     data, rules = recipe.data, None if spec is None else spec.scenes()
     if rules is None or data.source != "scenes" or data.path is None:
         return None

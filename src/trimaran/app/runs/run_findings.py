@@ -21,10 +21,7 @@ STYLES = {"fault": "bold red", "warning": "bold yellow", "note": "bold"}
 
 
 def diagnose_run(run: str, *, as_json: bool, against: str = "") -> int:
-    """Print the findings about a run, write them to its findings.json, and return 0.
-
-    `against` is a run of the same recipe on fewer ranks, if there is one.
-    """
+    """Print findings, also compared with a run `against` on fewer ranks; write findings.json, and return 0."""
     from trimaran.doctor import check_targets, diagnose, read_evidence
     from trimaran.machine import calibration_folder
 

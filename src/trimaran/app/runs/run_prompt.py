@@ -10,10 +10,7 @@ SHOWN_PROMPTS = {"python-stdlib": "class "}  # a prompt that differs from the sa
 
 
 def prompt_of_run(run: RunDirectory) -> str:
-    """Return a text for the model to continue: the prompt of the run's last sample, or of its recipe.
-
-    It is empty, the beginning of a document, if the recipe's prompt depends on the data.
-    """
+    """Return the prompt of the run's last sample, or of its recipe; empty: the beginning of a document."""
     state = read_state(run)
     prompts = [event.data.get("prompt") for event in state.events_of_kind("sample") if "expected" not in event.data]
     if prompts and isinstance(prompts[-1], str):

@@ -85,9 +85,6 @@ class StepSummary:
     tokens_per_second: float
     mfu: float | None  # None: the device's peak is not known
 
-    def as_dict(self) -> dict[str, float | None]:
-        return asdict(self)
-
 
 class RunState:
     """The state of a run from its files. `refresh` reads what was added since the last call.
@@ -371,7 +368,7 @@ class RunState:
         predicted, measured = self.plan.prediction, self.measured
         if predicted is None or measured is None:
             return {}
-        pairs = {name: (value, getattr(predicted, name)) for name, value in measured.as_dict().items()}
+        pairs = {name: (value, getattr(predicted, name)) for name, value in asdict(measured).items()}
         return {name: after / before - 1 for name, (after, before) in pairs.items() if after is not None and before > 0}
 
     @property
@@ -437,7 +434,7 @@ class RunState:
             "accuracy_counts": self.accuracy_counts,
             "tokens_per_second": measured.tokens_per_second if measured else None,
             **plan_tree(self.plan),
-            "measured": measured.as_dict() if measured else None,
+            "measured": asdict(measured) if measured else None,
             "no_mfu": self.no_mfu or None,
             "differences": self.differences,
             "phases": self.phases,

@@ -41,14 +41,7 @@ STATUS_COLORS = {
     "failed": RED,
     "vanished": RED,
 }
-PHASE_COLORS = {
-    "data": ORANGE,
-    "forward": SKY,
-    "backward": BLUE,
-    "comm": RED,
-    "optimizer": GREEN,
-    "checkpoint": PURPLE,
-}
+PHASE_COLORS = {"data": ORANGE, "forward": SKY, "backward": BLUE, "comm": RED, "optimizer": GREEN, "checkpoint": PURPLE}
 
 
 def draw(state: RunState, *, width: int, height: int | None = None, extra: Sequence[Text] = ()) -> RenderableType:

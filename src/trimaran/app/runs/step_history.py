@@ -9,10 +9,7 @@ MAX_BLOCKS = 2048  # or up to twice as many
 
 
 class StepHistory:
-    """The steps of a run. `steps` are the latest ones without details, `first` is the first of the run.
-
-    Up to 4,096 steps of a run are all single. Of a longer run the earlier ones are in `blocks`, which grow with it.
-    """
+    """The steps of a run: the latest 2,048 to 4,096 are single, in `steps`; earlier ones are joined in `blocks`."""
 
     def __init__(self, *, max_steps: int = MAX_STEPS, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_steps, self._max_blocks = max_steps, max_blocks

@@ -127,10 +127,7 @@ def next_commands(state: RunState) -> list[str]:
 
 
 def explain_failure(state: RunState, console: Console, code: int = 1) -> int:
-    """Print why the run failed and return `code`; a rank's UserError is raised here.
-
-    The reason is the text of the last incident or, without a supervisor, the error of the rank that failed first.
-    """
+    """Print why the run failed and return `code`; a rank's UserError is raised here."""
     failure = state.failure
     if failure is not None and "code" in failure.data:
         data = failure.data

@@ -38,10 +38,7 @@ class ShownError:
 
 
 def chosen_language(environment: Mapping[str, str]) -> Language | None:
-    """Return the language that TRIMARAN_LANG names (`zh`, `zh_CN.UTF-8`); None if it is not set.
-
-    Another language than Chinese is English: there is no third one.
-    """
+    """Return the language of TRIMARAN_LANG: Chinese for `zh` or `zh_CN.UTF-8`, else English; None if it is not set."""
     named = environment.get(LANGUAGE_VARIABLE, "").strip().lower()
     if not named:
         return None
@@ -114,8 +111,5 @@ def _templates(code: str) -> tuple[tuple[re.Pattern[str], tuple[int, ...], str],
 
 @cache
 def catalogue() -> Mapping[str, Mapping[str, str]]:
-    """Return the Chinese texts by code and English template; `common` ones are for all codes.
-
-    `libraries` are the messages of pydantic and of the parser of the command line.
-    """
+    """Return the Chinese texts by code and English template; `common` and `libraries` are for all codes."""
     return json.loads(files("trimaran.app.show").joinpath("zh_errors.json").read_text(encoding="utf-8"))

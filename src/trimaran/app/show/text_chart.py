@@ -54,10 +54,7 @@ def stacked_bar(parts: Mapping[str, float], colors: Mapping[str, str], *, width:
 
 
 def intervals(counts: Sequence[int], number: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, middle) of at most `number` parts of a list, which have about the same sum of `counts`.
-
-    `middle` is the index of the entry in the middle of a part. If all counts are 1, the parts are exact.
-    """
+    """Yield (begin, end, middle) of at most `number` parts of a list with about equal sums of `counts`."""
     sums = [0, *accumulate(counts)]
     total = sums[-1]
     bounds = [round(part * total / number) for part in range(number + 1)] if total > number else range(total + 1)

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -69,10 +68,13 @@ def replan(
         else:
             typer.echo(f"requested {ranks} ranks: the run starts again from its state in memory")
         return 0
-    change = plan_change(directory, settings or [], os.environ)
-    answer: dict[str, Any] = {"run_dir": str(directory.path), "status": "unchanged", **change.as_dict()}
-    if change.patch:
-        answer |= _send(directory, change, wait=wait, quiet=as_json)
+    patch, how, old, new = plan_change(directory, settings or [], os.environ)
+    answer: dict[str, Any] = {"run_dir": str(directory.path), "status": "unchanged", "patch": patch, "how": how}
+    for name, each in (("old", old), ("new", new)):
+        figures = {figure: getattr(each.prediction, figure, None) for figure in ("step_seconds", "peak_bytes", "fits")}
+        answer[name] = {"plan": each.model_dump(mode="json"), **figures}
+    if patch:
+        answer |= _send(directory, patch, old, new, wait=wait, quiet=as_json)
     elif not as_json:
         typer.echo("the run has this plan already")
     if as_json:
@@ -80,7 +82,7 @@ def replan(
     return EXIT_FAILED if answer["status"] == "failed" else 0
 
 
-def _send(run: RunDirectory, change: "PlannedChange", *, wait: bool, quiet: bool) -> dict[str, Any]:
+def _send(run: RunDirectory, patch: dict[str, Any], old: Plan, new: Plan, *, wait: bool, quiet: bool) -> dict[str, Any]:
     """Request the change, wait for the answer if asked to, and return what `--json` prints of it."""
     from rich.table import Table
 
@@ -91,7 +93,7 @@ def _send(run: RunDirectory, change: "PlannedChange", *, wait: bool, quiet: bool
     console = open_console(stderr=quiet)
     if not quiet:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-        for name, plan in (("now", change.old), ("new", change.new)):
+        for name, plan in (("now", old), ("new", new)):
             table.add_row(name, str(plan))
             if (prediction := plan.prediction) is not None:
                 fit = "" if prediction.fits else ", which does not fit"
@@ -100,9 +102,9 @@ def _send(run: RunDirectory, change: "PlannedChange", *, wait: bool, quiet: bool
                 )
                 table.add_row("", f"predicted: {cost}")
         table.add_row("change", ", ".join(f"{name}={json.dumps(value) if isinstance(value, bool) else value}"
-                                          for name, value in change.patch.items()))  # fmt: skip
+                                          for name, value in patch.items()))  # fmt: skip
         console.print(table)
-    request = write_change_request(run, change.patch, by="user", reason="asked for with trimaran replan")
+    request = write_change_request(run, patch, by="user", reason="asked for with trimaran replan")
     if not wait:
         if not quiet:
             console.print(f"requested change {request.id}; `trimaran watch` shows the answer")
@@ -134,27 +136,12 @@ def _send(run: RunDirectory, change: "PlannedChange", *, wait: bool, quiet: bool
     return {"step": event["step"]} | {name: data[name] for name in names}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedChange:
-    """The complete patch, whether the parts of the run stay, and both plans."""
+def plan_change(
+    run: RunDirectory, settings: Sequence[str], environment: Mapping[str, str]
+) -> tuple[dict[str, Any], str, Plan, Plan]:
+    """Return the complete patch, whether the parts of the run stay, and the old and the new plan.
 
-    patch: dict[str, Any]
-    how: str
-    old: Plan
-    new: Plan
-
-    def as_dict(self) -> dict[str, Any]:
-        tree: dict[str, Any] = {"patch": self.patch, "how": self.how}
-        for name, plan in (("old", self.old), ("new", self.new)):
-            figures = {each: getattr(plan.prediction, each, None) for each in ("step_seconds", "peak_bytes", "fits")}
-            tree[name] = {"plan": plan.model_dump(mode="json"), **figures}
-        return tree
-
-
-def plan_change(run: RunDirectory, settings: Sequence[str], environment: Mapping[str, str]) -> PlannedChange:
-    """Return the change that the `--set` pairs ask for; without any, that to the best plan with the same results.
-
-    The patch is empty if the run has that plan already.
+    Without settings, the new plan is the best one with the same results. The patch is empty if nothing changes.
     """
     from trimaran.launch.supervise.next_attempt import resized
     from trimaran.planner.change_plan import change_run, patch_between
@@ -179,4 +166,4 @@ def plan_change(run: RunDirectory, settings: Sequence[str], environment: Mapping
     patch = patch_between(plan, changed.plan)
     if not patch and changed.recipe == recipe:
         others = {}
-    return PlannedChange(patch=patch | others, how=changed.how, old=plan, new=changed.plan)
+    return patch | others, changed.how, plan, changed.plan

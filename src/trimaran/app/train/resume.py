@@ -184,10 +184,7 @@ def _with_requested_length(old: Recipe, new: Recipe, settings: list[str]) -> Rec
 
 
 def refuse_occupied_store(recipe: Recipe, *, must_reach: bool = True) -> None:
-    """Raise if the store of a new run has checkpoints of another, or cannot be used.
-
-    Without `must_reach`, one that cannot be used from here is left to the ranks.
-    """
+    """Raise if a new run's store has checkpoints, or, with `must_reach`, if it cannot be used from here."""
     url = recipe.checkpoint.store
     if not url:
         return

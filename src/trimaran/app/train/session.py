@@ -44,19 +44,14 @@ PAUSED_NOTICE_SECONDS = 10.0
 
 
 def run_here(request: Request, path: Path, *, as_json: bool, quiet: bool, warm: bool = False) -> int:
-    """Train `request` in the run directory `path` and return the exit code.
-
-    With `as_json`, standard output is for the JSON result only, and the live view goes to standard error. `warm`: use
-    the user's warm fork server.
-    """
+    """Train in `path` and return the exit code; with `as_json`, the live view goes to standard error."""
     console = open_console(stderr=as_json)
     return run_and_show(create_checked_run(request, path, console), console, as_json=as_json, quiet=quiet, warm=warm)
 
 
 def create_checked_run(request: Request, path: Path, console: Console) -> RunDirectory:
     """Check that `request` can run here, prepare its data, and create the run directory."""
-    _check_before_start(request, path)
-    return create_run(path, _prepare_data(request, console), request.plan)
+    return create_run(path, _prepare(request, path, console), request.plan)
 
 
 def resume_here(
@@ -64,8 +59,7 @@ def resume_here(
 ) -> int:
     """Resume `run` with the recipe of `request`, and with its plan if `replan`, and return the exit code."""
     console = open_console(stderr=as_json)
-    _check_before_start(request, run.path)
-    recipe = _prepare_data(request, console)
+    recipe = _prepare(request, run.path, console)
     if notice := schedule_notice(run, recipe):
         print_plain(console, notice)
     with writing(run):
@@ -110,13 +104,6 @@ def run_and_show(run: RunDirectory, console: Console, *, as_json: bool, quiet: b
         follow(state, shown_on, has_ended=lambda: has_ended() or is_elsewhere(), poller=poller)
         while not has_ended():
             time.sleep(POLL_SECONDS)
-    return _end(state, held, ranks, console, stopped_by=stop.exit_code, as_json=as_json)
-
-
-def _end(
-    state: RunState, held: HeldDirectory, ranks: LocalRun, console: Console, *, stopped_by: int | None, as_json: bool
-) -> int:
-    """Print the result of a run that has ended, where its directory is now, and return the exit code."""
     code = ranks.wait()
     place = held.check()
     if place == "deleted":  # the exit code is never 0, as nothing is left
@@ -132,8 +119,8 @@ def _end(
         print_plain(console, held.explain("moved"))
         state = RunState(RunDirectory(where))
     state.refresh()
-    if stopped_by is not None and code != EXIT_DONE:
-        code = stopped_by
+    if stop.exit_code is not None and code != EXIT_DONE:
+        code = stop.exit_code
     elif code not in (EXIT_DONE, EXIT_AGAIN):
         code = explain_failure(state, console, code)
     return print_result(state, console, code, as_json=as_json)
@@ -156,8 +143,8 @@ def print_result(state: RunState, console: Console, code: int, *, as_json: bool)
     return code
 
 
-def _check_before_start(request: Request, path: Path) -> None:
-    """Raise now what a rank would find minutes later: a missing package, missing weights, a full disk."""
+def _prepare(request: Request, path: Path, console: Console) -> Recipe:
+    """Raise now what a rank would find minutes later: missing packages or weights, a full disk. Prepare the data."""
     refuse_unusable(os.environ, kernels=request.cluster.device.traits.has_kernels)
     refuse_before_start(request)
     if request.spec and request.outline:
@@ -169,9 +156,6 @@ def _check_before_start(request: Request, path: Path) -> None:
         most = saves.keep + 1 + bool(saves.store) if saves.every else 1
         added = 0 if saves.is_off else max(1, most - len(complete_steps(RunDirectory(path).checkpoints)))
         refuse_full_disk(path, Bytes(added * one + (4 * num_parameters if recipe.train.save else 0)))
-
-
-def _prepare_data(request: Request, console: Console) -> Recipe:
     with progress_bar(console) as progress:
         return prepare_data(request.recipe, progress, partial(print_plain, console))
 

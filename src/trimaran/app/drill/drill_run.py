@@ -8,7 +8,7 @@ import contextlib
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -69,20 +69,21 @@ class DrillResult:
     note: str = ""  # what is missing, or what to do next
 
 
-def find_incident(fault: DrillFault, lines: Sequence[tuple[float, Incident]]) -> tuple[float, Incident] | None:
-    """Return the incident of `fault` as it was last written, and when its cause and ranks were known; None if none.
+def notice_of(fault: DrillFault, seen: Observed) -> tuple[float | None, Incident | None]:
+    """Return when the run had noticed the fault, and its incident as it was last written; None if there is none yet.
 
     It is the first with an expected cause and rank; else the first other one, which was then wrongly attributed. Slow
     ranks that are found by the way do not count.
     """
-    newest = {incident.id: incident for _, incident in lines}
+    if not fault.kind.causes:
+        return next((at for at, line in seen.log_lines if LOADER_REPLACED in line), None), None
+    newest = {incident.id: incident for _, incident in seen.incidents}
     candidates = [each for each in newest.values() if each.cause != "straggler" or "straggler" in fault.kind.causes]
-    candidates.sort(key=lambda each: not is_named(fault, each))
-    if not candidates or not fault.kind.causes:
-        return None
-    found = candidates[0]
-    known = (found.cause, found.suspects)
-    return next((at, found) for at, each in lines if each.id == found.id and (each.cause, each.suspects) == known)
+    if not candidates:
+        return None, None
+    found = min(candidates, key=lambda each: not is_named(fault, each))
+    known = (found.id, found.cause, found.suspects)
+    return next(at for at, each in seen.incidents if (each.id, each.cause, each.suspects) == known), found
 
 
 def is_named(fault: DrillFault, incident: Incident) -> bool:
@@ -91,20 +92,12 @@ def is_named(fault: DrillFault, incident: Incident) -> bool:
     return incident.cause in fault.kind.causes and names_rank
 
 
-def detected_at(fault: DrillFault, seen: Observed) -> float | None:
-    """Return when the run had noticed the fault; None if it has not."""
-    if not fault.kind.causes:
-        return next((at for at, line in seen.log_lines if LOADER_REPLACED in line), None)
-    found = find_incident(fault, seen.incidents)
-    return found[0] if found else None
-
-
 def highest_step_before_restart(fault: DrillFault, seen: Observed) -> int:
     """Return the highest step that was finished before the ranks were started again."""
     restarted = min((at for at, _ in seen.starts), default=float("inf"))
     steps = [step for at, step in seen.steps if at < restarted]
-    found = find_incident(fault, seen.incidents)
-    known = found[1].step if found and fault.kind.restarts else 0
+    _, incident = notice_of(fault, seen)
+    known = incident.step if incident and fault.kind.restarts else 0
     return max([seen.step_before, known, *steps])
 
 
@@ -115,7 +108,7 @@ def recovered_at(fault: DrillFault, seen: Observed) -> float | None:
             return None
         floor, since = highest_step_before_restart(fault, seen), seen.starts[0][0]
         return next((at for at, step in seen.steps if at >= since and step > floor), None)
-    noticed = detected_at(fault, seen)
+    noticed, _ = notice_of(fault, seen)
     since = max(noticed or 0.0, seen.undone or 0.0)
     if noticed is None or (fault.kind.lasts and seen.undone is None):
         return None
@@ -131,17 +124,16 @@ def is_complete(fault: DrillFault, seen: Observed, *, can_resume: bool) -> bool:
     """Return whether nothing more is to be observed. `can_resume`: the drill starts a run again that has ended."""
     if fault.kind.ends_run and not can_resume:
         return seen.gone is not None
-    if detected_at(fault, seen) is None or recovered_at(fault, seen) is None:
+    detected, incident = notice_of(fault, seen)
+    if detected is None or recovered_at(fault, seen) is None:
         return False
-    found = find_incident(fault, seen.incidents)
-    return found is None or found[1].action is not None
+    return incident is None or incident.action is not None
 
 
 def judge(fault: DrillFault, seen: Observed, *, time: float, can_resume: bool, within: float) -> DrillResult:
     """Return the result of a drill that is over, because it is complete or its time is up."""
-    found = find_incident(fault, seen.incidents)
-    incident = found[1] if found else None
-    detected, recovered = detected_at(fault, seen), recovered_at(fault, seen)
+    detected, incident = notice_of(fault, seen)
+    recovered = recovered_at(fault, seen)
     named = is_named(fault, incident) if incident else detected is not None
     needs_resume = fault.kind.ends_run and not can_resume
     is_needless = bool(seen.starts) and not (fault.kind.restarts or fault.kind.ends_run)
@@ -351,7 +343,7 @@ class Drill:
         seen, can_resume, processes_due, restarted = observer.seen, self._own is not None, 0.0, False
         while observer.seconds < within:
             observer.poll()
-            detected = detected_at(fault, seen)
+            detected, _ = notice_of(fault, seen)
             if fault.kind.lasts and seen.undone is None and detected is not None:
                 stack.close()
                 seen.undone = observer.seconds

@@ -157,11 +157,11 @@ def launch_on(
         if as_json:
             answer = {"run_dir": str(request.run_dir), "files": dict(files.files), "main": files.main, "submit": submit}
             answer |= {"rehearse": rehearsal} if rehearsal else {}
-            typer.echo(json.dumps(plan_as_dict(planned) | answer | {"folder": folder and str(folder)}))
+            typer.echo(json.dumps(plan_as_dict(planned) | answer | {"folder": str(folder) if out else None}))
             return EXIT_DONE
         for name, text in sorted(files.files.items(), key=lambda item: item[0] != files.main):
             typer.echo(f"# ---- {name}\n{text.rstrip()}\n")
-        where = f"written to {folder}" if folder else "nothing was written; --out DIR writes the files"
+        where = f"written to {folder}" if out else "nothing was written; --out DIR writes the files"
         typer.echo(f"# {where}. To submit them from their folder:")
         for command in submit:
             typer.echo(f"# {shlex.join(command)}")

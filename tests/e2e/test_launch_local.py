@@ -65,6 +65,7 @@ def test_a_dry_run_shows_the_files_and_writes_nothing(
     words += ["--run-dir", "/mnt/runs/tiny"] if target == "sky" else []
     printed = answer(*words, capsys=capsys)
     shown = json.loads(printed)
+    assert shown["folder"] is None
     assert shown["main"] in shown["files"]
     assert shown["submit"]
     assert CANARY not in printed

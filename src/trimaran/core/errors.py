@@ -12,7 +12,6 @@ EXIT_USER = 2
 EXIT_AGAIN = 75  # stopped early with a complete checkpoint: start it again
 EXIT_STUCK = 93  # no progress: do not start it again
 
-
 MAX_CHARACTERS = 1000  # of each line of an error; it may quote a value of any length
 FILE_FIXES = {  # what to do about an error of the operating system that no command expects
     errno.EACCES: "check its owner and permissions with ls -l",

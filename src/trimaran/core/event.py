@@ -47,7 +47,15 @@ EventKind = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Record:
+    """A line of a file of the run."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event(Record):
     """One event of one rank; a line of `events/rank-N.jsonl`."""
 
     kind: EventKind
@@ -56,9 +64,6 @@ class Event:
     step: int = 0
     attempt: int = 0  # counts the starts of the run's ranks from 0
     data: dict[str, Any] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +156,7 @@ Action = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
+class Incident(Record):
     """One incident; a line of `incidents.jsonl`, where the last line of an `id` counts.
 
     `time` is seconds since the epoch. `step` is the last finished step. `suspects` are the ranks that caused it,
@@ -172,12 +177,9 @@ class Incident:
     action: Action | None = None
     cost: dict[str, float] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(Record):
     """One diagnosis: a verdict with its evidence, the patch that fixes it and the expected effect of the patch.
 
     `culprit` names the cause, such as `rank 3` or `layers.2.mlp`. It contains no measurement: together with the code it
@@ -199,15 +201,12 @@ class Finding:
     confidence: float = 1.0
     step: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 DecisionOutcome = Literal["advised", "trying", "kept", "rolled-back", "refused", "failed", "undone"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Decision(Record):
     """One change of a running run: why, what was expected, what was measured; a line of `decisions.jsonl`.
 
     `step` is the last step before it. `finding` is the code of the doctor's finding, empty if there was none. `reason`
@@ -241,6 +240,3 @@ class Decision:
         longer = measured.get("steps", 0.0) * (measured.get("step_seconds", before) - before)
         lost = longer if self.outcome != "kept" and math.isfinite(longer) else 0.0
         return measured.get("pause_seconds", 0.0) + max(0.0, lost)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)

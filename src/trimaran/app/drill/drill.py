@@ -2,6 +2,7 @@
 
 import json
 import signal
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -27,7 +28,7 @@ from trimaran.runs import handled_signals
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trimaran.app.drill.drill_run import DrillResult, OwnRun
+    from trimaran.app.drill.drill_run import Drill, DrillResult, OwnRun
     from trimaran.app.drill.inject import DrillFault
     from trimaran.app.recipe.request import Request
     from trimaran.runs import RunDirectory
@@ -174,33 +175,14 @@ class Drills:
     def run_all(self, faults: "list[DrillFault]", *, every_fault: bool, allow_root: bool) -> None:
         """Inject the faults in the order of `KINDS`; faults that cannot be injected here are in `skipped`."""
         from trimaran.app.drill.drill_run import Drill
-        from trimaran.app.drill.inject import KINDS, DrillFault
+        from trimaran.app.drill.inject import KINDS
 
         with self._console.status("") as status:
             drill = Drill(self.run, within=self._within, own=self._own, show=status.update)
             try:
                 drill.refuse(faults, allow_root=allow_root)
                 if every_fault:
-                    processes, named = drill.wait_for_steady_run(), {each.kind.name for each in faults}
-                    last_rank = max(processes.ranks)
-                    for name, kind in KINDS.items():
-                        if name in named or name in ("cut", "kill-in-change"):
-                            continue
-                        takes_rank = name in ("kill", "stop", "slow", "kill-loader")
-                        fault, why = DrillFault(kind=kind, rank=last_rank if takes_rank else None), ""
-                        if kind.ends_run and self._own is None:
-                            why = f"it ends the run; name it to do so: --{name}"
-                        elif name == "slow" and len(processes.hosts) < 2:
-                            why = "one rank alone cannot be compared with others"
-                        else:
-                            try:
-                                drill.refuse([fault], allow_root=False)
-                            except UserError as error:
-                                why = error.what
-                        if why:
-                            self.skipped.append((fault.title, why))
-                        else:
-                            faults.append(fault)
+                    faults += self._other_faults(drill, {each.kind.name for each in faults})
                 ordered = sorted(faults, key=lambda each: [*KINDS].index(each.kind.name))
                 for number, fault in enumerate(ordered):
                     self.results.append(drill.inject(fault))
@@ -211,6 +193,29 @@ class Drills:
                         break
             except KeyboardInterrupt:
                 self.interrupted = True
+
+    def _other_faults(self, drill: "Drill", named: set[str]) -> "Iterator[DrillFault]":
+        """Yield the faults that were not named and can be injected here; those that cannot are in `skipped`."""
+        from trimaran.app.drill.inject import KINDS, DrillFault
+
+        processes = drill.wait_for_steady_run()
+        rank = max(processes.ranks)
+        for name, kind in KINDS.items():
+            if name in named or name in ("cut", "kill-in-change"):
+                continue
+            fault = DrillFault(kind=kind, rank=rank if name in ("kill", "stop", "slow", "kill-loader") else None)
+            try:
+                if kind.ends_run and self._own is None:
+                    why = f"it ends the run; name it to do so: --{name}"
+                elif name == "slow" and len(processes.hosts) < 2:
+                    why = "one rank alone cannot be compared with others"
+                else:
+                    drill.refuse([fault], allow_root=False)
+                    yield fault
+                    continue
+            except UserError as error:
+                why = error.what
+            self.skipped.append((fault.title, why))
 
     def print_results(self, *, as_json: bool) -> int:
         passed = bool(self.results) and all(each.passed for each in self.results) and not self.interrupted

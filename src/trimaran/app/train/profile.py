@@ -21,7 +21,6 @@ MAX_ROWS = 10
 POLL_SECONDS = 0.1
 T = TypeVar("T")
 
-
 RUN_HELP = "A run directory, or its name under runs/; with --nsys also a recipe."
 
 

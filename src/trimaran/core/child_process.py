@@ -17,10 +17,7 @@ READ_BYTES = 1 << 16
 
 
 class ChildProcess:
-    """A process that lives at most as long as the `with` block. It is killed with all processes that it started.
-
-    `descriptors` stay open in it. Without `keeps_stderr`, its standard error is the caller's.
-    """
+    """A process, killed with all that it started at the end of the `with` block; `descriptors` stay open in it."""
 
     def __init__(
         self,
@@ -28,7 +25,7 @@ class ChildProcess:
         *,
         environment: Mapping[str, str] | None = None,
         descriptors: Sequence[int] = (),
-        keeps_stderr: bool = True,
+        keeps_stderr: bool = True,  # else it is the caller's
     ) -> None:
         # Not a pipe: unread, it would fill up and block the process.
         self._stderr = TemporaryFile() if keeps_stderr else None  # noqa: SIM115 - closed by `kill`

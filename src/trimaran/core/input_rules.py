@@ -131,12 +131,9 @@ class SceneRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenePoints:
-    """Points of a scene of the data inside the grid, on average, found in `num_scenes` scenes.
-
-    With `own_rigs` the cameras of each scene have their own calibration, and so the scene its own attention bias.
-    """
+    """Mean points of a scene of the data inside the grid, found in `num_scenes` scenes."""
 
     lidar: float
     radar: float
     num_scenes: int
-    own_rigs: bool = False
+    own_rigs: bool = False  # each scene has its own camera calibration, and so its own attention bias

@@ -20,10 +20,7 @@ UNUSABLE = re.compile("[\x00\ud800-\udfff]")  # no file name, no UTF-8 text and 
 
 
 class TextError(ValueError):
-    """The text is not what it should be. `line` and `column` count from 1; 0 if they are not known.
-
-    `fix` is how to correct it, if the mistake is a common one.
-    """
+    """The text is wrong. `line` and `column` count from 1; 0: not known. `fix` corrects a common mistake."""
 
     def __init__(self, what: str, line: int = 0, column: int = 0, fix: str = "") -> None:
         super().__init__(what)

@@ -26,11 +26,7 @@ KINDS = {
 
 
 class SpecialFileError(UserError, OSError):
-    """A path is not a regular file.
-
-    It is an OSError, so that a caller which reports why a file of its own cannot be read reports this in the same way.
-    Where no caller does, it is shown as it is.
-    """
+    """A path is not a regular file. An OSError, too, so that callers report it as a file that cannot be read."""
 
     def __init__(self, path: str | Path, what: str) -> None:
         UserError.__init__(self, "A021", f"this is {what}, not a regular file", where=str(path),

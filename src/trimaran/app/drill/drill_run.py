@@ -1,8 +1,4 @@
-"""Drills of a run: starts one of its own, injects faults one after another, and observes the run until it recovers.
-
-What was observed of a run after a fault becomes the result of the drill in pure functions. Times are seconds since the
-fault was injected, by the clock of the machine of the drill.
-"""
+"""Injects faults into a run, observes it until it recovers, and judges. Times are seconds since the fault."""
 
 import contextlib
 import statistics
@@ -280,10 +276,7 @@ class OwnRun:
 
 
 class Drill:
-    """Drills a live run. `own` is that of a run that the drill has started; other runs are resumed by their user.
-
-    `within` limits each drill; None: a limit that follows from the run's own start and step times.
-    """
+    """Drills a live run; `own` if the drill has started it. `within` limits each drill; None: by the run's times."""
 
     def __init__(self, run: RunDirectory, *, within: float | None, own: OwnRun | None, show: Show) -> None:
         self.run, self._within, self._own, self._show = run, within, own, show

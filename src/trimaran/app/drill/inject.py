@@ -1,7 +1,4 @@
-"""The faults of a drill, and how they are injected into a run. What lasts is undone at the end of a `with` block.
-
-Also the processes of a live run on this machine: its supervisor, its fork server, its ranks and their loaders.
-"""
+"""Faults, their injection into a run until the end of a `with` block, and the processes of a live run here."""
 
 import contextlib
 import errno

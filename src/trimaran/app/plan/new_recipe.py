@@ -49,11 +49,7 @@ class Choices:
 def choose_values(
     model: ModelFacts, data: DataFacts, cluster: Cluster, *, method: Method | None, cluster_name: str
 ) -> Choices:
-    """Return the values, with the first of full, lora and qlora that fits the cluster, unless `method` names one.
-
-    A plan that keeps weights or optimizer states in host memory fits, but an adapter that needs no such plan is much
-    faster, so it is preferred. Raises UserError if nothing fits.
-    """
+    """Return the values, with the first of full, lora and qlora that fits the cluster, unless `method` names one."""
     adapters: list[Method] = ["lora", "qlora"] if cluster.device.traits.has_kernels else ["lora"]
     tried: list[Method] = [method or "full", *(adapters if method is None and model.has_weights else [])]
     for each in tried:
@@ -85,6 +81,7 @@ def choose_values(
             if error.code != NOTHING_FITS or each == tried[-1]:
                 raise
             continue
+        # An adapter without weights or states in host memory is much faster than a plan that keeps them there.
         if plan.offload not in HOST_OFFLOADS or each == tried[-1]:
             return choices
     raise AssertionError("the last method either fits or raises")

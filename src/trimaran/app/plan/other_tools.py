@@ -74,11 +74,7 @@ class EmittedPlan:
 
 
 def search_for_tool(tool: str, question: Question) -> tuple[PlanAnswer, EmittedPlan | None]:
-    """Return the answer for the stack of `tool`, and the best plan that the tool supports; None if nothing fits.
-
-    If the tool supports none of them, the field that it refuses is pinned to another value and the rest is searched
-    again.
-    """
+    """Return the answer for the stack of `tool`, and the best plan that the tool supports; None if nothing fits."""
     if tool not in EMITTERS:
         emit(tool, Plan(), question)  # raises: there is no such tool
     tool_question = replace(question, stack=STACKS[STACK_NAMES.get(tool, tool)], for_trainer=False)
@@ -107,6 +103,7 @@ def _best_supported(tool: str, question: Question, answer: PlanAnswer) -> tuple[
             refusal = refusal or error
     if refusal is None:
         return answer, None
+    # Pin the field that the tool refuses to another value, and search the rest again.
     found: list[tuple[PlanAnswer, EmittedPlan]] = []
     for other in _without(question, refusal):
         with suppress(UserError):  # the first refusal is the one to show

@@ -149,10 +149,7 @@ class TrainerPlan:
 
 
 def trainer_plan(best: Plan, answer: PlanAnswer, arguments: Sequence[str]) -> TrainerPlan | None:
-    """Return the plan that `trimaran train` would choose; None if it runs `best`, or cannot train the model at all.
-
-    Also None if it is not known what it can do with the model. `arguments` name the model and the recipe.
-    """
+    """Return the plan that `train` would choose; None if it runs `best`, cannot train, or that is not known."""
     question, cluster = answer.question, answer.cluster
     if question.facts is None or question.facts.untrainable is not None:
         return None

@@ -69,10 +69,7 @@ class TuneRequest:
 
 
 def read_tune_request(file: str | None, settings: Sequence[str], folder: Path | None) -> TuneRequest:
-    """Return the recipe in `file` with `settings` on top and the planner's plans for it, the best first.
-
-    Raises UserError for what `train` refuses, and for a cluster that is not this machine.
-    """
+    """Return the recipe and its plans, the best first. Raises as `train` does, and for another machine."""
     question = read_question(file, settings, trains=True)
     refuse_mixed(question.cluster, "a tuning")
     refuse_other_machine(question.cluster)
@@ -317,10 +314,7 @@ def tune_here(
 
 
 def refit_rates(runs: list[Path], stopped: StopReason) -> Refit:
-    """Fit the planner's rates to the trials, and write them if predictions get better.
-
-    Those of a tuning that was interrupted are not used: a few steps would change all later predictions.
-    """
+    """Fit the planner's rates to the trials of a complete tuning, and write them if predictions get better."""
     if stopped == "interrupted":
         return Refit(None, "a tuning that was interrupted has measured too little; the same command continues it")
     try:
@@ -336,10 +330,7 @@ def refit_rates(runs: list[Path], stopped: StopReason) -> Refit:
 
 @contextmanager
 def _warm_fork_server() -> Iterator[bool]:
-    """Start a warm fork server for the trials alone, and yield whether there is one.
-
-    That of the user may differ from the trials in its environment, and every trial would then import torch.
-    """
+    """Start a fork server for the trials alone: the user's may have another environment. Yield whether it runs."""
     known = os.environ.get(RUNTIME_FOLDER)
     with TemporaryDirectory(prefix="trimaran-tune-") as folder:
         os.environ[RUNTIME_FOLDER] = folder

@@ -29,10 +29,7 @@ RETRY_SECONDS = 600.0  # until rates with more scatter are measured again
 
 
 def ask_hf_facts(section: ModelSection, environ: Mapping[str, str]) -> tuple[HfFacts | None, str]:
-    """Return what our trainer can do with the model, and if that is not known, why. Nothing is downloaded.
-
-    Both are empty for our own models. What was found is kept in the user's cache.
-    """
+    """Return what training can do with a model, or why that is unknown; both are empty for ours. Uses the cache."""
     if not section.kind.is_hf or section.path is None:
         return None, ""
     if (facts := cached_facts(section, environ)) is not None:

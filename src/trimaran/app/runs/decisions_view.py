@@ -28,10 +28,7 @@ def decision_lines(decision: Decision, run: RunDirectory, status: Status) -> lis
 
 
 def command_of_decision(decision: Decision, run: RunDirectory, status: Status) -> str:
-    """Return the command that makes the change of a decision by hand; the one that takes it back if it was kept.
-
-    Only a run that is active can change its plan. Another is resumed with the change, or trained again if it is done.
-    """
+    """Return the command that makes a decision's change, or takes a kept one back: replan, resume or train."""
     from trimaran.doctor.predicted_gain import patch_settings
 
     kept, is_active = decision.outcome == "kept", status in ACTIVE_STATUSES

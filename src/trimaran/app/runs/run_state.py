@@ -75,10 +75,7 @@ _EVENT_FIELDS = {field.name for field in fields(Event)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """Measurements of the last thousand steps with the prediction's names: medians, and the peak memory of the run.
-
-    The first step includes warm-up, so it counts only if there is no other.
-    """
+    """Medians of the last thousand warm steps, and the run's peak memory, with the prediction's names."""
 
     step_seconds: float
     peak_bytes: int
@@ -164,10 +161,7 @@ class RunState:
         return [line for follower in self._log_followers.values() for line in follower.new()]
 
     def _rebuild_index(self) -> bool:
-        """Extend a missing index by some blocks; return whether it is complete, and all steps are read again.
-
-        While a run trains its rank 0 does that. Nobody else's run is changed.
-        """
+        """Extend the missing index of an ended run of ours; return whether all steps are to be read again."""
         if not self.num_estimated or self._indexer is None or self.status in ACTIVE_STATUSES:
             return False
         try:
@@ -270,10 +264,7 @@ class RunState:
 
     @property
     def ledger(self) -> Ledger | None:
-        """Where the time since launch went, up to now for a run at work; None before there is any.
-
-        It is made of what `refresh` has read: asking often costs nothing to speak of.
-        """
+        """Where the time since launch went, by what `refresh` has read; None before there is any."""
         assert not self._only_status
         ledger = self._ledger_reader.compute(now=time.time() if self.status in ACTIVE_STATUSES else None)
         return ledger if ledger.at_work > 0 else None

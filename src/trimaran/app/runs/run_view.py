@@ -45,10 +45,7 @@ PHASE_COLORS = {"data": ORANGE, "forward": SKY, "backward": BLUE, "comm": RED, "
 
 
 def draw(state: RunState, *, width: int, height: int | None = None, extra: Sequence[Text] = ()) -> RenderableType:
-    """Return the run as a panel of `width` columns; a wide panel has two columns of parts.
-
-    `extra` are lines at its end. If a window of `height` rows is too small, the curve shrinks first.
-    """
+    """Return the run as a panel with `extra` lines at its end; in a small window the curve shrinks first."""
     rows, lines = CURVE_ROWS + 2 if width >= WIDE_COLUMNS else CURVE_ROWS, list(extra)
     if height is not None and lines:
         drawn = Console(width=width, file=io.StringIO()).render_lines(_panel(state, width, rows, []))

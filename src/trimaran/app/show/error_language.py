@@ -86,10 +86,7 @@ def _chinese_sentence(text: str, code: str, depth: int) -> str | None:
 
 @cache
 def _templates(code: str) -> tuple[tuple[re.Pattern[str], tuple[int, ...], str], ...]:
-    """Return (pattern, numbers of its groups, Chinese) for the code; those with more fixed text first.
-
-    Templates that start with a value come last: they would match too much.
-    """
+    """Return (pattern, numbers of groups, Chinese): more fixed text first; what begins with a value last."""
     sections = [catalogue().get(name, {}) for name in (code, *SHARED)]
     known = {english: other for section in reversed(sections) for english, other in section.items()}
     ordered = sorted(known, key=lambda english: (english.startswith("{0}"), -len(PLACE.sub("", english))))

@@ -27,10 +27,7 @@ def printable(text: str) -> str:
 
 
 class PrintableStream:
-    """A text stream that removes control codes from everything written to it.
-
-    It has no `buffer`, so that no library can bypass it. Code that has to send control codes writes to `raw`.
-    """
+    """A text stream that removes control codes, which go to `raw`. No library can bypass it: it has no `buffer`."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
@@ -70,10 +67,7 @@ class LogLine:
 
 
 class LogFollower:
-    """Yields the lines added to a rank's log since the last call; the first call starts at most 64 KiB before its end.
-
-    Of a traceback it yields only the last line, which has the error: if one rank dies, all others print a traceback.
-    """
+    """Yields new lines of a rank's log, from 64 KiB before its end; of a traceback only the last, the error."""
 
     def __init__(self, reader: "RunReader", rank: int) -> None:
         self._path, self._rank = reader.run.log(rank), rank

@@ -189,12 +189,10 @@ def schedule_notice(run: RunDirectory, new: Recipe) -> str:
 
 
 def learning_rate_change(old: TrainSection, new: TrainSection, made: int) -> str:
-    """Return how the learning rate of the step after the first `made` differs from that of the old schedule.
-
-    After the last step of the old schedule the learning rate would stay at the last value.
-    """
+    """Return how the learning rate of the step after the first `made` differs from that of the old schedule."""
     from trimaran.parallel.optimizer.build_optimizer import learning_rate
 
+    # After the last step of the old schedule the learning rate would stay at the last value.
     before, after = learning_rate(min(made, old.steps - 1), old), learning_rate(made, new)
     if abs(after - before) < MIN_CHANGE * before:
         return ""
@@ -206,11 +204,7 @@ def learning_rate_change(old: TrainSection, new: TrainSection, made: int) -> str
 
 
 class StopSignals:
-    """Counts Ctrl-C and SIGTERM; `handle` passes them on to the ranks.
-
-    Any number of SIGTERMs counts once: schedulers may send several. The signal handlers only count, because printing
-    there could garble the live view.
-    """
+    """Counts Ctrl-C and SIGTERM (once: schedulers send several); `handle` passes them on, outside the handler."""
 
     def __init__(self, ranks: LocalRun, show: Callable[[str], None]) -> None:
         self._ranks, self._show = ranks, show

@@ -36,11 +36,7 @@ EXIT_CONNECTION_LOST = 1  # a fault, not a user's mistake of this rank
 
 
 def run_as_rank(request: Request, path: Path, *, as_json: bool, check: bool = True) -> int:
-    """Train as this rank in the run directory `path`; rank 0 prints the result. Returns the exit code.
-
-    If the run directory already holds this recipe, resume it; torchrun restarts rely on this. With `check`, the
-    machines are checked before the run directory is created.
-    """
+    """Train as this rank in `path`, or resume there if torchrun restarts us; rank 0 prints. Return the exit code."""
 
     def open_or_create() -> RunDirectory:
         notify = partial(print_plain, open_console(stderr=as_json))
@@ -54,10 +50,7 @@ def run_as_rank(request: Request, path: Path, *, as_json: bool, check: bool = Tr
 
 
 def as_recorded(recipe: Recipe, path: Path) -> Recipe:
-    """Return the recipe with the bytes and the template of an older run that torchrun restarts in `path`.
-
-    Such a run did not record a tokenizer: its model's own was not the default.
-    """
+    """Return the recipe with bytes and template of an older run in `path`, which recorded no tokenizer."""
     model = recipe.model.path
     is_default = model is not None and recipe.data.tokenizer == str(model_folder(model).absolute())
     if not is_default or not holds_run(path):

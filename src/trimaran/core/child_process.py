@@ -25,7 +25,7 @@ class ChildProcess:
         *,
         environment: Mapping[str, str] | None = None,
         descriptors: Sequence[int] = (),
-        keeps_stderr: bool = True,  # else it is the caller's
+        keeps_stderr: bool = True,  # without it, standard error is the caller's
     ) -> None:
         # Not a pipe: unread, it would fill up and block the process.
         self._stderr = TemporaryFile() if keeps_stderr else None  # noqa: SIM115 - closed by `kill`

@@ -41,9 +41,17 @@ def _group(curves: Sequence[CommCurve], against: CommResult | None) -> Html:
             title = f"{each.collective.replace('_', '-')}: bus bandwidth of both results"
             both = [("other", "grey", other), ("this", KINDS[each.collective], each)]
             plots.append(_plot(title, "bytes/second", both, CommCurve.bus_bandwidth))
-    details = tag("details", None, tag("summary", None, "every size"), _points(curves))
-    title = tag("h2", None, describe_group(curves[0]))
     name, unit = rate_unit(curves)
+    sizes = []
+    for each in curves:
+        for point in each.points:
+            times = [show_time(took) for took in (point.seconds, point.median_seconds, point.max_seconds)]
+            rates = [show_rate(rate, unit) for rate in (each.algorithm_bandwidth(point), each.bus_bandwidth(point))]
+            kind = each.collective.replace("_", "-")
+            sizes.append([kind, show_bytes(point.num_bytes), *times, *rates, f"{point.rounds}"])
+    heads = ("collective", "size", "time", "median", "slowest round", f"algorithm {name}", f"bus {name}", "rounds")
+    details = tag("details", None, tag("summary", None, "every size"), table(heads, sizes))
+    title = tag("h2", None, describe_group(curves[0]))
     heads = ("collective", "latency", "±", f"bus {name}", "±", "best", "link", "planner expects", "residual")
     rows = []
     for each in curves:
@@ -67,15 +75,3 @@ def _plot(title: str, unit: Unit, curves: Sequence[tuple[str, str, CommCurve]], 
     return draw_figure(
         Lines(title=title, x_name="size", x_unit="bytes", unit=unit, series=series, log_x=True, log_y=True)
     )
-
-
-def _points(curves: Sequence[CommCurve]) -> Html:
-    name, unit = rate_unit(curves)
-    heads = ("collective", "size", "time", "median", "slowest round", f"algorithm {name}", f"bus {name}", "rounds")
-
-    def cells(each: CommCurve, point: CommPoint) -> list[str]:
-        times = [show_time(took) for took in (point.seconds, point.median_seconds, point.max_seconds)]
-        rates = [show_rate(rate, unit) for rate in (each.algorithm_bandwidth(point), each.bus_bandwidth(point))]
-        return [each.collective.replace("_", "-"), show_bytes(point.num_bytes), *times, *rates, f"{point.rounds}"]
-
-    return table(heads, [cells(each, point) for each in curves for point in each.points])

@@ -132,10 +132,6 @@ def ranks_of(detailed: Sequence[DetailedStep]) -> Tree:
 
 def groups_of(state: RunState) -> list[Tree]:
     return [
-        {"name": name} | {key: finite_or_none(number(tree(group).get(key))) for key in ("grad_norm", "update_ratio")}
+        {"name": name} | {key: number(tree(group).get(key)) for key in ("grad_norm", "update_ratio")}
         for name, group in tree(state.latest.get("groups")).items()
     ]
-
-
-def finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None

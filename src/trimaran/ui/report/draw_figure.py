@@ -24,14 +24,11 @@ from trimaran.ui.report.figure_axis import (
     even_labels,
     grid_lines,
     legend,
-    level_line,
     percent,
-    plot_area,
     stretched,
     titled,
     upright_line,
     x_axis,
-    y_axis,
 )
 from trimaran.ui.report.markup import Html, table, tag
 from trimaran.ui.viz.figures import (
@@ -125,7 +122,9 @@ def draw_lines(figure: Lines, *, may_zoom: bool = False) -> Html:
             series.append({"name": each.name, "points": shown})
     show = SHOW[figure.unit] if not figure.x_name else lambda value: show_value(value, figure.unit)
     limits = {name: show(value) for name, value in figure.limits.items()}
-    shapes += [level_line(upwards.place(value), f"{name} {limits[name]}") for name, value in figure.limits.items()]
+    for name, y in ((name, round(SIZE * (1 - upwards.place(value)))) for name, value in figure.limits.items()):
+        title = tag("title", None, f"{name} {limits[name]}")
+        shapes.append(tag("line", {"class": "level", "x1": 0, "x2": SIZE, "y1": y, "y2": y}, title))
     shapes += [upright_line(across.place(mark.at), f"mark {mark.kind}", mark.label)
                for mark in figure.marks if across.low <= mark.at <= across.high]  # fmt: skip
     shapes.append(tag("line", {"class": "pointer", "x1": 0, "x2": 0, "y1": 0, "y2": SIZE}))
@@ -153,13 +152,27 @@ def _draw_frame(
 ) -> Html:
     """Return the lines of a report between the labels of their axes and of their ends."""
     words = ", ".join(f"{name} {value}" for name, value in figure.stats)
+    label = f"{figure.title}: {words}" if words else figure.title
     y_labels = [tag("span", None, label) for label in reversed(even_labels(upwards, figure.unit))]
-    x_labels = [tag("span", None, label) for label in _x_labels(across)]
-    labels = end_labels(figure, upwards)
+    ticks, tokens = across.even_values(2) if across.high > across.low else [across.low], say("tokens")
+    if across.unit == "seconds":
+        names = [show_seconds(at) for at in ticks]
+    elif across.unit == "tokens":
+        names = [f"{show_count(ticks[0])} {tokens}", *(show_count(at) for at in ticks[1:])]
+    else:
+        names = [say("step {step}", step=f"{ticks[0]:,.0f}"), *(f"{at:,.0f}" for at in ticks[1:])]
+    x_labels, ends = [tag("span", None, name) for name in names], Html("")
+    if labels := end_labels(figure, upwards):
+        dots = []
+        for each in labels:
+            y = f"{100 * each.top:.1f}%"
+            dots.append(tag("line", {"class": f"dot {each.kind}", "x1": 5, "x2": 5, "y1": y, "y2": y}))
+            dots.append(tag("text", {"x": 13, "y": y, "dy": "0.35em"}, each.text[:MAX_LABEL]))
+        is_broad = max(len(each.text) for each in labels) > MAX_NARROW_LABEL
+        ends = tag("svg", {"class": "ends broad" if is_broad else "ends", "aria-hidden": "true"}, *dots)
     frame = tag("div", {"class": "frame"}, tag("div", {"class": "y-labels", "aria-hidden": "true"}, *y_labels),
-                plot_area(shapes, f"{figure.title}: {words}" if words else figure.title),
-                _draw_end_labels(labels) if labels else "",
-                tag("div", {"class": "x-labels"}, *x_labels))  # fmt: skip
+                tag("div", {"class": "plot-area"}, stretched(shapes, label)),
+                ends, tag("div", {"class": "x-labels"}, *x_labels))  # fmt: skip
     # Lines have names at their ends; the parts of a stacked plot, the bands and the kinds of events are in the legend.
     named = [(each.name, each.color) for each in figure.series if each.upper]
     events = {mark.kind: mark.label.split(":", 1)[0] for mark in reversed(figure.marks)}
@@ -201,25 +214,6 @@ def spread_apart(tops: Sequence[float], *, gap: float) -> list[float]:
         moved[index] = min(moved[index], limit)
         limit = moved[index] - gap
     return moved
-
-
-def _draw_end_labels(labels: Sequence[EndLabel]) -> Html:
-    shapes = []
-    for each in labels:
-        y = f"{100 * each.top:.1f}%"
-        shapes.append(tag("line", {"class": f"dot {each.kind}", "x1": 5, "x2": 5, "y1": y, "y2": y}))
-        shapes.append(tag("text", {"x": 13, "y": y, "dy": "0.35em"}, each.text[:MAX_LABEL]))
-    width = "ends broad" if max(len(each.text) for each in labels) > MAX_NARROW_LABEL else "ends"
-    return tag("svg", {"class": width, "aria-hidden": "true"}, *shapes)
-
-
-def _x_labels(across: FigureAxis) -> list[str]:
-    ticks = across.even_values(2) if across.high > across.low else [across.low]
-    if across.unit == "seconds":
-        return [show_seconds(at) for at in ticks]
-    if across.unit == "tokens":
-        return [f"{show_count(ticks[0])} {say('tokens')}", *(show_count(at) for at in ticks[1:])]
-    return [say("step {step}", step=f"{ticks[0]:,.0f}"), *(f"{at:,.0f}" for at in ticks[1:])]
 
 
 def _short(value: float) -> float:
@@ -267,8 +261,11 @@ def _chart(
     """Return shapes over a grid, between axes with round ticks and names."""
     grid = grid_lines((tick.at for tick in across.ticks()), (tick.at for tick in upwards.ticks()))
     name = [tag("p", {"class": "axis-name"}, f"↑ {y_name}")] if y_name else []
-    return tag("div", None, *name, tag("div", {"class": "chart"}, y_axis(upwards.ticks()),
-               plot_area([*grid, *shapes], title), x_axis(across.ticks())),
+    labels = [tag("text", {"x": "100%", "y": percent(1 - tick.at), "dy": "0.35em", "text-anchor": "end"}, tick.label)
+              for tick in upwards.ticks()]  # fmt: skip
+    y_axis = tag("svg", {"class": "axis upright", "aria-hidden": "true"}, *labels)
+    return tag("div", None, *name, tag("div", {"class": "chart"}, y_axis,
+               tag("div", {"class": "plot-area"}, stretched([*grid, *shapes], title)), x_axis(across.ticks())),
                tag("p", {"class": "axis-name across"}, f"{x_name} →"))  # fmt: skip
 
 

@@ -1,7 +1,4 @@
-"""Axes of figures, and what else all figures have: ticks, grid lines, titles, colours and legends.
-
-Places are in percent of the width or in units of a drawing that the page stretches; letters are in pixels.
-"""
+"""Axes, legends, titles of figures. Places are in percent, or in units that the page stretches; letters in pixels."""
 
 import math
 import re
@@ -176,24 +173,11 @@ def x_axis(ticks: Sequence[Tick]) -> Html:
     return tag("svg", {"class": "axis", "width": "100%", "height": AXIS_HEIGHT, "aria-hidden": "true"}, *shapes)
 
 
-def y_axis(ticks: Sequence[Tick]) -> Html:
-    shapes = []
-    for tick in ticks:
-        y = percent(1 - tick.at)
-        shapes.append(tag("text", {"x": "100%", "y": y, "dy": "0.35em", "text-anchor": "end"}, tick.label))
-    return tag("svg", {"class": "axis upright", "aria-hidden": "true"}, *shapes)
-
-
 def grid_lines(across: Iterable[float], upwards: Iterable[float]) -> list[Html]:
     lines = [tag("line", {"class": "grid", "x1": x, "x2": x, "y1": 0, "y2": SIZE})
              for x in (round(SIZE * at) for at in across)]  # fmt: skip
     return lines + [tag("line", {"class": "grid", "x1": 0, "x2": SIZE, "y1": y, "y2": y})
                     for y in (round(SIZE * (1 - at)) for at in upwards)]  # fmt: skip
-
-
-def level_line(at: float, label: str) -> Html:
-    y = round(SIZE * (1 - at))
-    return tag("line", {"class": "level", "x1": 0, "x2": SIZE, "y1": y, "y2": y}, tag("title", None, label))
 
 
 def upright_line(at: float, kind: str, label: str = "") -> Html:
@@ -209,10 +193,6 @@ def curve_shape(points: Sequence[tuple[float, float]], kind: str, *, is_dots: bo
         return Html("".join(tag("line", {"class": f"dot {kind}", "x1": x, "x2": x, "y1": y, "y2": y})
                             for x, y in places))  # fmt: skip
     return tag("polyline", {"class": f"line {kind}", "points": " ".join(f"{x},{y}" for x, y in places)})
-
-
-def plot_area(shapes: Iterable[Html], label: str) -> Html:
-    return tag("div", {"class": "plot-area"}, stretched(shapes, label))
 
 
 def stretched(shapes: Iterable[Html], label: str, *, kind: str | None = None) -> Html:

@@ -91,7 +91,8 @@ def clock(at: float) -> str:
 
 
 def html_document(title: str, parts: Iterable[Html]) -> str:
-    style, script = _asset("page.css"), _asset("page.js")
+    folder = files("trimaran.ui.report")
+    style, script = (Html(folder.joinpath(name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
     # Even if markup slipped in, a browser would run and fetch nothing but these two.
     policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'"
     head = tag(
@@ -104,10 +105,6 @@ def html_document(title: str, parts: Iterable[Html]) -> str:
     )  # fmt: skip
     body = tag("body", None, tag("main", None, *parts), tag("script", None, script))
     return "<!doctype html>\n" + tag("html", {"lang": "en"}, head, body) + "\n"
-
-
-def _asset(name: str) -> Html:
-    return Html(files("trimaran.ui.report").joinpath(name).read_text(encoding="utf-8"))
 
 
 def _digest(content: str) -> str:

@@ -4,24 +4,24 @@ import json
 import math
 import shlex
 import time
-from collections.abc import Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
-from trimaran.app import RunState, StepHistory, command_of_decision, generate_command
+from trimaran.app import RunState, command_of_decision, generate_command
 from trimaran.app.recipe.options import path_argument, program_name
 from trimaran.app.runs.decisions_view import last_decision_text
 from trimaran.app.runs.run_state import ACTIVE_STATUSES
 from trimaran.autopilot import describe
 from trimaran.checkpoint.checkpoint_list import count_drafts, list_checkpoints
-from trimaran.core import PHASES, Plan, UserError, predicted_comm, read_regular_text
+from trimaran.core import PHASES, UserError, predicted_comm, read_regular_text
 from trimaran.core.version import VERSION
 from trimaran.launch import incident_text
 from trimaran.models.resolve import model_text
-from trimaran.runs import MARKER, RunDirectory, read_rank_table
+from trimaran.runs import MARKER, RunDirectory
 from trimaran.runs.read.rank_table import RankTable
 from trimaran.runs.record_types import is_number, is_time
-from trimaran.ui.report.curves import DetailedStep, curves_of, groups_of, number, phases_of, tree
+from trimaran.ui.report.curves import groups_of, number, tree
 from trimaran.ui.viz.catalogue import build_view
 from trimaran.ui.viz.figures import view_as_dict
 from trimaran.ui.viz.viz_request import read_subject
@@ -50,12 +50,13 @@ def about_facts(state: RunState) -> Tree:
 
 def state_facts(state: RunState) -> Tree:
     """Return the state of the run as `trimaran watch --json` prints it, and what the report says about it."""
-    decisions = state.decisions
+    decisions, starts = state.decisions, [event.data for event in state.current_events("start")]
+    keys = {key for data in starts for key in data} - {"pid", "world_size"}
     facts = state.as_dict() | {
         "activity": state.activity,
         "remaining_seconds": state.remaining_seconds,
         "why": state.attempts.why,
-        "machines_used": _machines_used(state),
+        "machines_used": {key: sorted({str(data[key]) for data in starts if key in data}) for key in sorted(keys)},
         "comparison": _comparison(state),
         "groups": groups_of(state),
         "timeline": _timeline(state),
@@ -72,25 +73,6 @@ def state_facts(state: RunState) -> Tree:
     return facts
 
 
-def curve_facts(state: RunState, detailed: Sequence[DetailedStep]) -> Tree:
-    curves = curves_of(state.history, state.evaluations, detailed)
-    return {"curves": curves, "not_finite": state.history.not_finite}
-
-
-def range_facts(
-    history: StepHistory, evaluations: Sequence[tuple[int, float]], detailed: Sequence[DetailedStep]
-) -> Tree:
-    return {
-        "curves": curves_of(history, evaluations, detailed),
-        "not_finite": history.not_finite,
-        "phases_over_time": phases_of(history),
-    }
-
-
-def rank_facts(state: RunState) -> Tree:
-    return {"ranks_now": ranks_now(state, read_rank_table(state.run.rank_table))}
-
-
 def checkpoint_facts(state: RunState) -> Tree:
     """Return the checkpoints on disk, oldest first, each with the tiers that hold it and what was read of it."""
     rows = [row.as_dict() for row in list_checkpoints(state.run.checkpoints)]
@@ -104,22 +86,8 @@ def checkpoint_facts(state: RunState) -> Tree:
     return {"checkpoints": rows, "checkpoint_drafts": count_drafts(state.run.checkpoints)}
 
 
-def view_facts(run: RunDirectory) -> Tree:
-    views, trouble = views_of(run)
-    return {"views": views, "views_trouble": trouble}
-
-
-def _machines_used(state: RunState) -> Tree:
-    starts = [event.data for event in state.current_events("start")]
-    keys = {key for data in starts for key in data} - {"pid", "world_size"}
-    return {key: sorted({str(data[key]) for data in starts if key in data}) for key in sorted(keys)}
-
-
 def _comparison(state: RunState) -> Tree:
-    """Return predicted and measured values: totals, and the terms of a step and of memory.
-
-    The terms of a rank's memory are only measured by a memory snapshot.
-    """
+    """Return totals, terms of a step and of memory, predicted and measured; memory's need a snapshot."""
     predicted, measured = state.plan.prediction, state.measured
     if predicted is None:
         return {}
@@ -299,7 +267,10 @@ def waterfall_of(state: RunState) -> Tree:
     """
     if (ledger := state.ledger) is None:
         return {}
-    waited = max(0.0, ledger.since - created) if (created := created_time(state.run)) else 0.0
+    waited = 0.0
+    with suppress(OSError, ValueError, LookupError, TypeError):  # of a run directory that does not say when it was made
+        created = json.loads(read_regular_text(state.run.path / MARKER))["created"]
+        waited = max(0.0, ledger.since - float(created)) if is_time(created) and created else 0.0
     parts = {name: {each: ledger.seconds[each] for each in categories} for name, categories in GROUPS.items()}
     parts["queue"] = {"before the first start": waited, **parts["queue"]}
     groups = [
@@ -307,15 +278,6 @@ def waterfall_of(state: RunState) -> Tree:
         for name, found in parts.items()
     ]
     return {"total": ledger.total + waited, "goodput": ledger.goodput, "groups": groups}
-
-
-def created_time(run: RunDirectory) -> float | None:
-    """Return when the run directory was made; None if it does not say."""
-    try:
-        created = json.loads(read_regular_text(run.path / MARKER))["created"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-    return float(created) if is_time(created) else None
 
 
 ALWAYS = (
@@ -352,33 +314,27 @@ def commands_of(state: RunState) -> list[Tree]:
     return [{"purpose": purpose, "command": shlex.join(each)} for (purpose, _), each in zip(rows, words, strict=True)]
 
 
-def view_names(plan: Plan) -> list[str]:
-    mesh = plan.mesh
-    return [
-        "need",
-        *(["ddp"] if mesh.dp_replicate > 1 and mesh.dp_shard == 1 and mesh.pp == 1 else []),
-        *(["fsdp"] if mesh.dp_shard > 1 and plan.sharding == "parameters" else []),
-        *(["zero"] if mesh.dp_shard > 1 else []),
-        *(["pipeline"] if mesh.pp > 1 else []),
-        *(["tensor"] if mesh.tp > 1 else []),
-        *(["mesh"] if mesh.world_size > 1 else []),
-    ]
-
-
-def views_of(run: RunDirectory) -> tuple[list[Tree], str]:
-    """Return the views that suit the run, with what it measured, as JSON; and why there are none, if there are none.
-
-    Each has the one mode that says most about a run.
-    """
+def view_facts(run: RunDirectory) -> Tree:
+    """Return the views that suit the run as JSON, in the mode that says most about a run; and why there are none."""
     try:
         subject = read_subject(None, str(run.path), None, [], [])
-        views = [build_view(name, subject) for name in view_names(subject.plan)]
+        mesh = subject.plan.mesh
+        suits = {
+            "need": True,
+            "ddp": mesh.dp_replicate > 1 and mesh.dp_shard == 1 and mesh.pp == 1,
+            "fsdp": mesh.dp_shard > 1 and subject.plan.sharding == "parameters",
+            "zero": mesh.dp_shard > 1,
+            "pipeline": mesh.pp > 1,
+            "tensor": mesh.tp > 1,
+            "mesh": mesh.world_size > 1,
+        }
+        views = [build_view(name, subject) for name, is_shown in suits.items() if is_shown]
     except UserError as error:
-        return [], error.what
+        return {"views": [], "views_trouble": error.what}
     found = []
     for view in views:
         mode = next(name for name in ("live", "simulate", "explain") if name in view.modes)
         tree = view_as_dict(view)
         about = {name: tree[name] for name in ("name", "title", "question", "about")}
         found.append(about | {"mode": mode} | tree["modes"][mode])
-    return found, ""
+    return {"views": found, "views_trouble": ""}

@@ -1,6 +1,6 @@
 """The plots of a report, built from its facts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trimaran.ui.language import say
@@ -50,8 +50,16 @@ def step_plots(facts: Tree, *, names: Sequence[str] = STEP_PLOTS, may_zoom: bool
         return {say("predicted"): expected[name]} if expected.get(name) else {}
 
     def stats(name: str, unit: str, levels: Mapping[str, float] | None = None) -> list[tuple[str, str]]:
-        extremes = _extremes(curves[name], SHOW[unit]) if name in curves else []
-        return [*extremes, *((label, SHOW[unit](value)) for label, value in (levels or {}).items())]
+        found, show = [], SHOW[unit]
+        if name in curves:
+            first, last, least, most = (curves[name][each] for each in ("first", "last", "least", "most"))
+            if least[1] == most[1]:
+                found.append((say("always"), show(first[1])))
+            else:
+                found += [(say("first"), show(first[1])), (say("last"), show(last[1]))]
+                found += [(say(label), say("{value} at {step}", value=show(value), step=f"{at:,.0f}"))
+                          for label, (at, value) in (("min", least), ("max", most))]  # fmt: skip
+        return [*found, *((label, show(value)) for label, value in (levels or {}).items())]
 
     memory = [*line("reserved", "orange", "reserved"), *line("allocated", "green", "allocated")]
     peak = line("peak_bytes", "blue", "peak")
@@ -95,18 +103,6 @@ def _banded(rows: Sequence[Sequence[float]], color: str, names: tuple[str, str])
     at, lower, middle, upper = zip(*rows, strict=True)
     band = ValueSeries(name=names[0], color=f"shade {color}", at=at, values=lower, upper=upper)
     return [*([band] if lower != upper else []), ValueSeries(name=names[1], color=color, at=at, values=middle)]
-
-
-def _extremes(found: Tree, show: Callable[[float], str]) -> list[tuple[str, str]]:
-    first, last, least, most = (found[name] for name in ("first", "last", "least", "most"))
-    if least[1] == most[1]:
-        return [(say("always"), show(first[1]))]
-    return [
-        (say("first"), show(first[1])),
-        (say("last"), show(last[1])),
-        (say("min"), say("{value} at {step}", value=show(least[1]), step=f"{least[0]:,.0f}")),
-        (say("max"), say("{value} at {step}", value=show(most[1]), step=f"{most[0]:,.0f}")),
-    ]
 
 
 def phases_plot(facts: Tree) -> Html:

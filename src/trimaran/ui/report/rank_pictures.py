@@ -1,12 +1,9 @@
-"""Pictures of all ranks: lag, memory and heartbeat as coloured cells, and who holds what of the model.
-
-A thousand ranks stay readable and small.
-"""
+"""Pictures of all ranks, also of a thousand: lag, memory and heartbeat as coloured cells, and who holds what."""
 
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -37,23 +34,23 @@ STATES = {
 TROUBLE = ("failed", "silent", "late", "missing")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankGrid:
-    """One quantity of all ranks. A value gets the level of the first of `limits` that it is below."""
-
-    title: str
-    values: Sequence[float | None]
-    limits: Sequence[float]
-    show: Callable[[float], str]
-
-
 def rank_matrix(facts: Tree) -> Html:
     ranks = facts["ranks_now"]
     if not ranks:
         return tag("p", None, say("No rank has started yet."))
-    columns = grid_columns(ranks["world_size"], ranks["per_node"])
-    grids = [_draw(grid, ranks, columns) for grid in _grids(ranks)]
-    ages = _ages(ranks)
+    columns, ages = grid_columns(ranks["world_size"], ranks["per_node"]), _ages(ranks)
+    step, known = ranks["step_seconds"], [each for each in ranks["memory_bytes"] if each]
+    full = ranks["memory_total"] or (median(known) if known else 0.0)
+    memory = say("Memory, of the device") if ranks["memory_total"] else say("Memory, of the median rank")
+    shares = MEMORY_LIMITS if ranks["memory_total"] else UNEVEN_LIMITS
+    draw, grids = partial(_draw, ranks, columns), []
+    if any(each is not None for each in ranks["lag_seconds"]) and step > 0:
+        limits = [each * step for each in LAG_LIMITS]
+        grids.append(draw(say("Lag, of a step"), ranks["lag_seconds"], limits, lambda each: f"{each / step:.0%}"))
+    if full > 0:
+        limits = [each * full for each in shares]
+        grids.append(draw(memory, ranks["memory_bytes"], limits, lambda each: f"{each / full:.0%}"))
+    grids.append(draw(say("Last heartbeat, seconds ago"), ages, HEARTBEAT_LIMITS, lambda each: f"{each:g}"))
     texts = json.dumps([_text(ranks, rank, ages) for rank in range(ranks["world_size"])], ensure_ascii=False,
                        separators=(",", ":"))  # fmt: skip
     inside = tag("div", {"class": "grids"}, *grids)
@@ -80,23 +77,6 @@ def grid_columns(world_size: int, per_node: int) -> int:
     return wanted
 
 
-def _grids(ranks: Tree) -> list[RankGrid]:
-    step, known = ranks["step_seconds"], [each for each in ranks["memory_bytes"] if each]
-    full = ranks["memory_total"] or (median(known) if known else 0.0)
-    memory = say("Memory, of the device") if ranks["memory_total"] else say("Memory, of the median rank")
-    shares = MEMORY_LIMITS if ranks["memory_total"] else UNEVEN_LIMITS
-    grids = []
-    if any(each is not None for each in ranks["lag_seconds"]) and step > 0:
-        grids.append(RankGrid(title=say("Lag, of a step"), limits=[each * step for each in LAG_LIMITS],
-                              values=ranks["lag_seconds"], show=lambda each: f"{each / step:.0%}"))  # fmt: skip
-    if full > 0:
-        grids.append(RankGrid(title=memory, limits=[each * full for each in shares],
-                              values=ranks["memory_bytes"], show=lambda each: f"{each / full:.0%}"))  # fmt: skip
-    grids.append(RankGrid(title=say("Last heartbeat, seconds ago"), limits=HEARTBEAT_LIMITS,
-                          values=_ages(ranks), show=lambda each: f"{each:g}"))  # fmt: skip
-    return grids
-
-
 def _ages(ranks: Tree) -> list[float | None]:
     """Return the age of each heartbeat: up to now of a live run, else up to the newest one of all ranks."""
     known = [each for each in ranks["heartbeat_time"] if each is not None]
@@ -108,32 +88,37 @@ def level_of(value: float | None, limits: Sequence[float]) -> str:
     return UNKNOWN if value is None else LEVELS[sum(value >= limit for limit in limits)]
 
 
-def _draw(grid: RankGrid, ranks: Tree, columns: int) -> Html:
-    """Return a grid; the cells of a colour are one path, so that a thousand ranks take a few kilobytes."""
+def _draw(
+    ranks: Tree, columns: int, title: str, values: Sequence[float | None], limits: Sequence[float],
+    show: Callable[[float], str],
+) -> Html:  # fmt: skip
+    """Return one quantity of all ranks as a grid. A value gets the level of the first of `limits` that it is below.
+
+    The cells of a colour are one path, so that a thousand ranks take a few kilobytes.
+    """
     paths: dict[str, list[str]] = {}
     numbers = []
-    for rank, value in enumerate(grid.values):
+    for rank, value in enumerate(values):
         x, y = rank % columns * (CELL + GAP), rank // columns * (CELL + GAP)
-        paths.setdefault(level_of(value, grid.limits), []).append(f"M{x} {y}h{CELL}v{CELL}h-{CELL}z")
+        paths.setdefault(level_of(value, limits), []).append(f"M{x} {y}h{CELL}v{CELL}h-{CELL}z")
         if ranks["world_size"] <= MAX_NUMBERED:
             numbers.append(tag("text", {"x": x + CELL / 2, "y": y + CELL * 0.68, "text-anchor": "middle",
                                         "class": "cell-number"}, str(rank)))  # fmt: skip
     shapes = [tag("path", {"class": f"cells {kind}", "d": "".join(found)}) for kind, found in sorted(paths.items())]
     rows = -(-ranks["world_size"] // columns)
     width, height = (count * (CELL + GAP) - GAP for count in (columns, rows))
-    bad = sum(level_of(each, grid.limits) in LEVELS[3:] for each in grid.values)
-    counts = say("{bad} of {count} ranks in the two highest levels", bad=bad, count=len(grid.values))
-    about = {"role": "img", "data-columns": columns, "aria-label": f"{grid.title}: {counts}"}
+    bad = sum(level_of(each, limits) in LEVELS[3:] for each in values)
+    counts = say("{bad} of {count} ranks in the two highest levels", bad=bad, count=len(values))
+    about = {"role": "img", "data-columns": columns, "aria-label": f"{title}: {counts}"}
     size = {"viewBox": f"0 0 {width} {height}", "class": "rank-grid", "width": width * 1.5}
     svg = tag("svg", size | about, *shapes, *numbers)
-    title = tag("figcaption", None, tag("h3", None, grid.title))
-    ends = [f"< {grid.show(grid.limits[0])}", *(grid.show(limit) for limit in grid.limits[1:])]
-    names = [ends[0], *(f"< {end}" for end in ends[1:]), f"≥ {grid.show(grid.limits[-1])}"]
+    caption = tag("figcaption", None, tag("h3", None, title))
+    names = [*(f"< {show(limit)}" for limit in limits), f"≥ {show(limits[-1])}"]
     items = [tag("li", None, tag("span", {"class": f"level-key {kind}"}, " "), name)
              for kind, name in zip(LEVELS, names, strict=True)]  # fmt: skip
-    if any(each is None for each in grid.values):
+    if any(each is None for each in values):
         items.append(tag("li", None, tag("span", {"class": f"level-key {UNKNOWN}"}, " "), say("not known")))
-    return tag("div", {"class": "grid-box"}, title, svg, tag("ul", {"class": "legend"}, *items))
+    return tag("div", {"class": "grid-box"}, caption, svg, tag("ul", {"class": "legend"}, *items))
 
 
 def _text(ranks: Tree, rank: int, ages: Sequence[float | None]) -> str:

@@ -10,7 +10,6 @@ from trimaran.app import StepHistory
 from trimaran.core import UserError, show_bytes, show_count, show_seconds
 from trimaran.runs import RunDirectory
 from trimaran.ui.language import say
-from trimaran.ui.report.curves import finite_or_none
 from trimaran.ui.report.draw_figure import draw_lines
 from trimaran.ui.report.figure_axis import swatch
 from trimaran.ui.report.markup import Content, Html, command, html_document, note, plots, section, table, tag
@@ -83,10 +82,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def progress_of(history: StepHistory) -> dict[str, list[Knot]]:
-    """Return how many tokens were trained, and how many seconds of steps, up to some of the steps.
-
-    The tokens of joined steps are their mean rate times their seconds.
-    """
+    """Return tokens and seconds up to some of the steps. Tokens of joined steps are mean rate times seconds."""
     rows: list[tuple[float, float, float]] = []
     for block in history.blocks:
         seconds, rate = block.scalars.get("step_seconds"), block.scalars.get("tokens_per_second")
@@ -110,7 +106,8 @@ def at_step(knots: Sequence[Sequence[float]], step: float) -> float | None:
         return None
     after = bisect_right(knots, step, key=lambda knot: knot[0])
     if after == 0:
-        return finite_or_none(knots[0][1] * step / knots[0][0]) if knots[0][0] else knots[0][1]
+        value = knots[0][1] * step / knots[0][0] if knots[0][0] else knots[0][1]
+        return value if math.isfinite(value) else None
     if after == len(knots):
         return knots[-1][1]
     (low, before), (high, later) = knots[after - 1], knots[after]
@@ -120,9 +117,8 @@ def at_step(knots: Sequence[Sequence[float]], step: float) -> float | None:
 KINDS = ("blue", "orange", "green", "purple", "sky", "red", "brown", "grey")
 AXIS_UNITS: Mapping[str, Unit] = {"step": "step", "tokens": "tokens", "seconds": "seconds"}
 AXES = {"step": "by step", "tokens": "by tokens", "seconds": "by time in steps"}
-PLOTS: Mapping[
-    str, tuple[str, Unit, bool]
-] = {  # of each curve: its title, its unit, and whether its scale may be logarithmic
+# Of each curve: its title, its unit, and whether its scale may be logarithmic.
+PLOTS: Mapping[str, tuple[str, Unit, bool]] = {
     "loss": ("Loss", "number", False),
     "held_out": ("Loss on held-out data", "number", False),
     "tokens_per_second": ("Tokens per second", "count", False),
@@ -140,27 +136,20 @@ def compare_page(facts: Tree) -> str:
 
 
 def comparison_parts(facts: Tree, *, axis: str) -> list[Html]:
-    return [
-        legend(facts),
-        section(say("Curves"), curve_plots(facts, axis=axis)),
-        section(say("Results"), results(facts)),
-        section(say("Plan"), difference_table(facts, facts["plan"], say("The plans are the same."))),
-        section(say("Recipe"), difference_table(facts, facts["recipe"], say("The recipes are the same."))),
-        section(say("The same as JSON"), command(json_command(facts))),
-    ]
-
-
-def json_command(facts: Tree) -> str:
-    return " ".join(["trimaran", "report", *(each["run_dir"] for each in facts["runs"]), "--json"])
-
-
-def legend(facts: Tree) -> Html:
-    items = [
+    keys = [
         tag("li", None, swatch(KINDS[number]), tag("b", None, each["path_name"]), " ",
             tag("span", {"class": f"badge {GOOD.get(each['status'], 'fair')}"}, say(each["status"])))
         for number, each in enumerate(facts["runs"])
     ]  # fmt: skip
-    return tag("ul", {"class": "legend runs-legend"}, *items)
+    words = ["trimaran", "report", *(each["run_dir"] for each in facts["runs"]), "--json"]
+    return [
+        tag("ul", {"class": "legend runs-legend"}, *keys),
+        section(say("Curves"), curve_plots(facts, axis=axis)),
+        section(say("Results"), results(facts)),
+        section(say("Plan"), difference_table(facts, facts["plan"], say("The plans are the same."))),
+        section(say("Recipe"), difference_table(facts, facts["recipe"], say("The recipes are the same."))),
+        section(say("The same as JSON"), command(" ".join(words))),
+    ]
 
 
 def curve_plots(facts: Tree, *, axis: str) -> Html:
@@ -189,11 +178,11 @@ def _plot(facts: Tree, name: str, axis: str) -> Html:
 def results(facts: Tree) -> Html:
     runs = facts["runs"]
     rows = [
-        _row("status", [say(each["status"]) for each in runs]),
-        _row("model", [each["model"] for each in runs]),
-        _row("plan", [each["plan_words"] for each in runs]),
-        _row("ranks", [f"{each['world_size']:,}" for each in runs]),
-        _row("steps", [f"{each['steps']:,} / {each['total_steps']:,}" for each in runs]),
+        [say("status"), *(say(each["status"]) for each in runs)],
+        [say("model"), *(each["model"] for each in runs)],
+        [say("plan"), *(each["plan_words"] for each in runs)],
+        [say("ranks"), *(f"{each['world_size']:,}" for each in runs)],
+        [say("steps"), *(f"{each['steps']:,} / {each['total_steps']:,}" for each in runs)],
         _best("last loss", runs, "final_loss", "{:.4g}".format, min),
         _best("loss on held-out data", runs, "held_out_loss", "{:.4g}".format, min),
         _best("tokens/s, median", runs, "tokens_per_second", show_count, max),
@@ -202,23 +191,16 @@ def results(facts: Tree) -> Html:
         _best("MFU, median", runs, "mfu", "{:.1%}".format, max),
         _best("goodput", runs, "goodput", "{:.1%}".format, max),
         _best("time in steps", runs, "seconds", show_seconds, None),
-        _row("restarts", [str(each["restarts"]) for each in runs]),
+        [say("restarts"), *(str(each["restarts"]) for each in runs)],
     ]
     found = table(["", *(each["path_name"] for each in runs)], [row for row in rows if any(row[1:])])
     return tag("div", {"class": "results"}, found)
 
 
-def _row(name: str, values: Sequence[str]) -> list[Content]:
-    return [say(name), *values]
-
-
 def _best(
-    name: str,
-    runs: Sequence[Tree],
-    field: str,
-    show: Callable[[float], str],
+    name: str, runs: Sequence[Tree], field: str, show: Callable[[float], str],
     choose: Callable[[list[float]], float] | None,
-) -> list[Content]:
+) -> list[Content]:  # fmt: skip
     values = [each[field] for each in runs]
     known = [value for value in values if value is not None]
     best = choose(known) if choose and len({*known}) > 1 else None

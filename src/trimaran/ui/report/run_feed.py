@@ -4,6 +4,7 @@
 that it shows. Nothing is read twice: files are followed from where the last refresh stopped.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -13,14 +14,12 @@ from typing import Any
 
 from trimaran.app import ACTIVE_STATUSES, FindingsPoller, RunState, StepHistory
 from trimaran.core import UserError
-from trimaran.runs import RunDirectory
-from trimaran.ui.report.curves import phases_of, ranks_of
+from trimaran.runs import RunDirectory, read_rank_table
+from trimaran.ui.report.curves import curves_of, phases_of, ranks_of
 from trimaran.ui.report.part_facts import (
     about_facts,
     checkpoint_facts,
-    curve_facts,
-    range_facts,
-    rank_facts,
+    ranks_now,
     state_facts,
     strict,
     view_facts,
@@ -61,15 +60,17 @@ class RunFeed:
         self._parts = {
             "about": FeedPart(lambda: state.plan, lambda: about_facts(state)),
             "state": FeedPart(self._state_key, lambda: state_facts(state)),
-            "curves": FeedPart(self._curves_key, lambda: curve_facts(state, self._details.steps)),
+            "curves": FeedPart(self._curves_key, lambda: self._curves(state.history)),
             "phases": FeedPart(self._progress, lambda: {"phases_over_time": phases_of(state.history)}),
             "details": FeedPart(self._curves_key, lambda: {"ranks_over_time": ranks_of(self._details.steps)}),
-            "ranks": FeedPart(self._ranks_key, lambda: rank_facts(state)),
-            "checkpoints": FeedPart(self._checkpoints_key, lambda: checkpoint_facts(state)),
+            "ranks": FeedPart(self._ranks_key,
+                              lambda: {"ranks_now": ranks_now(state, read_rank_table(run.rank_table))}),
+            "checkpoints": FeedPart(lambda: (_stamp(run.checkpoints), len(state.events)),
+                                    lambda: checkpoint_facts(state)),
             "findings": FeedPart(self._findings_key, self._findings),
             "machines": FeedPart(self._machines_key, lambda: {"machines_over_time": self._machines.spreads()}),
-            "views": FeedPart(self._views_key, lambda: view_facts(run)),
-        }
+            "views": FeedPart(lambda: (state.plan, bool(state.steps), self.is_live), lambda: view_facts(run)),
+        }  # fmt: skip
 
     def refresh(self, parts: Iterable[str] = PARTS) -> Tree:
         """Read what is new, and return the facts of these parts and of those that were read before."""
@@ -100,9 +101,13 @@ class RunFeed:
             if self._pyramid is None or self._pyramid_of is not self.state.history:  # steps were withdrawn
                 self._pyramid, self._pyramid_of = StepPyramid(self.run), self.state.history
             self._pyramid.refresh()
-            evaluations = [each for each in self.state.evaluations if first <= each[0] <= last]
-            detailed = [each for each in self._details.steps if first <= each[0] <= last]
-            return strict(range_facts(self._pyramid.history(first, last), evaluations, detailed))
+            history = self._pyramid.history(first, last)
+            return strict(self._curves(history, first, last) | {"phases_over_time": phases_of(history)})
+
+    def _curves(self, history: StepHistory, first: int = 0, last: int = sys.maxsize) -> Tree:
+        evaluations = [each for each in self.state.evaluations if first <= each[0] <= last]
+        detailed = [each for each in self._details.steps if first <= each[0] <= last]
+        return {"curves": curves_of(history, evaluations, detailed), "not_finite": history.not_finite}
 
     def is_read(self, part: str) -> bool:
         return self._parts[part].seen is not NEVER
@@ -134,15 +139,9 @@ class RunFeed:
         times = tuple(sample.get("time") for sample in self.state.samples.values())
         return self.state.status, len(self.state.events), times, _stamp(self.run.rank_table)
 
-    def _checkpoints_key(self) -> object:
-        return _stamp(self.run.checkpoints), len(self.state.events)
-
     def _machines_key(self) -> object:
         self._num_machine_reads += self._machines.refresh()
         return self._num_machine_reads
-
-    def _views_key(self) -> object:
-        return self.state.plan, bool(self.state.steps), self.state.status in ACTIVE_STATUSES
 
     def _findings_key(self) -> object:
         if self.is_live or self._parts["findings"].seen is NEVER:

@@ -1,7 +1,6 @@
 """The sections of a report that are text and tables: the result, findings, events, commands, machines."""
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from trimaran.app import readable_sample
@@ -90,20 +89,16 @@ def headline(facts: Tree) -> str:
 
 
 def findings(facts: Tree) -> Html:
-    title = say("Findings")
     if facts["doctor_trouble"]:
-        return section(title, tag("p", {"class": "fair"}, facts["doctor_trouble"]))
-    if not facts["findings"]:
+        return section(say("Findings"), tag("p", {"class": "fair"}, facts["doctor_trouble"]))
+    cards = [_finding(each) for each in facts["findings"]]
+    if not cards:
         none = "The doctor found no problem." if facts["steps"] else "There is no finished step to diagnose yet."
-        return section(title, tag("p", None, say(none)), *_targets(facts))
-    return section(title, *map(_finding, facts["findings"]), *_targets(facts))
-
-
-def _targets(facts: Tree) -> list[Html]:
+        cards.append(tag("p", None, say(none)))
     rows = [tag("li", {"class": "good" if each["met"] else "fair"},
                 say("Target met: {what}", what=each["text"]) if each["met"]
                 else say("Target missed: {what}", what=each["text"])) for each in facts["targets"]]  # fmt: skip
-    return [tag("ul", {"class": "targets"}, *rows)] if rows else []
+    return section(say("Findings"), *cards, tag("ul", {"class": "targets"}, *rows) if rows else Html(""))
 
 
 def _finding(each: Tree) -> Html:
@@ -149,10 +144,6 @@ def comparison(facts: Tree) -> Html:
     left += [table([say("step time by phase"), *columns[1:]], steps)] if steps else []
     left += [table([say("exposed communication by axis"), *columns[1:]], axes)] if axes else []
     right = table([say("memory of a rank by term"), *columns[1:]], memory) if memory else Html("")
-    return tag("div", None, tag("div", {"class": "side"}, tag("div", None, *left), right), note(_remarks(facts, found)))
-
-
-def _remarks(facts: Tree, found: Tree) -> str:
     error, of_memory = f"{found['error']:.0%}", f"{found['memory_error']:.0%}"
     within = "✓: within the prediction's own error bar, ±{error} (memory ±{memory})."
     if found["memory_error"] == found["error"]:
@@ -162,7 +153,8 @@ def _remarks(facts: Tree, found: Tree) -> str:
     if not any(row["measured"] is not None for row in found["memory"]):
         parts.append(say("To measure the terms of memory: trimaran profile RUN --memory."))
     parts += [say("Rates of the prediction: {source}.", source=found["source"])] if found["source"] else []
-    return " ".join(parts)
+    remarks = note(" ".join(parts))
+    return tag("div", None, tag("div", {"class": "side"}, tag("div", None, *left), right), remarks)
 
 
 def _compared(row: Tree, unit: str, *, name: str) -> list[Content]:
@@ -271,12 +263,8 @@ def last_decision(facts: Tree) -> Html:
     kept = sum(each["outcome"] == "kept" for each in facts["decisions"])
     text = say("{kept} of {count} decisions were kept. Decision {last}.", kept=kept, count=len(facts["decisions"]),
                last=facts["last_decision"])  # fmt: skip
-    return section(say("Autopilot"), tag("p", None, text), decisions(facts))
-
-
-def decisions(facts: Tree) -> Html:
-    found = facts["decisions"]
-    return Html("".join(_decision(each) for each in reversed(found[-MAX_ROWS:])))
+    cards = [_decision(each) for each in reversed(facts["decisions"][-MAX_ROWS:])]
+    return section(say("Autopilot"), tag("p", None, text), Html("".join(cards)))
 
 
 def _decision(each: Tree) -> Html:
@@ -311,7 +299,19 @@ def _decision(each: Tree) -> Html:
 
 def checkpoints(facts: Tree) -> Html:
     stalls = {each["step"]: each["stall_seconds"] for each in facts["timeline"]["saved"]}
-    rows = [_checkpoint(each, stalls.get(each["step"])) for each in reversed(facts["checkpoints"][-MAX_ROWS:])]
+    rows: list[list[Content]] = []
+    for each in reversed(facts["checkpoints"][-MAX_ROWS:]):
+        stall = stalls.get(each["step"])
+        state = say(each["status"]) + (f": {each['why']}" if each["why"] else "")
+        checked = say("read back at a resume") if each["restored"] else say("length of every file")
+        tiers = ", ".join(say(name) for name in each["tiers"])
+        nodes = f" ({', '.join(each['on_nodes'])})" if each["on_nodes"] else ""
+        took = show_seconds(stall) if isinstance(stall, int | float) else "-"
+        rows.append([f"{each['step']:,}", tag("span", {"class": STATUSES.get(each["status"], "fair")}, state),
+                     checked if each["status"] == "complete" else "-", tiers + nodes, show_bytes(each["bytes"]),
+                     show_bytes(each["written_bytes"]), took,
+                     show_seconds(max(0.0, time.time() - each["time"])) if each["time"] else "-",
+                     clock(each["time"]) if each["time"] else "-"])  # fmt: skip
     if not rows:
         return Html("")
     columns = ["step", "state", "checked", "where", "size", "new on disk", "training waited", "age", "when"]
@@ -323,18 +323,6 @@ def checkpoints(facts: Tree) -> Html:
     verify = next((each["command"] for each in facts["commands"] if " verify " in each["command"]), "")
     parts += [note(say("To read every file and compare it with its checksum:")), command(verify)] if verify else []
     return Html("".join(parts))
-
-
-def _checkpoint(each: Tree, stall: object) -> Sequence[Content]:
-    state = say(each["status"]) + (f": {each['why']}" if each["why"] else "")
-    checked = say("read back at a resume") if each["restored"] else say("length of every file")
-    tiers = ", ".join(say(name) for name in each["tiers"])
-    nodes = f" ({', '.join(each['on_nodes'])})" if each["on_nodes"] else ""
-    return [f"{each['step']:,}", tag("span", {"class": STATUSES.get(each["status"], "fair")}, state),
-            checked if each["status"] == "complete" else "-", tiers + nodes, show_bytes(each["bytes"]),
-            show_bytes(each["written_bytes"]), show_seconds(stall) if isinstance(stall, int | float) else "-",
-            show_seconds(max(0.0, time.time() - each["time"])) if each["time"] else "-",
-            clock(each["time"]) if each["time"] else "-"]  # fmt: skip
 
 
 def samples(facts: Tree) -> Html:

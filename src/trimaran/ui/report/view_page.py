@@ -1,6 +1,7 @@
 """A view as one self-contained HTML page, and its modes and figures as markup that other pages use, too."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 from trimaran.ui.language import say
@@ -8,7 +9,6 @@ from trimaran.ui.report.draw_figure import draw_figure
 from trimaran.ui.report.markup import Html, html_document, note, table, tag
 from trimaran.ui.viz.figures import (
     Bars,
-    Figure,
     Lines,
     Matrix,
     Mode,
@@ -39,22 +39,12 @@ def draw_mode(mode: Mode) -> Iterator[Html]:
     if mode.formulas:
         rows = [(each.name, each.symbols, each.numbers, show_value(each.value, each.unit)) for each in mode.formulas]
         yield tag("div", {"class": "formulas"}, table(tuple(map(say, FORMULA_COLUMNS)), rows))
-    steps: list[Html] = []
-    for figure in mode.figures:
-        if isinstance(figure, Matrix):  # several are steps of one thing, side by side
-            steps.append(draw_figure(figure))
-            continue
-        yield from _side_by_side(steps)
-        steps = []
-        yield draw_figure(figure)
-    yield from _side_by_side(steps)
-
-
-def _side_by_side(figures: Sequence[Html]) -> Iterator[Html]:
-    if len(figures) > 1:
-        yield tag("div", {"class": "side steps"}, *figures)
-    else:
-        yield from figures
+    for is_matrix, figures in groupby(mode.figures, key=lambda each: isinstance(each, Matrix)):
+        drawn = [draw_figure(each) for each in figures]
+        if is_matrix and len(drawn) > 1:  # steps of one thing, side by side
+            yield tag("div", {"class": "side steps"}, *drawn)
+        else:
+            yield from drawn
 
 
 Tree = dict[str, Any]
@@ -63,17 +53,13 @@ FIGURES = {each.__name__.lower(): each for each in (Bars, Lines, Scatter, Timeli
 
 
 def views(facts: Tree) -> Html:
-    return Html("".join([*map(_view, facts["views"]), note(facts["views_trouble"])]))
-
-
-def _view(view: Tree) -> Html:
-    sentences = [tag("p", None, say(each)) for each in view["sentences"]]
-    figures = [draw_figure(figure_of(each)) for each in view["figures"]]
-    title = [tag("h3", None, say(view["title"])), note(say(view["question"]))]
-    return tag("div", {"class": "run-view"}, *title, *sentences, *figures)
-
-
-def figure_of(tree: Tree) -> Figure:
-    fields: Tree = {name: tuple(PARTS[name](**each) for each in value) if name in PARTS else value
-              for name, value in tree.items() if name != "kind"}  # fmt: skip
-    return FIGURES[tree["kind"]](**fields)
+    found = []
+    for view in facts["views"]:
+        parts = [tag("h3", None, say(view["title"])), note(say(view["question"]))]
+        parts += [tag("p", None, say(each)) for each in view["sentences"]]
+        for tree in view["figures"]:
+            fields: Tree = {name: tuple(PARTS[name](**each) for each in value) if name in PARTS else value
+                            for name, value in tree.items() if name != "kind"}  # fmt: skip
+            parts.append(draw_figure(FIGURES[tree["kind"]](**fields)))
+        found.append(tag("div", {"class": "run-view"}, *parts))
+    return Html("".join([*found, note(facts["views_trouble"])]))

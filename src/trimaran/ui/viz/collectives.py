@@ -7,7 +7,6 @@ from functools import partial
 from typing import NamedTuple
 
 from trimaran.cost import Ring, all_gather_seconds, all_reduce_seconds, ring_of
-from trimaran.machine import CommCurve
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import (
     Formula,
@@ -157,61 +156,45 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
                               log=True)  # fmt: skip
     rate = controls.number("beta", "GB/s of a link", near.bandwidth / 1e9, least=0.001, most=1e5, log=True)
     steps = collective_steps(operation, algorithm, ranks)
-    at = controls.whole("step", "step to draw", 1, least=0, most=2 * MAX_RANKS)
-    link = AlphaBeta(latency * 1e-6, rate * 1e9)
+    at = min(controls.whole("step", "step to draw", 1, least=0, most=2 * MAX_RANKS), len(steps) - 1)
+    seconds, bandwidth = latency * 1e-6, rate * 1e9  # of a message, of a link
     is_run = subject.run is not None or subject.life is not None or subject.comm is not None
-    return as_modes(
-        _explain(steps, operation, algorithm, size, link, min(at, len(steps) - 1)),
-        _simulate(subject, operation),
-        _live(subject, operation) if is_run else None,
-    )
-
-
-class AlphaBeta(NamedTuple):
-    """A link: seconds of latency of a message, and bytes per second."""
-
-    latency: float
-    bandwidth: float
-
-    def seconds(self, steps: Sequence[CollectiveStep], chunk_bytes: float) -> float:
-        """Return how long the steps take: in each, as long as the rank that sends or receives the most."""
-        return sum(self.latency + chunk_bytes * busiest(step) / self.bandwidth for step in steps[1:])
-
-
-def busiest(step: CollectiveStep) -> int:
-    sent, received = Counter(source for source, _, _ in step.sends), Counter(target for _, target, _ in step.sends)
-    return max([*sent.values(), *received.values()], default=0)
-
-
-def _explain(
-    steps: Sequence[CollectiveStep], operation: str, algorithm: str, size: float, link: AlphaBeta, at: int
-) -> Mode:
-    ranks = len(steps[0].held)
-    chunk = size / ranks
+    chunk_bytes = size / ranks
     sent = [sum(source == rank for step in steps for source, _, _ in step.sends) for rank in range(ranks)]
+    total = 0.0
+    for step in steps[1:]:
+        counts = Counter(source for source, _, _ in step.sends), Counter(target for _, target, _ in step.sends)
+        busiest = max((each for found in counts for each in found.values()), default=0)
+        total += seconds + chunk_bytes * busiest / bandwidth
     symbols = {"all-reduce": "2 (N - 1) / N x M", "broadcast": "M"}.get(operation, "(N - 1) / N x M")
+    step_counts = {
+        "ring": "2 (N - 1)" if operation in ("all-reduce", "broadcast") else "N - 1",
+        "tree": "2 log2 N" if operation == "all-reduce" else "log2 N",
+        "hierarchical": "(n - 1) + 2 (N / n - 1) + (n - 1)",
+    }
+    if algorithm != "ring":
+        symbols = "the chunks that it sends in all steps"
+    numbers = as_is(f"N = {ranks}, M = {size:,.0f} B")
+    per_step = as_is(f"{seconds * 1e6:.3g} us, {bandwidth / 1e9:.3g} GB/s")
     formulas = (
-        Formula(
-            name="sent by a rank, at most",
-            symbols=symbols if algorithm == "ring" else "the chunks that it sends in all steps",
-            numbers=as_is(f"N = {ranks}, M = {size:,.0f} B"),
-            value=max(sent) * chunk,
-            unit="bytes",
-        ),
-        Formula("steps", _step_count(operation, algorithm), as_is(f"N = {ranks}"), len(steps) - 1, "count"),
-        Formula(
-            name="time",
-            symbols="steps x latency + bytes of the busiest rank / bandwidth",
-            numbers=as_is(f"{link.latency * 1e6:.3g} us, {link.bandwidth / 1e9:.3g} GB/s"),
-            value=link.seconds(steps, chunk),
-            unit="seconds",
-        ),
+        Formula("sent by a rank, at most", symbols, numbers, max(sent) * chunk_bytes, "bytes"),
+        Formula("steps", step_counts[algorithm], as_is(f"N = {ranks}"), len(steps) - 1, "count"),
+        Formula("time", "steps x latency + bytes of the busiest rank / bandwidth", per_step, total, "seconds"),
     )
     shown = range(len(steps)) if ranks <= MAX_WHOLE_RANKS else sorted({0, max(0, at - 1), at, len(steps) - 1})
-    pictures = [_picture(number, steps[number], ranks) for number in shown]
+    pictures = []  # of the chunks of all ranks after a step: the ranks whose values each has summed up
+    rows = tuple(say("rank {rank}", rank=rank) for rank in range(ranks))
+    columns = tuple(say("chunk {chunk}", chunk=chunk) for chunk in range(ranks))
+    for number in shown:
+        title = say("before") if not number else say("after step {step}", step=number)
+        received = {(target, chunk) for _, target, chunk in steps[number].sends}
+        labels = tuple(tuple(as_is(_ranges(parts)) for parts in row) for row in steps[number].held)
+        colors = tuple(tuple(int((rank, chunk) in received) for chunk in range(ranks)) for rank in range(ranks))
+        pictures.append(Matrix(title=title, rows=rows, columns=columns, labels=labels, colors=colors))
     said = say("Each rank has {ranks} chunks. A cell lists the ranks whose values are summed up in it; what a rank has "
                "just received is marked.", ranks=ranks)  # fmt: skip
-    return Mode(sentences=(said,), formulas=formulas, figures=(_graph(steps, at), *pictures))
+    explained = Mode(sentences=(said,), formulas=formulas, figures=(_graph(steps, at), *pictures))
+    return as_modes(explained, _simulate(subject, operation), _live(subject, operation) if is_run else None)
 
 
 def _graph(steps: Sequence[CollectiveStep], at: int) -> NodeGraph:
@@ -221,21 +204,12 @@ def _graph(steps: Sequence[CollectiveStep], at: int) -> NodeGraph:
     pairs: dict[tuple[int, int], list[int]] = {}
     for source, target, chunk in step.sends:
         pairs.setdefault((source, target), []).append(chunk)
-    arrows = tuple(
-        GraphArrow(source=source, target=target, text=as_is(_ranges(chunks)))
-        for (source, target), chunks in pairs.items()
-    )
-    receives = {target for _, target in pairs}
-    nodes = tuple(
-        GraphNode(name=as_is(rank), x=x, y=y, kind="receives" if rank in receives else "idle")
-        for rank, (x, y) in enumerate(places)
-    )
-    title = (
-        say("Before the first step")
-        if not at
-        else say("Step {step} of {steps}: which chunks each rank sends", step=at, steps=len(steps) - 1)
-    )
-    return NodeGraph(title=title, nodes=nodes, arrows=arrows)
+    arrows = [GraphArrow(source=source, target=target, text=as_is(_ranges(chunks)))
+              for (source, target), chunks in pairs.items()]  # fmt: skip
+    kinds = {target: "receives" for _, target in pairs}
+    nodes = tuple(GraphNode(name=as_is(at), x=x, y=y, kind=kinds.get(at, "idle")) for at, (x, y) in enumerate(places))
+    title = say("Step {step} of {steps}: which chunks each rank sends", step=at, steps=len(steps) - 1)
+    return NodeGraph(title=title if at else say("Before the first step"), nodes=nodes, arrows=tuple(arrows))
 
 
 def _ranges(numbers: Iterable[int]) -> str:
@@ -247,28 +221,6 @@ def _ranges(numbers: Iterable[int]) -> str:
         else:
             parts.append([number])
     return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else ",".join(map(str, part)) for part in parts)
-
-
-def _step_count(operation: str, algorithm: str) -> str:
-    if algorithm == "hierarchical":
-        return "(n - 1) + 2 (N / n - 1) + (n - 1)"
-    if algorithm == "tree":
-        return "2 log2 N" if operation == "all-reduce" else "log2 N"
-    return "2 (N - 1)" if operation in ("all-reduce", "broadcast") else "N - 1"
-
-
-def _picture(number: int, step: CollectiveStep, ranks: int) -> Matrix:
-    """Return the chunks of all ranks after a step: the ranks whose values each has summed up."""
-    labels = tuple(tuple(as_is(_ranges(parts)) for parts in row) for row in step.held)
-    received = {(target, chunk) for _, target, chunk in step.sends}
-    colors = tuple(tuple(int((rank, chunk) in received) for chunk in range(ranks)) for rank in range(ranks))
-    return Matrix(
-        title=say("before") if not number else say("after step {step}", step=number),
-        rows=tuple(say("rank {rank}", rank=rank) for rank in range(ranks)),
-        columns=tuple(say("chunk {chunk}", chunk=chunk) for chunk in range(ranks)),
-        labels=labels,
-        colors=colors,
-    )
 
 
 def _seconds_of(operation: str, size: float, ring: Ring) -> float:
@@ -286,28 +238,18 @@ def _simulate(subject: Subject, operation: str) -> Mode:
     series = tuple(
         ValueSeries(name, tuple(_seconds_of(operation, size, ring) for size in SIZES)) for name, ring in rings.items()
     )
-    lines = lines_by_size(
-        title=say("Time of {operation} by size", operation=say(operation)),
-        unit="seconds",
-        x=SIZES,
-        series=series,
-        log_y=True,
-    )
-    bus = lines_by_size(
-        title="Bus bandwidth",
-        unit="bytes/second",
-        x=SIZES,
-        series=tuple(
-            ValueSeries(each.name, _bus_rates(operation, ring.num_ranks, each.values))
-            for each, ring in zip(series, rings.values(), strict=True)
-        ),
-    )
+    title = say("Time of {operation} by size", operation=say(operation))
+    lines = lines_by_size(title=title, unit="seconds", x=SIZES, series=series, log_y=True)
+    rates = []  # on the link of a rank
+    for (name, ring), each in zip(rings.items(), series, strict=True):
+        factor = (2 if operation == "all-reduce" else 1) * (ring.num_ranks - 1) / ring.num_ranks
+        pairs = zip(SIZES, each.values, strict=True)
+        rates.append(ValueSeries(name, tuple(factor * size / value if value else None for size, value in pairs)))
+    bus = lines_by_size(title="Bus bandwidth", unit="bytes/second", x=SIZES, series=tuple(rates))
     measured = [link.name for link in cluster.levels if link.reached]
-    said = (
-        say("The rates of {links} were measured on these machines.", links=", ".join(measured))
-        if measured
-        else say("The rates are those of the catalogue. Measure the real links with `trimaran bench comm`.")
-    )
+    said = say("The rates are those of the catalogue. Measure the real links with `trimaran bench comm`.")
+    if measured:
+        said = say("The rates of {links} were measured on these machines.", links=", ".join(measured))
     return Mode(sentences=(said,), figures=(lines, bus))
 
 
@@ -318,9 +260,18 @@ def _live(subject: Subject, operation: str) -> Mode:
     curves = [each for each in result.curves if each.collective == COLLECTIVES[operation]]
     if not curves:
         return Mode(sentences=(say("The file has no {operation}.", operation=say(operation)),))
-    figures = [_measured_lines(subject, operation, curve) for curve in curves]
-    said = []
+    figures, said, levels = [], [], subject.cluster.levels
     for curve in curves:
+        sizes = tuple(float(point.num_bytes) for point in curve.points)
+        stride = 1 if curve.nodes == 1 else max(1, subject.cluster.devices_per_node * curve.nodes // curve.ranks)
+        series = [ValueSeries("measured", tuple(point.seconds for point in curve.points))]
+        if curve.ranks <= subject.cluster.world_size:
+            ring = ring_of(levels, curve.ranks, stride)
+            series.insert(0, ValueSeries("cost model", tuple(_seconds_of(operation, size, ring) for size in sizes)))
+        title = say("{operation} of {ranks} ranks, group {group}", operation=say(operation), ranks=curve.ranks,
+                    group=curve.group)  # fmt: skip
+        figures.append(lines_by_size(title=title, unit="seconds", x=sizes, series=tuple(series), log_y=True,
+                                     dots=("measured",)))  # fmt: skip
         reached, planned = curve.best_bus_bandwidth / 1e9, curve.planned_gb_per_second
         text = "Group {group} reaches {reached:.3g} GB/s on the bus."
         if planned:
@@ -330,31 +281,3 @@ def _live(subject: Subject, operation: str) -> Mode:
         error = planned / reached - 1 if planned else 0.0
         said.append(say(text, group=curve.group, reached=reached, planned=planned, error=error))
     return Mode(sentences=tuple(said), figures=tuple(figures))
-
-
-def _measured_lines(subject: Subject, operation: str, curve: CommCurve) -> Lines:
-    sizes = tuple(float(point.num_bytes) for point in curve.points)
-    stride = 1 if curve.nodes == 1 else max(1, subject.cluster.devices_per_node * curve.nodes // curve.ranks)
-    can_model = curve.ranks <= subject.cluster.world_size
-    model = tuple(
-        _seconds_of(operation, size, ring_of(subject.cluster.levels, curve.ranks, stride)) if can_model else None
-        for size in sizes
-    )
-    return lines_by_size(
-        title=say("{operation} of {ranks} ranks, group {group}", operation=say(operation), ranks=curve.ranks,
-                  group=curve.group),
-        unit="seconds",
-        x=sizes,
-        series=(
-            *((ValueSeries("cost model", model),) if can_model else ()),
-            ValueSeries("measured", tuple(point.seconds for point in curve.points)),
-        ),
-        log_y=True,
-        dots=("measured",),
-    )  # fmt: skip
-
-
-def _bus_rates(operation: str, ranks: int, seconds: Sequence[float | None]) -> tuple[float | None, ...]:
-    """Return the bytes a second on the link of a rank, for each of `SIZES`."""
-    factor = (2 if operation == "all-reduce" else 1) * (ranks - 1) / ranks
-    return tuple(factor * size / value if value else None for size, value in zip(SIZES, seconds, strict=True))

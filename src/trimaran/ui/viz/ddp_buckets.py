@@ -6,7 +6,15 @@ from typing import NamedTuple
 from trimaran.cost import Ring, all_reduce_seconds, pipeline_times_of, ring_of
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Formula, Lines, Mode, ModeName, Span, Timeline, ValueSeries, as_modes, show_duration
-from trimaran.ui.viz.subject import Controls, RunMedians, Subject, comm_lines, late_ranks, predicted_waits, waits_table
+from trimaran.ui.viz.subject import (
+    Controls,
+    RunMedians,
+    Subject,
+    late_ranks,
+    measured_lines,
+    predicted_waits,
+    waits_table,
+)
 
 NAME = "DDPCommunicationFlow"
 TITLE = "Buckets against backward"
@@ -115,30 +123,17 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     num = ring.num_ranks
     exposed = exposed_seconds(blocks, buckets)
     reducing = sum(each.end - each.start for each in buckets)
+    whole, at_once = as_is(f"2 x {num - 1} / {num} x {total:,.0f} B"), float(all_reduce_seconds(total, ring))
+    rate = ring.reduce_bandwidth / 1e9
+    rates = say("N = {ranks}, {rate:.1f} GB/s on {link}", ranks=num, rate=rate, link=ring.link)
+    chosen = say("buckets of {size:g} MiB, backward {backward}", size=size, backward=show_duration(backward))
+    symbols = "2 (N - 1) x (latency + bytes / N / bandwidth)"
     formulas = (
         Formula(
-            name="sent and received by a rank",
-            symbols="2 (N - 1) / N x gradients",
-            numbers=as_is(f"2 x {num - 1} / {num} x {total:,.0f} B"),
-            value=2 * (num - 1) / num * total,
-            unit="bytes",
+            "sent and received by a rank", "2 (N - 1) / N x gradients", whole, 2 * (num - 1) / num * total, "bytes"
         ),
-        Formula(
-            name="all gradients at once",
-            symbols="2 (N - 1) x (latency + bytes / N / bandwidth)",
-            numbers=say(
-                "N = {ranks}, {rate:.1f} GB/s on {link}", ranks=num, rate=ring.reduce_bandwidth / 1e9, link=ring.link
-            ),
-            value=float(all_reduce_seconds(total, ring)),
-            unit="seconds",
-        ),
-        Formula(
-            name="exposed",
-            symbols="end of the last bucket - end of backward",
-            numbers=say("buckets of {size:g} MiB, backward {backward}", size=size, backward=show_duration(backward)),
-            value=exposed,
-            unit="seconds",
-        ),
+        Formula("all gradients at once", symbols, rates, at_once, "seconds"),
+        Formula("exposed", "end of the last bucket - end of backward", chosen, exposed, "seconds"),
     )
     hidden = max(0.0, 1 - exposed / reducing) if reducing else 1.0
     said = say("A bucket is sent as soon as its gradients are there. Backward hides {hidden:.0%} of that.",
@@ -212,5 +207,6 @@ def _live(subject: Subject, run: RunMedians) -> Mode:
     said = say("A step waits {measured} for communication, {share:.1%} of its time; {predicted} is predicted.",
                measured=show_duration(measured), share=measured / run.step_seconds if run.step_seconds else 0.0,
                predicted=show_duration(predicted))  # fmt: skip
-    figures = [waits_table(subject, run), *comm_lines(run, predicted), *late_ranks(run)]
+    lines = measured_lines("Exposed communication over the last steps", "seconds", run, run.last.comm, predicted)
+    figures = [waits_table(subject, run), *lines, *late_ranks(run)]
     return Mode(sentences=(said,), figures=tuple(figures))

@@ -1,7 +1,4 @@
-"""What a view consists of: sentences, formulas with their numbers, and figures.
-
-It is data. The terminal, the HTML page and the web page draw the same.
-"""
+"""What a view consists of, as data: sentences, formulas, figures. The terminal and the pages draw the same."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -122,10 +119,7 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Something in one row of a timeline, from `start` to `end`; at one moment if these are equal.
-
-    `kind` decides its colour.
-    """
+    """Something in a row of a timeline from `start` to `end`, or at one moment. `kind` decides its colour."""
 
     row: int
     start: float

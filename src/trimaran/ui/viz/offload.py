@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from trimaran.core import Plan, UserError, show_bytes
+from trimaran.core import UserError, show_bytes
 from trimaran.machine import Cluster
 from trimaran.planner import check_plan
 from trimaran.ui.language import as_is, say
@@ -35,47 +35,29 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
         plan = plan.model_copy(update={"micro_batch": rows, "prediction": None})
     changed = replace(subject, plan=plan)
     live = _live(subject, subject.run) if subject.run is not None else None
-    return as_modes(_explain(changed, pcie), _simulate(changed, cluster), live)
+    owned = changed.job.outline.trained_parameters / changed.plan.mesh.world_size
+    states = changed.job.state_bytes * owned
+    held = as_is(f"{owned:,.0f} x {changed.job.state_bytes:g} B")
+    copied = as_is(f"{show_bytes(states)} / {pcie / 1e9:.3g} GB/s")
+    formulas = (
+        Formula("optimizer states of a rank", "parameters / ranks x bytes", held, states, "bytes"),
+        Formula("time to copy them in one direction", "bytes / bandwidth", copied, states / pcie, "seconds"),
+    )
+    moved = tuple((as_is(kind), moves) for kind, moves in MOVES.items())
+    table = Table("What is copied", ("offload", "copies"), moved)
+    explained = Mode(formulas=formulas, figures=(table,))
+    return as_modes(explained, _simulate(changed, cluster), live)
 
 
-def plans_by_offload(subject: Subject) -> dict[str, Plan]:
-    found, question = {}, subject.question
+def _simulate(subject: Subject, cluster: Cluster) -> Mode:
+    predictions, question = {}, subject.question
     for kind in KINDS:
         plan = subject.plan.model_copy(update={"offload": kind, "prediction": None})
         try:
             check_plan(plan, question.recipe, question.spec, subject.cluster, question.outline)
         except UserError:
             continue
-        found[kind] = plan
-    return found
-
-
-def _explain(subject: Subject, bandwidth: float) -> Mode:
-    owned = subject.job.outline.trained_parameters / subject.plan.mesh.world_size
-    states = subject.job.state_bytes * owned
-    formulas = (
-        Formula(
-            name="optimizer states of a rank",
-            symbols="parameters / ranks x bytes",
-            numbers=as_is(f"{owned:,.0f} x {subject.job.state_bytes:g} B"),
-            value=states,
-            unit="bytes",
-        ),
-        Formula(
-            name="time to copy them in one direction",
-            symbols="bytes / bandwidth",
-            numbers=as_is(f"{show_bytes(states)} / {bandwidth / 1e9:.3g} GB/s"),
-            value=states / bandwidth,
-            unit="seconds",
-        ),
-    )
-    rows = tuple((as_is(kind), moves) for kind, moves in MOVES.items())
-    table = Table("What is copied", ("offload", "copies"), rows)
-    return Mode(formulas=formulas, figures=(table,))
-
-
-def _simulate(subject: Subject, cluster: Cluster) -> Mode:
-    predictions = {kind: subject.predict(plan, cluster) for kind, plan in plans_by_offload(subject).items()}
+        predictions[kind] = subject.predict(plan, cluster)
     if len(predictions) < 2:
         return Mode(sentences=("This plan cannot offload anything.",))
     base = float(predictions["none"].step_seconds) if "none" in predictions else 0.0

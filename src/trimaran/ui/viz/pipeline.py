@@ -1,6 +1,6 @@
 """Pipeline schedules: who computes which micro-batch when, the bubble, and how many micro-batches a rank holds."""
 
-from typing import get_args
+from typing import Literal, get_args
 
 from trimaran.core import Plan
 from trimaran.cost import Demands, Order, Schedule, StageCost, StepCosts, pipeline_order, simulate_step, step_costs_of
@@ -35,15 +35,20 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     costs = equal_stages(chosen, ranks, count, backward, rounds=rounds)
     if factor > 1:
         costs = with_slow_rank(costs, min(slow, ranks - 1), factor)
+    step = simulate_step(costs)
+    formulas = []
+    if chosen in ("gpipe", "1f1b") and factor == 1:
+        numbers, bubble = as_is(f"({ranks} - 1) / ({count} + {ranks} - 1)"), (ranks - 1) / (count + ranks - 1)
+        formulas.append(Formula("bubble", "(p - 1) / (m + p - 1)", numbers, bubble, "fraction"))
+    title = say("{schedule}: every pass of a step of {count} micro-batches", schedule=chosen, count=count)
+    said, timeline = say("Ranks wait {bubble:.1%} of the time.", bubble=step.bubble), _timeline(step, title, "count")
+    explained = Mode(sentences=(said,), formulas=tuple(formulas), figures=(timeline, _held(costs.order)))
     live = _live(subject, subject.run) if subject.run is not None else None
-    return as_modes(_explain(costs, chosen, count, is_equal=factor == 1), _simulate(subject), live)
+    return as_modes(explained, _simulate(subject), live)
 
 
 def equal_stages(schedule: Schedule, ranks: int, micro_batches: int, backward: float, *, rounds: int = 2) -> StepCosts:
-    """Return the costs of a step with equal stages, in units of a rank's forward, without communication.
-
-    `rounds` are the stages of each rank in an interleaved schedule.
-    """
+    """Return the costs of equal stages, in forwards of a rank, without communication; `rounds` are those of a rank."""
     num_stages = ranks * ({"interleaved": rounds, "zero-bubble": 2}.get(schedule, 1))
     order = pipeline_order(schedule, ranks=ranks, num_stages=num_stages, micro_batches=micro_batches)
     part = ranks / num_stages
@@ -71,27 +76,6 @@ def most_held(order: Order) -> list[int]:
             most = max(most, now)
         held.append(most)
     return held
-
-
-def _explain(costs: StepCosts, schedule: Schedule, count: int, *, is_equal: bool) -> Mode:
-    step, ranks = simulate_step(costs), costs.ranks
-    formulas = []
-    if schedule in ("gpipe", "1f1b") and is_equal:
-        formulas.append(
-            Formula(
-                name="bubble",
-                symbols="(p - 1) / (m + p - 1)",
-                numbers=as_is(f"({ranks} - 1) / ({count} + {ranks} - 1)"),
-                value=(ranks - 1) / (count + ranks - 1),
-                unit="fraction",
-            )
-        )
-    title = say("{schedule}: every pass of a step of {count} micro-batches", schedule=schedule, count=count)
-    return Mode(
-        sentences=(say("Ranks wait {bubble:.1%} of the time.", bubble=step.bubble),),
-        formulas=tuple(formulas),
-        figures=(_timeline(step, title, "count"), _held(costs.order)),
-    )
 
 
 def _simulate(subject: Subject) -> Mode:
@@ -139,20 +123,17 @@ def _live(subject: Subject, run: RunMedians) -> Mode:
     return Mode(sentences=tuple(sentences), figures=(timeline, bars))
 
 
-def _timeline(step: SimulatedStep, title: str, unit: str) -> Timeline:
+def _timeline(step: SimulatedStep, title: str, unit: Literal["seconds", "count"]) -> Timeline:
     spans = sorted((each for each in step.spans if each.track == "compute"), key=lambda each: each.start)
     if len(spans) > MAX_SPANS:
         spans, title = spans[:MAX_SPANS], say("{title}, the first {count:,} passes", title=title, count=MAX_SPANS)
-    return Timeline(
-        title=title,
-        unit="seconds" if unit == "seconds" else "count",
-        rows=tuple(say("rank {rank}", rank=rank) for rank in range(step.ranks)),
-        spans=tuple(
-            Span(row=each.rank, start=each.start, end=each.end, label=as_is(each.micro_batch), kind=each.name)
-            for each in spans
-        ),
-        x_name="time" if unit == "seconds" else "time in forwards of a rank",
+    rows = tuple(say("rank {rank}", rank=rank) for rank in range(step.ranks))
+    drawn = tuple(
+        Span(row=each.rank, start=each.start, end=each.end, label=as_is(each.micro_batch), kind=each.name)
+        for each in spans
     )
+    x_name = "time" if unit == "seconds" else "time in forwards of a rank"
+    return Timeline(title=title, unit=unit, rows=rows, spans=drawn, x_name=x_name)
 
 
 def _held(order: Order) -> Bars:

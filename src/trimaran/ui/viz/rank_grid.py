@@ -1,7 +1,9 @@
 """Which rank is where: nodes and devices, the groups of every axis, and the links that each group uses."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from trimaran.core import Mesh, UserError
 from trimaran.cost import all_reduce_seconds, ring_of
@@ -48,14 +50,6 @@ def groups_of(mesh: Mesh, axis: str, order: Sequence[str] = ORDER) -> list[list[
     return list(groups.values())
 
 
-def stride_of(mesh: Mesh, axis: str, order: Sequence[str] = ORDER) -> int:
-    """Return how far apart the neighbours of a group along `axis` are."""
-    stride = 1
-    for inner in order[order.index(axis) + 1 :]:
-        stride *= getattr(mesh, inner)
-    return stride
-
-
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     mesh = subject.plan.mesh
     degrees = {
@@ -69,43 +63,39 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     if drawn.world_size > MAX_DRAWN_RANKS:
         many = Mode(sentences=(say("{ranks:,} ranks are too many to draw.", ranks=drawn.world_size),))
         return {"explain": many, "simulate": many, **live}
-    return {"explain": _explain(subject, drawn, colored, order), "simulate": _simulate(subject, drawn), **live}
-
-
-def _explain(subject: Subject, mesh: Mesh, colored: str, order: Sequence[str]) -> Mode:
-    product = " x ".join(f"{getattr(mesh, axis)} {axis}" for axis in ORDER if getattr(mesh, axis) > 1) or "1"
-    sentences = [say("{product} = {ranks:,} ranks on {cluster}.", product=product, ranks=mesh.world_size,
+    product = " x ".join(f"{getattr(drawn, axis)} {axis}" for axis in ORDER if getattr(drawn, axis) > 1) or "1"
+    sentences = [say("{product} = {ranks:,} ranks on {cluster}.", product=product, ranks=drawn.world_size,
                      cluster=subject.cluster)]  # fmt: skip
-    if mesh.world_size > subject.cluster.world_size:
+    if drawn.world_size > subject.cluster.world_size:
         sentences.append(say("The cluster has only {count:,} devices.", count=subject.cluster.world_size))
-    elif mesh.world_size < subject.cluster.world_size:
-        idle = subject.cluster.world_size - mesh.world_size
+    elif drawn.world_size < subject.cluster.world_size:
+        idle = subject.cluster.world_size - drawn.world_size
         sentences.append(say("{count:,} devices are idle.", count=idle))
     if tuple(order) != ORDER:
         sentences.append(say("The trainer numbers its ranks as pp-dp-cp-tp; this is another order."))
     columns = ("axis", "meaning", "groups", "ranks in each", "link", "all-reduce of 64 MiB", "the first groups")
-    table = Table("Groups", columns, tuple(_rows(subject, mesh, order)))
+    table = Table("Groups", columns, tuple(_rows(subject, drawn, order)))
     # A row for each node and a column for each of its devices; equal colours are equal coordinates.
-    cells = _cells(subject, mesh)
-    used = [axis for axis in order if getattr(mesh, axis) > 1]
+    cells = _cells(subject, drawn)
+    split = [axis for axis in order if getattr(drawn, axis) > 1]
 
     def label(rank: int) -> str:
-        position = coordinates_of(rank, mesh, order)
-        return as_is(f"{rank}: " + " ".join(f"{axis}{position[axis]}" for axis in used))
+        position = coordinates_of(rank, drawn, order)
+        return as_is(f"{rank}: " + " ".join(f"{axis}{position[axis]}" for axis in split))
 
     labels = [["" if rank is None else label(rank) for rank in row] for row in cells]
-    colors = [[0 if rank is None else 1 + coordinates_of(rank, mesh, order)[colored] for rank in row] for row in cells]
+    colors = [[0 if rank is None else 1 + coordinates_of(rank, drawn, order)[colored] for rank in row] for row in cells]
     figures = (
         Matrix(
             title=say("Ranks by node, coloured by {axis}", axis=say(MEANINGS[colored])),
             labels=tuple(map(tuple, labels)),
             colors=tuple(map(tuple, colors)),
-            rows=_nodes(cells),
-            columns=_devices(cells),
+            **_names_of(cells),
         ),
         table,
     )
-    return Mode(sentences=tuple(sentences), figures=figures)
+    explained = Mode(sentences=tuple(sentences), figures=figures)
+    return {"explain": explained, "simulate": _simulate(subject, drawn), **live}
 
 
 def _cells(subject: Subject, mesh: Mesh) -> list[list[int | None]]:
@@ -115,22 +105,19 @@ def _cells(subject: Subject, mesh: Mesh) -> list[list[int | None]]:
             for node in nodes]  # fmt: skip
 
 
-def _nodes(cells: list[list[int | None]]) -> tuple[str, ...]:
-    return tuple(say("node {node}", node=node) for node in range(len(cells)))
-
-
-def _devices(cells: list[list[int | None]]) -> tuple[str, ...]:
-    return tuple(say("device {device}", device=device) for device in range(len(cells[0])))
+def _names_of(cells: list[list[int | None]]) -> dict[str, Any]:
+    """Return the names of the rows and columns of `_cells`."""
+    rows = tuple(say("node {node}", node=node) for node in range(len(cells)))
+    return {"rows": rows, "columns": tuple(say("device {device}", device=at) for at in range(len(cells[0])))}
 
 
 def _rows(subject: Subject, mesh: Mesh, order: Sequence[str]) -> Iterator[tuple[str, ...]]:
     for axis in reversed(order):
         if (degree := getattr(mesh, axis)) == 1:
             continue
-        groups, ring = (
-            groups_of(mesh, axis, order),
-            ring_of(subject.cluster.levels, degree, stride_of(mesh, axis, order)),
-        )
+        groups = groups_of(mesh, axis, order)
+        stride = math.prod(getattr(mesh, inner) for inner in order[order.index(axis) + 1 :])  # between neighbours
+        ring = ring_of(subject.cluster.levels, degree, stride)
         shown = "; ".join(", ".join(map(str, each[:MAX_SHOWN_GROUPS])) for each in groups[:2])
         yield (as_is(axis), MEANINGS[axis], as_is(f"{len(groups):,}"), as_is(degree), as_is(ring.link),
                as_is(show_duration(float(all_reduce_seconds(SCORED_BYTES, ring)))), as_is(shown))  # fmt: skip
@@ -173,8 +160,7 @@ def _live(subject: Subject, run: RunMedians) -> Mode:
         labels=tuple(tuple("" if rank is None else as_is(f"{rank}: {shares.get(rank, 0.0):.0%}") for rank in row)
                      for row in cells),
         heat=tuple(tuple(None if rank is None else shares.get(rank, 0.0) for rank in row) for row in cells),
-        rows=_nodes(cells),
-        columns=_devices(cells),
+        **_names_of(cells),
     )  # fmt: skip
     worst = max(shares, key=shares.__getitem__)
     template = "Rank {rank} was the slowest in {share:.0%} of {count:,} compared steps; an equal share is {equal:.0%}."

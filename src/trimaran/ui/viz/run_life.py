@@ -3,7 +3,6 @@
 from trimaran.core import UserError
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import (
-    Figure,
     FileText,
     GraphArrow,
     GraphNode,
@@ -56,36 +55,26 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
         GraphNode(name=phase, x=x, y=y, kind="incident" if phase == "incident" else "phase")
         for phase, (x, y) in zip(PHASES, PLACES, strict=True)
     )
-    graph = NodeGraph(
-        title="From plan to end",
-        nodes=nodes,
-        arrows=tuple(GraphArrow(source=source, target=to) for source, to in LOOP),
-        wide=True,
-    )
-    table = Table(
-        "What happens in each phase, the file that records it, and the command that shows it",
-        ("phase", "what happens", "file", "command"),
-        tuple((phase, what, as_is(file), as_is(command)) for phase, (what, file, command) in MEANINGS.items()),
-    )
-    sentences, files = _artefact(subject, target)
-    return as_modes(Mode(sentences=sentences, figures=(graph, table, *files)), _simulate(subject), live)
-
-
-def _artefact(subject: Subject, target: str) -> tuple[tuple[str, ...], tuple[Figure, ...]]:
-    if target not in subject.launches:
-        return (), ()
-    try:
-        launch = subject.launches[target]()
-    except UserError as error:
-        said = say("{target} needs more than is known here: {what}. {fix}", target=target, what=error.what,
-                   fix=error.fix)  # fmt: skip
-        return (said,), ()
-    names = sorted(launch.files, key=lambda name: name != launch.main)
-    files = [FileText(title=say("{target}: {name}", target=target, name=name), content=launch.files[name])
-             for name in names]  # fmt: skip
-    command = FileText(title=say("The command that writes these files"), content=launch.command)
-    submit = FileText(title=say("To submit them from their folder"), content="\n".join(launch.submit))
-    return (), (command, *files, submit)
+    arrows = tuple(GraphArrow(source=source, target=to) for source, to in LOOP)
+    graph = NodeGraph(title="From plan to end", nodes=nodes, arrows=arrows, wide=True)
+    title = "What happens in each phase, the file that records it, and the command that shows it"
+    rows = tuple((phase, what, as_is(file), as_is(command)) for phase, (what, file, command) in MEANINGS.items())
+    table = Table(title, ("phase", "what happens", "file", "command"), rows)
+    said: list[str] = []
+    files: list[FileText] = []
+    if target in subject.launches:
+        try:
+            launch = subject.launches[target]()
+        except UserError as error:
+            said.append(say("{target} needs more than is known here: {what}. {fix}", target=target, what=error.what,
+                            fix=error.fix))  # fmt: skip
+        else:
+            files.append(FileText(title=say("The command that writes these files"), content=launch.command))
+            names = sorted(launch.files, key=lambda name: name != launch.main)
+            files += [FileText(title=say("{target}: {name}", target=target, name=name), content=launch.files[name])
+                      for name in names]  # fmt: skip
+            files.append(FileText(title=say("To submit them from their folder"), content="\n".join(launch.submit)))
+    return as_modes(Mode(sentences=tuple(said), figures=(graph, table, *files)), _simulate(subject), live)
 
 
 def _simulate(subject: Subject) -> Mode:
@@ -109,16 +98,12 @@ def _live(life: RunLife) -> Mode:
             seconds=show_duration(life.seconds)),
     ]  # fmt: skip
     used = [phase for phase in PHASES if any(span.phase == phase for span in life.spans)]
-    timeline = Timeline(
-        title="The run so far",
-        unit="seconds",
-        rows=tuple(used),
-        spans=tuple(
-            Span(row=used.index(each.phase), start=each.start, end=each.end, label=each.label, kind=each.phase)
-            for each in life.spans
-        ),
-        x_name="time since the beginning",
+    spans = tuple(
+        Span(row=used.index(each.phase), start=each.start, end=each.end, label=each.label, kind=each.phase)
+        for each in life.spans
     )
+    timeline = Timeline(title="The run so far", unit="seconds", rows=tuple(used), spans=spans,
+                        x_name="time since the beginning")  # fmt: skip
     rows = tuple(
         (each.phase, as_is(show_duration(each.start)), as_is(show_duration(each.end - each.start)), each.label)
         for each in sorted(life.spans, key=lambda each: each.start)

@@ -19,7 +19,15 @@ from trimaran.ui.viz.figures import (
     plain_bars,
     show_duration,
 )
-from trimaran.ui.viz.subject import Controls, RunMedians, Subject, peak_lines, predicted_waits, waits_table
+from trimaran.ui.viz.subject import (
+    PEAK_TITLE,
+    Controls,
+    RunMedians,
+    Subject,
+    measured_lines,
+    predicted_waits,
+    waits_table,
+)
 
 NAME = "FSDPShardingVisualizer"
 TITLE = "Sharded weights over time"
@@ -104,11 +112,6 @@ def gathered_bytes(units: Sequence[GatheredBlock], ranks: int, *, reshards: bool
     return (2 if reshards else 1) * whole * (ranks - 1) / ranks
 
 
-def joined_blocks(units: Sequence[GatheredBlock], layers: int) -> list[GatheredBlock]:
-    parts = [units[first : first + layers] for first in range(0, len(units), layers)]
-    return [GatheredBlock(*(sum(column) for column in zip(*part, strict=True))) for part in parts]
-
-
 def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     plan = subject.plan
     default = plan.mesh.shards if plan.mesh.shards > 1 else max(2, plan.mesh.dp)
@@ -119,86 +122,66 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     prefetch = controls.whole("prefetch", "units that are gathered ahead", plan.comm.prefetch, least=1, most=16)
     usual = "no" if plan.comm.reshard == "never" else "yes"
     reshards = controls.choice("reshard", "weights are freed after forward", usual, ("yes", "no")) == "yes"
-    units = joined_blocks(gathered_blocks(subject), layers)
+    blocks = gathered_blocks(subject)
+    parts = [blocks[first : first + layers] for first in range(0, len(blocks), layers)]
+    units = [GatheredBlock(*(sum(column) for column in zip(*part, strict=True))) for part in parts]
     ring = ring_of(subject.cluster.levels, ranks, plan.mesh.tp)
     among = ring_of(subject.cluster.levels, replicas, plan.mesh.tp * ranks) if replicas > 1 else None
-    live = _live(subject, subject.run) if subject.run is not None else None
-    return as_modes(
-        _explain(units, ranks, replicas, reshards=reshards),
-        _simulate(units, ring, among, prefetch=prefetch, reshards=reshards),
-        live,
-    )
-
-
-def _explain(units: Sequence[GatheredBlock], ranks: int, replicas: int, *, reshards: bool) -> Mode:
     whole = sum(each.weight_bytes for each in units)
     gradients = sum(each.gradient_bytes for each in units)
     passes = 2 if reshards else 1
-    formulas = [
-        Formula(
-            name="held by a rank between steps",
-            symbols="weights / N",
-            numbers=as_is(f"{show_bytes(whole)} / {ranks}"),
-            value=whole / ranks,
-            unit="bytes",
-        ),
-        Formula(
-            name="received by a rank in a step",
-            symbols=say("{passes} x weights x (N - 1) / N", passes=passes),
-            numbers=as_is(f"{passes} x {show_bytes(whole)} x {ranks - 1} / {ranks}"),
-            value=gathered_bytes(units, ranks, reshards=reshards),
-            unit="bytes",
-        ),
-        Formula(
-            name="gradients that a rank sends in a step",
-            symbols="gradients x (N - 1) / N",
-            numbers=as_is(f"{show_bytes(gradients)} x {ranks - 1} / {ranks}"),
-            value=gradients * (ranks - 1) / ranks,
-            unit="bytes",
-        ),
-    ]
+    numbers = as_is(f"{show_bytes(whole)} / {ranks}")
+    formulas = [Formula("held by a rank between steps", "weights / N", numbers, whole / ranks, "bytes")]
+    symbols = say("{passes} x weights x (N - 1) / N", passes=passes)
+    numbers = as_is(f"{passes} x {show_bytes(whole)} x {ranks - 1} / {ranks}")
+    received = gathered_bytes(units, ranks, reshards=reshards)
+    formulas.append(Formula("received by a rank in a step", symbols, numbers, received, "bytes"))
+    numbers, sent = as_is(f"{show_bytes(gradients)} x {ranks - 1} / {ranks}"), gradients * (ranks - 1) / ranks
+    formulas.append(Formula("gradients that a rank sends in a step", "gradients x (N - 1) / N", numbers, sent, "bytes"))
     if replicas > 1:
-        formulas.append(
-            Formula(
-                name="the same between replicas (HSDP)",
-                symbols="2 (R - 1) / R x gradients / N",
-                numbers=as_is(f"2 x {replicas - 1} / {replicas} x {show_bytes(gradients)} / {ranks}"),
-                value=2 * (replicas - 1) / replicas * gradients / ranks,
-                unit="bytes",
-            )
-        )
-    shown, layers = range(min(ranks, MAX_SHOWN_RANKS)), range(min(len(units), MAX_SHOWN_LAYERS))
+        name, symbols = "the same between replicas (HSDP)", "2 (R - 1) / R x gradients / N"
+        numbers = as_is(f"2 x {replicas - 1} / {replicas} x {show_bytes(gradients)} / {ranks}")
+        sent = 2 * (replicas - 1) / replicas * gradients / ranks
+        formulas.append(Formula(name, symbols, numbers, sent, "bytes"))
+    shown, drawn = range(min(ranks, MAX_SHOWN_RANKS)), range(min(len(units), MAX_SHOWN_LAYERS))
     matrix = Matrix(
         title="Which part of each layer a rank holds between steps",
         rows=tuple(say("rank {rank}", rank=rank) for rank in shown),
-        columns=tuple(say("unit {number}", number=layer) for layer in layers),
-        labels=tuple(tuple(as_is(f"{rank + 1}/{ranks}") for _ in layers) for rank in shown),
-        colors=tuple(tuple(1 + rank for _ in layers) for rank in shown),
+        columns=tuple(say("unit {number}", number=layer) for layer in drawn),
+        labels=tuple(tuple(as_is(f"{rank + 1}/{ranks}") for _ in drawn) for rank in shown),
+        colors=tuple(tuple(1 + rank for _ in drawn) for rank in shown),
     )
-    return Mode(formulas=tuple(formulas), figures=(matrix,))
+    explained = Mode(formulas=tuple(formulas), figures=(matrix,))
+    live = _live(subject, subject.run) if subject.run is not None else None
+    return as_modes(explained, _simulate(units, ring, among, prefetch=prefetch, reshards=reshards), live)
 
 
 def _simulate(units: Sequence[GatheredBlock], ring: Ring, among: Ring | None, *, prefetch: int, reshards: bool) -> Mode:
     works = shard_step(units, ring, among, prefetch=prefetch, reshards=reshards)
-    timeline = Timeline(
-        title="A micro-batch",
-        unit="seconds",
-        rows=("passes", "gathers", "reductions"),
-        spans=tuple(
-            Span(row=ROWS.get(each.kind, 0), start=each.start, end=each.end, label=as_is(each.unit), kind=each.kind)
-            for each in sorted(works, key=lambda each: (ROWS.get(each.kind, 0), each.start))
-        ),
-    )
-    times, held = _held_over_time(units, works, ring.num_ranks, reshards=reshards)
-    memory = Lines(
-        title="Weights that a rank holds",
-        x_name="time",
-        x_unit="seconds",
-        unit="bytes",
-        x=times,
-        series=(ValueSeries("weights", held),),
-        limits={"all weights": sum(each.weight_bytes for each in units)},
-    )
+    spans = [
+        Span(row=ROWS.get(each.kind, 0), start=each.start, end=each.end, label=as_is(each.unit), kind=each.kind)
+        for each in sorted(works, key=lambda each: (ROWS.get(each.kind, 0), each.start))
+    ]
+    rows = ("passes", "gathers", "reductions")
+    timeline = Timeline(title="A micro-batch", unit="seconds", rows=rows, spans=tuple(spans))
+    # The bytes of weights that a rank holds over time: its shards, and gathered layers.
+    changes = []
+    for work in works:
+        size = units[work.unit].weight_bytes
+        if work.kind == "gather":
+            changes.append((work.start, size))
+        elif work.kind == "backward" or (work.kind == "forward" and reshards):
+            changes.append((work.end, -size))
+    whole = sum(each.weight_bytes for each in units)
+    now = whole / ring.num_ranks
+    times, held = [0.0], [now]
+    for moment, change in sorted(changes):
+        times += [moment, moment]
+        held += [now, now + change]
+        now += change
+    weights = ValueSeries("weights", tuple(held))
+    memory = Lines(title="Weights that a rank holds", x_name="time", x_unit="seconds", unit="bytes", x=tuple(times),
+                   series=(weights,), limits={"all weights": whole})  # fmt: skip
     ahead = {
         as_is(each): waited_seconds(shard_step(units, ring, among, prefetch=each, reshards=reshards))
         for each in (1, 2, 4, 8)
@@ -210,7 +193,7 @@ def _simulate(units: Sequence[GatheredBlock], ring: Ring, among: Ring | None, *,
 
 
 def _live(subject: Subject, run: RunMedians) -> Mode:
-    peaks = peak_lines(run, subject.prediction.peak_bytes)
+    peaks = measured_lines(PEAK_TITLE, "bytes", run, run.last.peak_bytes, subject.prediction.peak_bytes)
     if subject.plan.mesh.dp_shard == 1:
         said = say("This run does not shard its weights (`plan.mesh.dp_shard` is 1). Start one that does with "
                    "`--set plan.mesh.dp_shard=2 --set plan.sharding=parameters`.")  # fmt: skip
@@ -219,23 +202,3 @@ def _live(subject: Subject, run: RunMedians) -> Mode:
     said = say("A step waits {measured} for gathers and reductions of shards; {predicted} is predicted.",
                measured=show_duration(measured), predicted=show_duration(expected))  # fmt: skip
     return Mode(sentences=(said,), figures=(waits_table(subject, run, ("dp_shard",)), *peaks))
-
-
-def _held_over_time(
-    units: Sequence[GatheredBlock], works: Sequence[Work], ranks: int, *, reshards: bool
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return moments and the bytes of weights that a rank holds then: its shards, and gathered layers."""
-    changes = []
-    for work in works:
-        size = units[work.unit].weight_bytes
-        if work.kind == "gather":
-            changes.append((work.start, size))
-        elif work.kind == "backward" or (work.kind == "forward" and reshards):
-            changes.append((work.end, -size))
-    now = sum(each.weight_bytes for each in units) / ranks
-    times, held = [0.0], [now]
-    for time, change in sorted(changes):
-        times += [time, time]
-        held += [now, now + change]
-        now += change
-    return tuple(times), tuple(held)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from trimaran.core import Mesh, Plan, UserError, show_bytes
-from trimaran.planner import GOALS, PlanAnswer, Question, search
+from trimaran.planner import GOALS, PlanAnswer, search
 from trimaran.ui.language import as_is, say
 from trimaran.ui.viz.figures import Mode, ModeName, Point, Scatter, Table, as_modes, show_duration
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject
@@ -38,28 +38,23 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     question = replace(subject.question, max_plans=count, goal=next(each for each in GOALS if each == goal))
     degrees = {axis: int(degree) for axis, degree in locked.items() if degree != FREE}
     asked = (goal, count, *sorted(degrees.items()))
-    if asked not in subject.kept:
-        subject.kept[asked] = _search(question, degrees)
+    if asked not in subject.kept:  # the planner's answer with these degrees pinned; its refusal, if no plan has them
+        if degrees:
+            pins = question.pins
+            mesh = Mesh.model_validate(pins.mesh.model_dump(include=pins.mesh.model_fields_set) | degrees)
+            fields = {name: getattr(pins, name) for name in pins.model_fields_set}
+            pinned = Plan.model_validate(fields | {"mesh": mesh})
+            question = replace(question, recipe=question.recipe.model_copy(update={"plan": pinned}))
+        try:
+            subject.kept[asked] = search(question)
+        except UserError as error:
+            subject.kept[asked] = error
     answer = subject.kept[asked]
     ways = tuple((as_is(name), *rest) for name, *rest in WAYS)
     table = Table("What each way splits", ("", "splits", "saves", "costs"), ways)
     explained = Mode(sentences=("Degrees multiply: their product is the number of ranks.",), figures=(table,))
     live = _live(subject, subject.run, answer) if subject.run is not None else None
     return as_modes(explained, _simulate(answer), live)
-
-
-def _search(question: Question, degrees: dict[str, int]) -> PlanAnswer | UserError:
-    """Return the planner's answer with these degrees pinned; its refusal, if no plan has them."""
-    if degrees:
-        pins = question.pins
-        mesh = Mesh.model_validate(pins.mesh.model_dump(include=pins.mesh.model_fields_set) | degrees)
-        fields = {name: getattr(pins, name) for name in pins.model_fields_set}
-        pinned = Plan.model_validate(fields | {"mesh": mesh})
-        question = replace(question, recipe=question.recipe.model_copy(update={"plan": pinned}))
-    try:
-        return search(question)
-    except UserError as error:
-        return error
 
 
 def _simulate(answer: PlanAnswer | UserError) -> Mode:
@@ -84,13 +79,14 @@ def _plans(answer: PlanAnswer) -> list[tuple[Plan, str]]:
     if answer.ranked:
         reasons[str(answer.ranked[0])] = CHOSEN
     best = answer.ranked[0].prediction if answer.ranked else None
-    return [(plan, reasons.get(name) or _slower(plan, best)) for name, plan in known.items()]
-
-
-def _slower(plan: Plan, best: object) -> str:
-    fastest = getattr(best, "step_seconds", 0.0)
-    mine = plan.prediction.step_seconds if plan.prediction else 0.0
-    return say("{times:.2f} times as long", times=mine / fastest) if fastest and mine else ""
+    fastest = best.step_seconds if best else 0.0
+    found = []
+    for name, plan in known.items():
+        why, mine = reasons.get(name) or "", plan.prediction.step_seconds if plan.prediction else 0.0
+        if not why and fastest and mine:
+            why = say("{times:.2f} times as long", times=mine / fastest)
+        found.append((plan, why))
+    return found
 
 
 def _scatter(answer: PlanAnswer, points: tuple[Point, ...]) -> Scatter:

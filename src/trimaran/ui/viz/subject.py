@@ -169,6 +169,7 @@ class Controls:
         return tuple(self._read)
 
 
+PEAK_TITLE = "Peak memory over the last steps"
 MEASURES = {"busy_seconds": "computing", "data_seconds": "waiting for data", "wait_seconds": "waiting for other ranks"}
 
 
@@ -245,11 +246,3 @@ def measured_lines(title: str, unit: Unit, run: RunMedians, values: tuple[float,
             limits={"predicted": float(predicted)},
         )
     ]
-
-
-def peak_lines(run: RunMedians, predicted: float) -> list[Lines]:
-    return measured_lines("Peak memory over the last steps", "bytes", run, run.last.peak_bytes, predicted)
-
-
-def comm_lines(run: RunMedians, predicted: float) -> list[Lines]:
-    return measured_lines("Exposed communication over the last steps", "seconds", run, run.last.comm, predicted)

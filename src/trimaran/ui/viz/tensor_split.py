@@ -48,10 +48,21 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
         if vocabulary % tp:
             sentences.append(say("A vocabulary of {size:,} does not divide by {tp}: the ranks hold unequal parts.",
                                  size=vocabulary, tp=tp))  # fmt: skip
+    # What a rank sends in the forward of a block. An all-reduce sends as much as both others together.
+    element_bytes, positions = ELEMENT_BYTES[plan.precision], subject.job.positions(main, plan)
+    value = 2.0 * element_bytes * positions * main.hidden * (tp - 1) / tp
+    numbers = f"2 x {element_bytes} x {positions:,} x {main.hidden:,} x {tp - 1}/{tp}"
+    if splits:
+        symbols = "2 x bytes x tokens x width x (N - 1) / N"
+        names = ("gathered by a block in forward", "reduced by a block in forward")
+        formulas = [Formula(name, symbols, as_is(numbers), value, "bytes") for name in names]
+    else:
+        name, symbols = "all-reduced by a block in forward", "4 x bytes x tokens x width x (N - 1) / N"
+        formulas = [Formula(name, symbols, as_is(f"2 x {numbers}"), 2 * value, "bytes")]
     columns = ("tower", "linear", "whole", "split by", "on a rank", "then")
     table = Table("Linear layers of a block", columns, tuple(rows))
     return as_modes(
-        Mode(sentences=tuple(sentences), formulas=_formulas(subject, tp, splits=splits), figures=(table,)),
+        Mode(sentences=tuple(sentences), formulas=tuple(formulas), figures=(table,)),
         _simulate(subject, splits=splits),
         live,
     )
@@ -75,29 +86,6 @@ def divides(layer: OutlineLayer, tp: int) -> str:
     if layer.ffn % tp:
         return say("a feed-forward of {width} does not divide by {tp}", width=layer.ffn, tp=tp)
     return ""
-
-
-def _formulas(subject: Subject, tp: int, *, splits: bool) -> tuple[Formula, ...]:
-    """Return what a rank sends in the forward of a block. An all-reduce sends as much as both others together."""
-    main, plan = subject.job.outline.main, subject.plan
-    element_bytes, positions = ELEMENT_BYTES[plan.precision], subject.job.positions(main, plan)
-    value = 2.0 * element_bytes * positions * main.hidden * (tp - 1) / tp
-    numbers = f"2 x {element_bytes} x {positions:,} x {main.hidden:,} x {tp - 1}/{tp}"
-    if not splits:
-        return (
-            Formula(
-                name="all-reduced by a block in forward",
-                symbols="4 x bytes x tokens x width x (N - 1) / N",
-                numbers=as_is(f"2 x {numbers}"),
-                value=2 * value,
-                unit="bytes",
-            ),
-        )
-    symbols = "2 x bytes x tokens x width x (N - 1) / N"
-    return tuple(
-        Formula(name, symbols, as_is(numbers), value, "bytes")
-        for name in ("gathered by a block in forward", "reduced by a block in forward")
-    )
 
 
 def _simulate(subject: Subject, *, splits: bool) -> Mode:

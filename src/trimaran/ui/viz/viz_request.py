@@ -1,7 +1,4 @@
-"""Reads what `trimaran viz` is asked about: a plan, a run with its life, or the built-in example.
-
-Also the files of a launch.
-"""
+"""Reads what `trimaran viz` is asked about: a plan, a run with its life, or the example; and the files of a launch."""
 
 import json
 import os
@@ -193,22 +190,25 @@ def life_of(run: RunDirectory, *, now: float | None = None) -> RunLife:
     ended = [each.ended for each in state.attempts.attempts if each.ended is not None]
     ended += [state.attempts.over_time] if state.attempts.over is not None else []
     end = now if is_active else max([begin, *(each.time for each in events), *ended])
-    spans = [*_starts(state, events, begin, end), *_saves(events), *_incidents(state), *_changes(state, events)]
+    spans = [*_starts(state, events, begin, end), *_happenings(state, events)]
     moved = [each._replace(start=max(0.0, each.start - begin), end=max(0.0, each.end - begin)) for each in spans]
+    newest = [span for phase in dict.fromkeys(each.phase for each in moved)
+              for span in [each for each in moved if each.phase == phase][-MAX_SPANS:]]  # fmt: skip
+    files, folder = {}, run.path / LAUNCH_FOLDER
+    for file in sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else ():
+        is_one = file.name not in ("recipe.yaml", "plan.json") and file.is_file() and not file.is_symlink()
+        if is_one and file.stat().st_size <= MAX_FILE_BYTES:
+            with suppress(OSError, ValueError):  # not text: it is not one of the launch files
+                files[file.name] = read_regular_text(file)
     return RunLife(
         name=run.path.name,
         status=state.status,
         step=state.step,
         total_steps=state.recipe.train.steps,
         seconds=end - begin,
-        spans=(PhaseSpan("plan", 0.0, 0.0, as_is(state.plan)), *_newest(moved)),
-        files=_launch_files(run.path / LAUNCH_FOLDER),
+        spans=(PhaseSpan("plan", 0.0, 0.0, as_is(state.plan)), *newest),
+        files=files,
     )
-
-
-def _newest(spans: Sequence[PhaseSpan]) -> Iterator[PhaseSpan]:
-    for phase in dict.fromkeys(each.phase for each in spans):
-        yield from [each for each in spans if each.phase == phase][-MAX_SPANS:]
 
 
 def _created(run: RunDirectory) -> float:
@@ -243,7 +243,8 @@ def _starts(state: RunState, events: Sequence[Event], begin: float, end: float) 
             )
 
 
-def _saves(events: Sequence[Event]) -> Iterator[PhaseSpan]:
+def _happenings(state: RunState, events: Sequence[Event]) -> Iterator[PhaseSpan]:
+    """Yield saves, incidents and changes of the plan."""
     for event in events:
         if event.kind in ("checkpoint", "saved"):
             start = event.time - float(event.data.get("seconds", 0.0))
@@ -251,15 +252,11 @@ def _saves(events: Sequence[Event]) -> Iterator[PhaseSpan]:
             label = say("checkpoint of step {step}", step=event.step) if is_checkpoint else say("the trained weights")
             yield PhaseSpan("save", start, event.time, label)
 
-
-def _incidents(state: RunState) -> Iterator[PhaseSpan]:
     for each in state.incidents:
         took = each.cost.get("seconds_to_recover", 0.0)
         label = say("{cause}: {what}", cause=say(each.cause), what=each.what)
         yield PhaseSpan("incident", each.time, each.time + took, label)
 
-
-def _changes(state: RunState, events: Sequence[Event]) -> Iterator[PhaseSpan]:
     for event in events:
         if event.kind == "change":
             patch = json.dumps(event.data.get("patch", {}))
@@ -269,13 +266,3 @@ def _changes(state: RunState, events: Sequence[Event]) -> Iterator[PhaseSpan]:
         label = say("decision {id}, {outcome}: {patch}", id=decision.id, outcome=say(decision.outcome),
                     patch=json.dumps(decision.patch))  # fmt: skip
         yield PhaseSpan("adapt", decision.time, decision.time, label)
-
-
-def _launch_files(folder: Path) -> dict[str, str]:
-    texts = {}
-    for file in sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else ():
-        is_one = file.name not in ("recipe.yaml", "plan.json") and file.is_file() and not file.is_symlink()
-        if is_one and file.stat().st_size <= MAX_FILE_BYTES:
-            with suppress(OSError, ValueError):  # not text: it is not one of the launch files
-                texts[file.name] = read_regular_text(file)
-    return texts

@@ -1,12 +1,11 @@
 """ZeRO's stages: what each data rank holds, what is sent in a step, and what our trainer needs with each."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from trimaran.core import SHARDINGS, Plan, show_bytes, show_count
 from trimaran.ui.language import as_is, say
-from trimaran.ui.viz.figures import Bars, Formula, Lines, Mode, ModeName, Table, ValueSeries, as_modes, stacked_bars
+from trimaran.ui.viz.figures import Formula, Lines, Mode, ModeName, Table, ValueSeries, as_modes, stacked_bars
 from trimaran.ui.viz.subject import Controls, RunMedians, Subject, run_table
 
 NAME = "DeepSpeedZeROStages"
@@ -65,92 +64,54 @@ def modes_of(subject: Subject, controls: Controls) -> dict[ModeName, Mode]:
     optimizer = controls.choice("optimizer", "optimizer", "adam", tuple(OPTIMIZERS))
     moments = OPTIMIZERS[optimizer]
     each = StateBytes(2, 2, 4 + moments) if precision == "mixed" else StateBytes(4, 4, moments)
-    live = _live(subject, subject.run) if subject.run is not None else None
-    return as_modes(_explain(parameters, ranks, each, subject), _simulate(subject), live)
-
-
-def _explain(parameters: float, ranks: int, each: StateBytes, subject: Subject) -> Mode:
     device, limit = subject.cluster.device.name, float(subject.cluster.device.memory_bytes)
     held = [bytes_of(stage, parameters, ranks, each) for stage in range(4)]
     weight, gradient, states = (f"{size:g}P" for size in each)
     symbols = (f"{weight} + {gradient} + {states}", f"{weight} + {gradient} + {states}/N",
                f"{weight} + ({gradient} + {states})/N", f"({weight} + {gradient} + {states})/N")  # fmt: skip
-    formulas = [
-        Formula(
-            name=STAGES[stage],
-            symbols=as_is(symbols[stage]),
-            numbers=as_is(f"P = {show_count(parameters)}, N = {ranks}"),
-            value=sum(held[stage]),
-            unit="bytes",
-        )
-        for stage in range(4)
-    ]
-    bars = Bars(
-        title=say("What each of {ranks} ranks holds", ranks=ranks),
-        unit="bytes",
-        categories=STAGES,
-        series=tuple(ValueSeries(part, tuple(row[at] for row in held)) for at, part in enumerate(PARTS)),
-        limits={as_is(device): limit},
+    numbers = as_is(f"P = {show_count(parameters)}, N = {ranks}")
+    formulas = [Formula(STAGES[stage], as_is(symbols[stage]), numbers, sum(held[stage]), "bytes") for stage in range(4)]
+    title, limits = say("What each of {ranks} ranks holds", ranks=ranks), {as_is(device): limit}
+    parts = {stage: dict(zip(PARTS, row, strict=True)) for stage, row in zip(STAGES, held, strict=True)}
+    bars, counts = stacked_bars(title, "bytes", parts, limits), [2**power for power in range(11)]
+    series = tuple(
+        ValueSeries(name, tuple(sum(bytes_of(stage, parameters, num, each)) for num in counts))
+        for stage, name in enumerate(STAGES)
     )
-    numbers = [2**power for power in range(11)]
-    lines = Lines(
-        title="What a rank holds, by the number of data ranks",
-        x_name="data ranks",
-        x_unit="count",
-        unit="bytes",
-        x=tuple(map(float, numbers)),
-        series=tuple(
-            ValueSeries(STAGES[stage], tuple(sum(bytes_of(stage, parameters, num, each)) for num in numbers))
-            for stage in range(4)
-        ),
-        log_x=True,
-        log_y=True,
-        limits={as_is(device): limit},
-    )
+    title, x = "What a rank holds, by the number of data ranks", tuple(map(float, counts))
+    lines = Lines(title=title, x_name="data ranks", x_unit="count", unit="bytes", x=x, series=series, log_x=True,
+                  log_y=True, limits=limits)  # fmt: skip
     fits = [least_ranks(stage, parameters, limit, each) for stage in range(4)]
     rows = tuple((STAGES[stage], as_is(show_bytes(sent_bytes(stage, parameters, ranks, each))),
                   say("never") if least is None else say("{ranks:,} ranks", ranks=least))
                  for stage, least in enumerate(fits))  # fmt: skip
-    table = Table(
-        "What it costs, and from how many ranks on it fits",
-        ("", "sent by each rank in a step", "fits a device from"),
-        rows,
-    )
+    columns = ("", "sent by each rank in a step", "fits a device from")
+    table = Table("What it costs, and from how many ranks on it fits", columns, rows)
     sentences = (
         "Stages 1 and 2 send as much as plain data parallelism: an all-reduce is a reduce-scatter and an all-gather.",
         "Stage 3 gathers the weights once more, for backward: half as much again.",
     )
-    return Mode(sentences=sentences, formulas=tuple(formulas), figures=(bars, lines, table))
-
-
-def _stage_plans(subject: Subject) -> Sequence[tuple[str, Plan]]:
-    """Return the subject's plan with each stage, if it has data ranks to shard over."""
-    plan, mesh = subject.plan, subject.plan.mesh
-    if mesh.dp == 1 or not plan.engine_traits.uses_fsdp:
-        return ()
-    whole = mesh.model_copy(update={"dp_replicate": mesh.dp, "dp_shard": 1})
-    split = mesh.model_copy(update={"dp_replicate": 1, "dp_shard": mesh.dp})
-    meshes = {"none": whole}
-    fields = plan.model_dump(exclude={"prediction", "mesh", "sharding", "offload", "towers"})
-    return [
-        (STAGES[number], Plan(**fields, mesh=meshes.get(sharding, split), sharding=sharding))
-        for number, sharding in enumerate(SHARDINGS)
-    ]
+    explained = Mode(sentences=sentences, formulas=tuple(formulas), figures=(bars, lines, table))
+    live = _live(subject, subject.run) if subject.run is not None else None
+    return as_modes(explained, _simulate(subject), live)
 
 
 def _simulate(subject: Subject) -> Mode:
-    plans = _stage_plans(subject)
-    if not plans:
+    plan, mesh = subject.plan, subject.plan.mesh
+    if mesh.dp == 1 or not plan.engine_traits.uses_fsdp:
         return Mode(sentences=("The plan has a single data rank: there is nothing to shard.",))
-    predictions = {name: subject.predict(plan) for name, plan in plans}
+    whole = mesh.model_copy(update={"dp_replicate": mesh.dp, "dp_shard": 1})
+    split = mesh.model_copy(update={"dp_replicate": 1, "dp_shard": mesh.dp})
+    fields, predictions = plan.model_dump(exclude={"prediction", "mesh", "sharding", "offload", "towers"}), {}
+    for name, sharding in zip(STAGES, SHARDINGS, strict=True):
+        staged = Plan(**fields, mesh=whole if sharding == "none" else split, sharding=sharding)
+        predictions[name] = subject.predict(staged)
     memory = {name: each.memory for name, each in predictions.items()}
     limits = {as_is(subject.cluster.device.name): float(subject.cluster.device.memory_bytes)}
     bars = stacked_bars("Peak memory of a rank in our trainer", "bytes", memory, limits)
     seconds = stacked_bars("Time of a step", "seconds", {name: each.time for name, each in predictions.items()})
-    now = SHARDINGS.index(subject.plan.sharding)
-    uses = say(
-        "The plan uses {stage} (`sharding: {sharding}`).", stage=say(STAGES[now]), sharding=subject.plan.sharding
-    )
+    stage = say(STAGES[SHARDINGS.index(plan.sharding)])
+    uses = say("The plan uses {stage} (`sharding: {sharding}`).", stage=stage, sharding=plan.sharding)
     return Mode(sentences=(uses,), figures=(bars, seconds))
 
 

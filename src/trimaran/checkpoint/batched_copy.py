@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from weakref import finalize
 
 import numpy as np
@@ -120,10 +120,7 @@ class BackgroundPinning:
 def split_at_pin_chunks(
     slot: Tensor, target: Tensor, values: Tensor | SplitWeight, chunk_bytes: int = PIN_CHUNK_BYTES
 ) -> Iterator[tuple[Tensor, Tensor | SplitWeight]]:
-    """Yield `target`, a slice of the memory of `slot`, and its values in parts that lie in one pinned chunk each.
-
-    A GPU copy cannot span two pinned chunks. Only rows that cross the end of a chunk are split.
-    """
+    """Yield `target`, a slice of `slot`, and its values in parts in one pinned chunk each, which GPU copies need."""
     first = target.data_ptr() - slot.data_ptr()
     remaining = chunk_bytes - first % chunk_bytes
     if target.nbytes <= remaining:
@@ -138,14 +135,6 @@ def split_at_pin_chunks(
         num_rows += 1
     if num_rows < len(target):
         yield from split_at_pin_chunks(slot, target[num_rows:], values[num_rows:], chunk_bytes)
-
-
-@runtime_checkable
-class SplitTensor(Protocol):
-    """An fp32 tensor that is stored as two 16-bit halves; see `optim.split_weights.SplitWeight`."""
-
-    upper: Tensor
-    lower: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +168,14 @@ class Piece:
 
 def find_run(start: int, values: Tensor | SplitWeight) -> Run | None:
     """Return the values as a run that begins at byte `start`; None if only torch can copy them."""
-    if isinstance(values, SplitTensor):
+    if isinstance(values, SplitWeight):
         halves = values.upper, values.lower
         if halves[0].device != halves[1].device:  # the lower one is on disk
             return None
         if start % WORD_BYTES or not all(each.is_contiguous() for each in halves):
             return None
         return Run(start, WORD_BYTES * values.upper.numel(), tuple(each.view(-1) for each in halves))
-    if not isinstance(values, Tensor) or not values.is_contiguous() or not values.numel():
+    if not values.is_contiguous() or not values.numel():
         return None
     source = values.detach().view(-1).view(torch.uint8)
     aligned = not any(each % WORD_BYTES for each in (start, len(source), source.data_ptr()))

@@ -15,7 +15,6 @@ from trimaran.checkpoint.manifest import (
     STEP_NAME,
     Damage,
     DamagedError,
-    Manifest,
     read_limited,
     read_manifest,
 )
@@ -105,10 +104,7 @@ def with_step(folder: Path, step: int | None, use: Callable[[Path], Result], *, 
 
 
 def verify_all(path: Path, progress: Callable[[float], None]) -> list[Damage]:
-    """Return what `verify` finds wrong with a checkpoint. Calls `progress` with the fraction done.
-
-    Files on the disks of other nodes are left out.
-    """
+    """Return what `verify` finds wrong, without files on other nodes' disks. `progress` gets the fraction done."""
     if path.is_dir() and not os.path.lexists(path / MANIFEST):
         return [Damage(MANIFEST, "is missing")]
     try:
@@ -154,16 +150,22 @@ def _row(step: int, path: Path, seen: set[tuple[int, int]]) -> CheckpointRow:
     try:
         manifest = read_manifest(path)
         elsewhere = files_elsewhere(path, manifest)
-        wrong = _first_damage(path, manifest, {name for names in elsewhere.values() for name in names})
     except UserError as error:
         return CheckpointRow(step=step, name=path.name, status="damaged", why=error.what)
-    written_bytes = 0
-    for name in manifest.files:
-        if (path / name).is_file():
+    wrong, written_bytes = "", 0
+    ignored = {name for names in elsewhere.values() for name in names}
+    for name, record in manifest.files.items():
+        try:
             status = (path / name).lstat()
-            if (status.st_dev, status.st_ino) not in seen:  # else it is shared with an older checkpoint
-                seen.add((status.st_dev, status.st_ino))
-                written_bytes += status.st_size
+        except OSError as error:
+            wrong = wrong or ("" if name in ignored else f"{name}: {error.strerror}")
+            continue
+        if status.st_size != record.bytes and name not in ignored:
+            wrong = wrong or f"{name} has {status.st_size:,} bytes instead of {record.bytes:,}"
+        inode = (status.st_dev, status.st_ino)
+        if inode not in seen and (path / name).is_file():  # else it is shared with an older checkpoint
+            seen.add(inode)
+            written_bytes += status.st_size
     inner = manifest.plan.get("plan", manifest.plan)
     mesh, plan = inner.get("mesh") if isinstance(inner, dict) else None, "imported"
     if isinstance(mesh, dict):  # the degrees above one, such as `dp_shard 4 x tp 2`
@@ -180,16 +182,3 @@ def _row(step: int, path: Path, seen: set[tuple[int, int]]) -> CheckpointRow:
         plan=plan,
         on_nodes=tuple(elsewhere),
     )
-
-
-def _first_damage(path: Path, manifest: Manifest, elsewhere: set[str]) -> str:
-    for name, record in manifest.files.items():
-        if name in elsewhere:
-            continue
-        try:
-            size = (path / name).lstat().st_size
-        except OSError as error:
-            return f"{name}: {error.strerror}"
-        if size != record.bytes:
-            return f"{name} has {size:,} bytes instead of {record.bytes:,}"
-    return ""

@@ -118,7 +118,30 @@ class DeviceCopier(Copier):
         entered = time.perf_counter()
         self.wait()
         slot.invalidate()
-        timing = self._start_copies(slot, shards)
+        if shards is not self._shards or self._transfers is None:  # tensors have moved
+            self._shards, self._transfers = shards, self._plan_transfers(slot, shards)
+        transfers = self._transfers
+        if slot not in transfers.pairs:
+            transfers.pairs[slot] = (
+                self._pairs_of(slot, transfers.before_forward),
+                self._pairs_of(slot, transfers.single),
+            )
+        before_forward, single = transfers.pairs[slot]
+        timing = []  # events before and after what the next forward waits for
+        if before_forward[0]:
+            timing.append(_timed_event())
+            copy_pairs(before_forward)
+            timing.append(_timed_event())
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            if slot not in transfers.filled:
+                transfers.filled.add(slot)
+                copy_pairs(self._pairs_of(slot, transfers.frozen))
+            copy_pairs(single)
+            transfers.batched.start(slot)
+            # The commit thread sleeps until this event. Waiting without `blocking` would take a core.
+            self._copied = torch.cuda.Event(blocking=True)
+            self._copied.record()
         self._timings.append(timing)
         assert self._copied is not None
         self._committed.clear()
@@ -147,34 +170,6 @@ class DeviceCopier(Copier):
             waits.append(sum(a.elapsed_time(b) for a, b in zip(events[::2], events[1::2], strict=True)) / 1000)
             self._last_wait_seconds = waits[-1]
         return waits
-
-    def _start_copies(self, slot: MemorySlot, shards: Sequence[TensorShard]) -> list[torch.cuda.Event]:
-        """Start all copies to `slot`, and return events before and after what the next forward waits for."""
-        if shards is not self._shards or self._transfers is None:  # tensors have moved
-            self._shards, self._transfers = shards, self._plan_transfers(slot, shards)
-        transfers = self._transfers
-        if slot not in transfers.pairs:
-            transfers.pairs[slot] = (
-                self._pairs_of(slot, transfers.before_forward),
-                self._pairs_of(slot, transfers.single),
-            )
-        before_forward, single = transfers.pairs[slot]
-        timing = []
-        if before_forward[0]:
-            timing.append(_timed_event())
-            copy_pairs(before_forward)
-            timing.append(_timed_event())
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            if slot not in transfers.filled:
-                transfers.filled.add(slot)
-                copy_pairs(self._pairs_of(slot, transfers.frozen))
-            copy_pairs(single)
-            transfers.batched.start(slot)
-            # The commit thread sleeps until this event. Waiting without `blocking` would take a core.
-            self._copied = torch.cuda.Event(blocking=True)
-            self._copied.record()
-        return timing
 
     def _plan_transfers(self, slot: MemorySlot, shards: Sequence[TensorShard]) -> DeviceTransfers:
         changed_by_forward = {shard.key for shard in shards if shard.changed_by_forward}

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from trimaran.checkpoint.durable import CHUNK_BYTES, DurableDisk, read_blocks
+from trimaran.checkpoint.durable import CHUNK_BYTES, DurableDisk
 from trimaran.checkpoint.manifest import FileRecord
 from trimaran.core import open_regular_fd
 
@@ -109,17 +109,6 @@ class ThreadBuffer(threading.local):
         if len(self.memory) < rounded:
             self.memory = memoryview(mmap.mmap(-1, rounded))
         return self.memory[:rounded]
-
-
-def hash_range(fd: int, begin: int, end: int, buffer: memoryview, count_chunk: Callable[[], None]) -> str:
-    """Return the SHA-256 of a range of a file. An end of the file before is an OSError."""
-    digest = sha256()
-    for at in range(begin, end, len(buffer)):
-        chunk = buffer[: min(len(buffer), end - at)]
-        read_blocks(fd, chunk, at, len(chunk))
-        digest.update(chunk)
-        count_chunk()
-    return digest.hexdigest()
 
 
 def is_large(num_bytes: int) -> bool:

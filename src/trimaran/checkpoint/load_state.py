@@ -9,7 +9,7 @@ import errno
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
@@ -49,31 +49,45 @@ class DiskSource:
         return torch.from_numpy(raw).view(TORCH_DTYPES[meta.dtype]).view(region.size)
 
 
-def fill_shards(
-    shards: Sequence[TensorShard],
-    source: CheckpointSource,
-    report_progress: Callable[[], None] = lambda: None,
-    *,
-    num_threads: int = 1,
-) -> None:
+def fill_shards(shards: Sequence[TensorShard], source: CheckpointSource) -> None:
     """Copy the values of every shard from `source`, bit for bit. All shards are checked before the first is written.
 
-    `report_progress` is called in this thread as tensors have been copied, which `num_threads` do.
     Raises UserError if the source lacks a tensor, has it with another shape or dtype, or has only some of its values.
     """
-    fill_matched(match_shards(shards, source), source, report_progress, num_threads=num_threads)
+    fill_matched(match_shards(shards, source), source, lambda: None, num_threads=1)
 
 
 def match_shards(shards: Sequence[TensorShard], source: CheckpointSource) -> list[MatchedShard]:
-    """Return each shard with what it needs of the regions of `source`. Raises as `fill_shards` does."""
-    return [(shard, _matching_regions(shard, source)) for shard in shards]
+    """Return each shard with the regions of `source` that cover it, and overlaps. Raises as `fill_shards` does."""
+    matched: list[MatchedShard] = []
+    for shard in shards:
+        if not all(shard.shape):
+            matched.append((shard, []))
+            continue
+        wants, entry = meta_of(shard), source.index.get(shard.key)
+        if entry is None:
+            what = f"does not have {shard.key}{did_you_mean(shard.key, source.index)}"
+            raise _mismatch("K001", what, shard.key, source, SAME_MODEL)
+        has = entry.meta
+        if wants.shape != has.shape:
+            sizes = [" x ".join(map(str, each)) or "a scalar" for each in (has.shape, wants.shape)]
+            what = f"has {shard.key} as {sizes[0]}, this run wants {sizes[1]}"
+            raise _mismatch("K003", what, shard.key, source, SAME_MODEL)
+        if wants.dtype != has.dtype:
+            what = f"has {shard.key} as {has.dtype}, this run wants {wants.dtype}"
+            fix = "resume with the precision and optimizer that it was saved with"
+            raise _mismatch("K002", what, shard.key, source, fix)
+        found = overlaps(entry.regions, shard.start, tuple(shard.tensor.shape))
+        num_values = sum(prod(extent) for _, _, extent in found)
+        if num_values != shard.tensor.numel():
+            what = f"has {num_values:,} of the {shard.tensor.numel():,} values of {shard.key} that this run needs"
+            raise _mismatch("K004", what, shard.key, source, ANOTHER_CHECKPOINT)
+        matched.append((shard, found))
+    return matched
 
 
 def cuda_device_of(shards: Iterable[TensorShard]) -> int | None:
-    """Return the device that threads must set before they fill these shards; None if they are on the CPU.
-
-    Without it a thread would create a context on GPU 0.
-    """
+    """Return the device that threads must set (or they use GPU 0) before they fill these shards; None for the CPU."""
     return torch.cuda.current_device() if any(shard.tensor.is_cuda for shard in shards) else None
 
 
@@ -84,7 +98,7 @@ def fill_matched(
     *,
     num_threads: int,
 ) -> None:
-    """Copy the values that `match_shards` found."""
+    """Copy the values that `match_shards` found, in threads. This thread reports progress as tensors are copied."""
     device, progress = cuda_device_of(shard for shard, _ in matched), ThreadProgress(report_progress)
 
     def fill(each: MatchedShard) -> None:
@@ -103,10 +117,7 @@ def fill_matched(
 def refuse_unused_tensors(
     shards: Sequence[TensorShard], source: CheckpointSource, *, gather: Gather, allowed: Sequence[str] = ()
 ) -> None:
-    """Raise UserError if `source` has tensors that no rank loads. Every rank must call it.
-
-    `allowed` are prefixes of keys that may be unused, such as `optimizer/` if only weights are loaded.
-    """
+    """Raise UserError if no rank loads a tensor of `source`, but for `allowed` prefixes. Every rank must call it."""
     keys = sorted(source.index)
     used_anywhere = np.bitwise_or.reduce(gather(packed_bits(keys, {shard.key for shard in shards})), axis=0)
     is_used = np.unpackbits(used_anywhere.view(np.uint8), count=len(keys))
@@ -125,42 +136,13 @@ def packed_bits(names: Sequence[str], given: Collection[str]) -> np.ndarray:
     return words
 
 
-def _matching_regions(shard: TensorShard, source: CheckpointSource) -> list[Overlap]:
-    """Return the regions that overlap `shard`, each with start and size of the overlap. Together they cover it."""
-    if not all(shard.shape):
-        return []
-    wants, entry = meta_of(shard), source.index.get(shard.key)
-    if entry is None:
-        what = f"does not have {shard.key}{did_you_mean(shard.key, source.index)}"
-        raise _mismatch("K001", what, shard.key, source, SAME_MODEL)
-    has = entry.meta
-    if wants.shape != has.shape:
-        sizes = [" x ".join(map(str, each)) or "a scalar" for each in (has.shape, wants.shape)]
-        what = f"has {shard.key} as {sizes[0]}, this run wants {sizes[1]}"
-        raise _mismatch("K003", what, shard.key, source, SAME_MODEL)
-    if wants.dtype != has.dtype:
-        what = f"has {shard.key} as {has.dtype}, this run wants {wants.dtype}"
-        fix = "resume with the precision and optimizer that it was saved with"
-        raise _mismatch("K002", what, shard.key, source, fix)
-    size = tuple(shard.tensor.shape)
-    found = overlaps(entry.regions, shard.start, size)
-    num_values = sum(prod(extent) for _, _, extent in found)
-    if num_values != shard.tensor.numel():
-        what = f"has {num_values:,} of the {shard.tensor.numel():,} values of {shard.key} that this run needs"
-        raise _mismatch("K004", what, shard.key, source, ANOTHER_CHECKPOINT)
-    return found
-
-
 def _mismatch(code: str, what: str, key: str, source: CheckpointSource, fix: str) -> UserError:
     return UserError(code, f"the checkpoint of step {source.step} {what}", where=key, fix=fix)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByteCopy:
-    """Bytes of a file, from `begin` on, that are the values of `target`, one after the other.
-
-    `target` is flat, or the bytes are within one part.
-    """
+    """Bytes of a file from `begin` on that are the values of `target`, which is flat unless they are in one part."""
 
     begin: int
     target: Tensor | SplitWeight
@@ -213,10 +195,15 @@ class PartLoader:
         if not size:
             return [overlap]
         rest, copied = [], 0
-        for first, last in _whole_rows(begin, size[0], row_bytes, record.part_bytes):
-            self._copies[region.file].append(ByteCopy(begin + first * row_bytes, target[first:last]))
-            rest.append((copied, first))
-            copied = last
+        part_bytes = record.part_bytes
+        for part in range(begin // part_bytes * part_bytes, begin + size[0] * row_bytes, part_bytes):
+            # The rows that are within this part: they follow each other in the file from byte `begin` on.
+            first = max(0, -(-(part - begin) // row_bytes))
+            last = min(size[0], (part + part_bytes - begin) // row_bytes)
+            if first < last:
+                self._copies[region.file].append(ByteCopy(begin + first * row_bytes, target[first:last]))
+                rest.append((copied, first))
+                copied = last
         rest.append((copied, size[0]))
         return [(region, (start[0] + low, *start[1:]), (high - low, *size[1:])) for low, high in rest if low < high]
 
@@ -276,15 +263,3 @@ class PartLoader:
         finally:
             os.close(fd)
         return buffer[: end - begin], digest.hexdigest()
-
-
-def _whole_rows(begin: int, num_rows: int, row_bytes: int, part_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the rows that are within one part, as first and one after the last, for each part that has any.
-
-    The rows follow each other in the file from byte `begin` on.
-    """
-    for part in range(begin // part_bytes * part_bytes, begin + num_rows * row_bytes, part_bytes):
-        first = max(0, -(-(part - begin) // row_bytes))
-        last = min(num_rows, (part + part_bytes - begin) // row_bytes)
-        if first < last:
-            yield first, last

@@ -42,18 +42,14 @@ class FileRecord:
     part_sha256: tuple[str, ...] = ()
 
     @property
-    def hashed_bytes(self) -> int:
-        """The length of what one SHA-256 covers; that of the last one may be less."""
-        return self.part_bytes or max(1, self.bytes)
-
-    @property
     def checksums(self) -> tuple[str, ...]:
         """The SHA-256 of each part, or of the whole file."""
         return self.part_sha256 or (self.sha256,)
 
     def range_of(self, number: int) -> tuple[int, int]:
         """Return the first byte that a checksum covers, and the one after the last."""
-        return number * self.hashed_bytes, min(self.bytes, (number + 1) * self.hashed_bytes)
+        covered_bytes = self.part_bytes or max(1, self.bytes)
+        return number * covered_bytes, min(self.bytes, (number + 1) * covered_bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields that the manifest has."""

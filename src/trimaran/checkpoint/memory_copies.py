@@ -86,7 +86,7 @@ class MemorySlot:
 
     def commit(self, metadata: CopyMetadata, items: bytes, num_bytes: int) -> None:
         """Make the slot valid: `num_bytes` of the data are the share whose items `encode_items` encoded."""
-        header = _encode_metadata(metadata) + b"\n" + items
+        header = _encode_header(metadata, items)
         if SLOT_START.size + len(header) > self._header_bytes:
             raise ValueError(f"a header of {len(header)} bytes does not fit into {self._header_bytes}")
         self._write(SLOT_START.size, header)
@@ -102,10 +102,9 @@ class MemorySlot:
         header = self._read(SLOT_START.size, header_bytes)
         if crc != zlib.crc32(header, zlib.crc32(repr((magic, header_bytes, num_bytes, total)).encode())):
             return None
-        metadata, items = header.split(b"\n", 1)
-        share = RankShare(_decode_items(items), num_bytes)
-        memory = self.data[:num_bytes]
-        return SlotContents(metadata=_decode_metadata(metadata), share=share, memory=memory, checksum=total)
+        metadata, items = _decode_header(header)
+        share, memory = RankShare(items, num_bytes), self.data[:num_bytes]
+        return SlotContents(metadata=metadata, share=share, memory=memory, checksum=total)
 
     def _write(self, offset: int, data: bytes) -> None:
         self._header[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
@@ -160,10 +159,7 @@ class RankMemory:
         return self._layout[0] == count and self._layout[1] >= header and self._layout[2] >= data
 
     def allocate(self, should_continue: Callable[[], bool] = lambda: True) -> None:
-        """Allocate the memory, at about 6 GB a second; a lack of it is an OSError.
-
-        Stops early when `should_continue` returns False.
-        """
+        """Allocate the memory, about 6 GB a second, while `should_continue`. A lack of memory is an OSError."""
         size = self.num_bytes
         for start in range(0, size, ALLOCATE_BYTES):
             if should_continue():
@@ -243,35 +239,32 @@ def encode_items(items: Iterable[ShareItem]) -> bytes:
 
 def encode_contents(contents: SlotContents) -> str:
     """Return the contents of a slot without the values, as text for another rank."""
-    header = _encode_metadata(contents.metadata) + b"\n" + encode_items(contents.share.items)
+    header = _encode_header(contents.metadata, encode_items(contents.share.items))
     return f"{contents.checksum} {contents.share.num_bytes}\n{header.decode()}"
 
 
 def decode_contents(text: str) -> SlotContents:
     """Return what `encode_contents` encoded; the memory is empty."""
-    numbers, metadata, items = text.split("\n", 2)
+    numbers, header = text.split("\n", 1)
     total, num_bytes = map(int, numbers.split())
-    share = RankShare(_decode_items(items.encode()), num_bytes)
+    metadata, items = _decode_header(header.encode())
     memory = torch.empty(0, dtype=torch.uint8)
-    return SlotContents(metadata=_decode_metadata(metadata.encode()), share=share, memory=memory, checksum=total)
+    return SlotContents(metadata=metadata, share=RankShare(items, num_bytes), memory=memory, checksum=total)
 
 
-def _decode_items(data: bytes) -> tuple[ShareItem, ...]:
-    return tuple(
-        ShareItem(key, TensorMeta(dtype, tuple(shape)), tuple(start), tuple(size), offset, frozen)
-        for key, dtype, shape, start, size, offset, frozen in json.loads(data)
-    )
-
-
-def _encode_metadata(metadata: CopyMetadata) -> bytes:
+def _encode_header(metadata: CopyMetadata, items: bytes) -> bytes:
     fields = {each.name: getattr(metadata, each.name) for each in dataclass_fields(metadata)}
-    return json.dumps(fields, separators=(",", ":")).encode()
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n" + items
 
 
-def _decode_metadata(data: bytes) -> CopyMetadata:
-    fields = json.loads(data)
+def _decode_header(header: bytes) -> tuple[CopyMetadata, tuple[ShareItem, ...]]:
+    fields, rows = map(json.loads, header.split(b"\n", 1))
     attempt, num_rewinds = fields.pop("incarnation")
-    return CopyMetadata(incarnation=(attempt, num_rewinds), **fields)
+    items = tuple(
+        ShareItem(key, TensorMeta(dtype, tuple(shape)), tuple(start), tuple(size), offset, frozen)
+        for key, dtype, shape, start, size, offset, frozen in rows
+    )
+    return CopyMetadata(incarnation=(attempt, num_rewinds), **fields), items
 
 
 def _layout(num_slots: int, num_bytes: int, items_bytes: int) -> tuple[int, int, int]:

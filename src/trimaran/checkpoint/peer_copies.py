@@ -191,10 +191,7 @@ class CopyFinder:
         return copies if _is_complete(key, copies) else []
 
     def verify(self, key: CopyKey) -> list[FoundCopy] | None:
-        """Return the slots of a copy whose checksums are right; None if they do not make it complete.
-
-        Every rank must call it.
-        """
+        """Return the slots with right checksums; None if they make no complete copy. Every rank must call it."""
         copies = self._found[key]
         mine = np.array(
             [each.reader == self._rank_layout.rank and self.contents(each).verify() for each in copies], dtype=int
@@ -252,31 +249,24 @@ class CopyFetcher:
             }
             wanted = np.array([rank in needed for rank in self._to_send])
             for column, receivers in enumerate(all_gather_int64(wanted).T):
-                for receiver in np.flatnonzero(receivers):
-                    self._transfer(self._to_send[column], int(receiver))
+                rank = self._to_send[column]
+                for receiver in np.flatnonzero(receivers).tolist():  # in the same order on all ranks: no deadlock
+                    if self._rank_layout.rank == self._sender[rank]:
+                        for chunk in self._local[rank].memory.split(CHUNK_BYTES):
+                            dist.send(chunk, dst=receiver)
+                    if self._rank_layout.rank == receiver:
+                        contents = self._remote[rank]
+                        memory = torch.empty(contents.share.num_bytes, dtype=torch.uint8)
+                        for chunk in memory.split(CHUNK_BYTES):
+                            dist.recv(chunk, src=self._sender[rank])
+                        self._remote[rank] = replace(contents, memory=memory)
+                        if not self._remote[rank].verify():
+                            raise RuntimeError(f"the share of rank {rank} was damaged on its way from another node")
         return MemorySource(self._local | self._remote)
-
-    def _transfer(self, rank: int, receiver: int) -> None:
-        """Send the share of `rank` to `receiver`. All ranks do this in the same order, so that they do not deadlock."""
-        if self._rank_layout.rank == self._sender[rank]:
-            for chunk in self._local[rank].memory.split(CHUNK_BYTES):
-                dist.send(chunk, dst=receiver)
-        if self._rank_layout.rank == receiver:
-            contents = self._remote[rank]
-            memory = torch.empty(contents.share.num_bytes, dtype=torch.uint8)
-            for chunk in memory.split(CHUNK_BYTES):
-                dist.recv(chunk, src=self._sender[rank])
-            received = replace(contents, memory=memory)
-            if not received.verify():
-                raise RuntimeError(f"the share of rank {rank} was damaged on its way from another node")
-            self._remote[rank] = received
 
 
 def open_node_copy(fds: Sequence[int], rank_layout: RankLayout, key: CopyKey) -> MemorySource | None:
-    """Return the copy with this key in the memory of the only node; None if it is not complete.
-
-    Every rank must call it, after it has committed its slot. Checksums are not verified.
-    """
+    """Return the unverified copy of a key on the only node; None if incomplete. Every rank calls it once committed."""
     barrier()  # until all ranks have
     finder = CopyFinder([RankMemory(fd) for fd in fds], rank_layout)
     copies = finder.copies(key)

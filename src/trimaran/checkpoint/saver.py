@@ -220,8 +220,15 @@ class Saver:
             rank, share, memory = self._rank_layout.rank, request.share, request.memory
 
             def write_or_check(part: str) -> WriteReport | None:
+                for item in share.items if part == "check" else ():
+                    if item.meta.dtype in FLOAT_DTYPES and item.num_bytes:
+                        values = item_view(memory, item)
+                        # The sum is cheap. If it is finite, all values are; if not, it may have overflowed.
+                        if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
+                            raise UserError("K042", f"{item.key} has NaN or Inf values", where=f"at {item.start}",
+                                            fix="resume from the checkpoint before: trimaran resume RUN")  # fmt: skip
                 if part == "check":
-                    return refuse_not_finite(share, memory)
+                    return None
                 report = write_share(draft, rank, share, memory.numpy().data, previous=previous, disk=self._disk)
                 return replace(report, node=self._own_disk)
 
@@ -243,7 +250,7 @@ class Saver:
             commit_here = NodeCommit(draft, final, self._store, self._key, self._disk) if commits else None
             if commit_here:
                 commit_here.follow(self._own_disk, rank)
-            result, is_new = json.loads(self._wait_for_rank_0("result"))
+            result, is_new = json.loads(self._wait_for("result", [0])[0])
             if commit_here and result["failed"]:
                 commit_here.abandon()
             return result, is_new
@@ -251,7 +258,10 @@ class Saver:
         result: dict[str, Any] = {"failed": "", "bytes": 0, "written_bytes": 0}
         commit_nodes = NodeCommit(draft, final, self._store, self._key, self._disk) if self._own_disk else None
         try:
-            reports = self._reports()
+            texts = self._wait_for("report", range(self._rank_layout.world_size))
+            if failures := [fields["failed"] for text in texts if "failed" in (fields := json.loads(text))]:
+                raise OSError("; ".join(failures))
+            reports = [self._report_parser.parse(text) for text in texts]
             if commit_nodes:
                 commit_nodes.lead(self._own_disk, reports, self._make_manifest(request), self._rank_layout)
             else:
@@ -271,13 +281,6 @@ class Saver:
         if commit_nodes:
             self._sent_last, self._sent = self._sent, commit_nodes.messages
         return result, is_new
-
-    def _reports(self) -> list[WriteReport]:
-        """Return the reports of all ranks. Raises OSError if one could not write its files."""
-        texts = self._wait_for_all("report")
-        if failures := [fields["failed"] for text in texts if "failed" in (fields := json.loads(text))]:
-            raise OSError("; ".join(failures))
-        return [self._report_parser.parse(text) for text in texts]
 
     @property
     def _commits(self) -> bool:
@@ -305,14 +308,15 @@ class Saver:
     def _check(self, request: SaveRequest, final: Path, written: dict[str, Any]) -> dict[str, Any]:
         """Collect on rank 0 what all ranks found. Older checkpoints are pruned only if this one is intact."""
         if self._rank_layout.rank != 0:
-            verdict = json.loads(self._wait_for_rank_0("verdict"))
+            verdict = json.loads(self._wait_for("verdict", [0])[0])
             if self._commits:
                 self._refuse_or_prune(request, final, verdict["failed"])
             if verdict.pop("upload") and self.uploads:
                 self.uploads.start(request.step)
             return written | verdict
         verdict: dict[str, Any] = {"failed": ""}
-        if damages := [each for text in self._wait_for_all("damages") for each in json.loads(text)]:
+        texts = self._wait_for("damages", range(self._rank_layout.world_size))
+        if damages := [each for text in texts for each in json.loads(text)]:
             verdict["failed"] = f"the files on disk are not what was written: {'; '.join(damages)}"
         self._refuse_or_prune(request, final, verdict["failed"])
         # Rank 0 decides for all nodes: they must upload the same steps.
@@ -343,23 +347,8 @@ class Saver:
     def _publish(self, what: str, text: str) -> None:
         self._store.set(self._key(what, self._rank_layout.rank), text)
 
-    def _wait_for_all(self, what: str) -> list[str]:
-        keys = [self._key(what, rank) for rank in range(self._rank_layout.world_size)]
-        return self._store.wait_get(keys, RANK_TIMEOUT_SECONDS)
-
-    def _wait_for_rank_0(self, what: str) -> str:
-        return self._store.wait_get([self._key(what, 0)], RANK_TIMEOUT_SECONDS)[0]
-
-
-def refuse_not_finite(share: RankShare, memory: Tensor) -> None:
-    """Raise UserError if a value is NaN or Inf: such a state is useless."""
-    for item in share.items:
-        if item.meta.dtype in FLOAT_DTYPES and item.num_bytes:
-            values = item_view(memory, item)
-            # The sum is cheap. If it is finite, all values are; if not, it may have overflowed.
-            if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
-                raise UserError("K042", f"{item.key} has NaN or Inf values", where=f"at {item.start}",
-                                fix="resume from the checkpoint before: trimaran resume RUN")  # fmt: skip
+    def _wait_for(self, what: str, ranks: Sequence[int]) -> list[str]:
+        return self._store.wait_get([self._key(what, rank) for rank in ranks], RANK_TIMEOUT_SECONDS)
 
 
 def _message(error: Exception) -> str:

@@ -35,10 +35,10 @@ class CompactRegions(Sequence[TensorRegion]):
     """The regions of one tensor. Equal to a tuple with the same regions."""
 
     def __init__(self, files: Sequence[str], columns: Sequence["Column"]) -> None:
-        self._files, self._columns = files, columns
+        self._files, self.columns = files, columns
 
     def __len__(self) -> int:
-        return self._columns[0].length
+        return self.columns[0].length
 
     @overload
     def __getitem__(self, index: int) -> TensorRegion: ...
@@ -62,12 +62,12 @@ class CompactRegions(Sequence[TensorRegion]):
         """Return the regions that have values in common with another one."""
         num_dims, is_common = len(start), np.ones(len(self), bool)
         for dim, (begin, extent) in enumerate(zip(start, size, strict=True)):
-            starts, sizes = self._columns[2 + dim].numbers(), self._columns[2 + num_dims + dim].numbers()
+            starts, sizes = self.columns[2 + dim].numbers(), self.columns[2 + num_dims + dim].numbers()
             is_common &= (starts < begin + extent) & (starts + sizes > begin)
         return tuple(self._rows(np.flatnonzero(is_common)))
 
     def _rows(self, chosen: np.ndarray) -> Iterator[TensorRegion]:
-        numbers, offsets, *rest = (column.numbers()[chosen].tolist() for column in self._columns)
+        numbers, offsets, *rest = (column.numbers()[chosen].tolist() for column in self.columns)
         middle = len(rest) // 2
         starts = zip(*rest[:middle], strict=True) if middle else [()] * len(chosen)
         sizes = zip(*rest[middle:], strict=True) if middle else [()] * len(chosen)
@@ -133,27 +133,6 @@ def parse_compact_index(fields: dict[str, Any], sizes: Mapping[str, int]) -> Ten
             raise ValueError(f"a part of {str(key)[:80]} lies outside of {wrong}")
         index[str(key)] = IndexEntry(meta, CompactRegions(files, chosen))
     return index
-
-
-class GridCheck:
-    """Tells whether parts are the cells of a grid over their tensor, and so cover it exactly once.
-
-    Almost all are, and tensors with the same columns are checked once.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], bool] = {}
-
-    def covers(self, entry: IndexEntry) -> bool:
-        if not isinstance(entry.regions, CompactRegions):
-            return False
-        columns = entry.regions._columns[2:]
-        key = (entry.meta.shape, *map(id, columns))
-        if key not in self._known:
-            numbers = [column.numbers() for column in columns]
-            middle = len(numbers) // 2
-            self._known[key] = covers_grid(numbers[:middle], numbers[middle:], entry.meta.shape, len(entry.regions))
-        return self._known[key]
 
 
 def covers_grid(starts: Sequence[np.ndarray], sizes: Sequence[np.ndarray], shape: Sequence[int], num: int) -> bool:
@@ -314,7 +293,18 @@ def parse_index(text: bytes, sizes: Mapping[str, int]) -> TensorIndex:
         if fields.get("format") == COMPACT:
             return _checked(parse_compact_index(fields, sizes))
         files = [str(name) for name in fields["files"]]
-        index = {str(key): _entry(tensor, files) for key, tensor in fields["tensors"].items()}
+        index: TensorIndex = {}
+        for key, tensor in fields["tensors"].items():
+            meta = TensorMeta(tensor["dtype"], tuple(map(_count, tensor["shape"])))
+            VALUE_BYTES[meta.dtype]
+            regions, middle, length = [], 2 + len(meta.shape), 2 + 2 * len(meta.shape)
+            for row in tensor["parts"]:
+                if len(row) != length:
+                    raise ValueError("a part has another number of dimensions than its tensor")
+                if {*map(type, row)} != {int} or min(row) < 0 or max(row) >= MAX_COUNT:
+                    raise ValueError(f"{str(row)[:80]!r} are not all counts")
+                regions.append(TensorRegion(tuple(row[2:middle]), tuple(row[middle:]), files[row[0]], row[1]))
+            index[str(key)] = IndexEntry(meta, tuple(regions))
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not an index ({type(error).__name__})") from None
     for key, entry in index.items():
@@ -327,10 +317,20 @@ def parse_index(text: bytes, sizes: Mapping[str, int]) -> TensorIndex:
 
 def _checked(index: TensorIndex) -> TensorIndex:
     """Return the index if all names are valid and the parts cover each tensor exactly once; else raise ValueError."""
-    grid = GridCheck()
+    grids: dict[tuple[Any, ...], bool] = {}  # by shape and columns: whether the parts are the cells of a grid
     for key, entry in index.items():
-        if wrong := key_error(key) or ("" if grid.covers(entry) else coverage_error(entry)):
-            raise ValueError(wrong if key_error(key) else f"{key}: {wrong}")
+        if wrong := key_error(key):
+            raise ValueError(wrong)
+        if isinstance(entry.regions, CompactRegions):
+            columns, shape = entry.regions.columns[2:], entry.meta.shape
+            same = (shape, *map(id, columns))
+            if same not in grids:
+                numbers, middle = [column.numbers() for column in columns], len(columns) // 2
+                grids[same] = covers_grid(numbers[:middle], numbers[middle:], shape, len(entry.regions))
+            if grids[same]:
+                continue
+        if wrong := coverage_error(entry):
+            raise ValueError(f"{key}: {wrong}")
     return index
 
 
@@ -357,7 +357,18 @@ def coverage_error(entry: IndexEntry) -> str:
     covered = sum(region.num_values for region in entry.regions)
     if covered != prod(shape):
         return f"{covered:,} of {prod(shape):,} values are there"
-    return _overlapping(entry)
+    # Which regions overlap. Sweeps along the dimension with the most starts, so that few are active at once.
+    if len(entry.regions) < 2:
+        return ""
+    dimensions = range(len(entry.meta.shape))
+    dimension = max(dimensions, key=lambda each: len({region.start[each] for region in entry.regions}))
+    active: list[TensorRegion] = []
+    for region in sorted(entry.regions, key=lambda each: each.start[dimension]):
+        active = [each for each in active if each.start[dimension] + each.size[dimension] > region.start[dimension]]
+        if any(overlap(region.start, region.size, each.start, each.size) for each in active):
+            return f"two parts cover {region.start}"
+        active.append(region)
+    return ""
 
 
 def _are_row_blocks(entry: IndexEntry) -> bool:
@@ -372,31 +383,3 @@ def _are_row_blocks(entry: IndexEntry) -> bool:
             return False
         reached += region.size[0]
     return reached == num_rows
-
-
-def _overlapping(entry: IndexEntry) -> str:
-    """Return which regions overlap. Sweeps along the dimension with the most starts, so that few are active at once."""
-    if len(entry.regions) < 2:
-        return ""
-    dimensions = range(len(entry.meta.shape))
-    dimension = max(dimensions, key=lambda each: len({region.start[each] for region in entry.regions}))
-    active: list[TensorRegion] = []
-    for region in sorted(entry.regions, key=lambda each: each.start[dimension]):
-        active = [each for each in active if each.start[dimension] + each.size[dimension] > region.start[dimension]]
-        if any(overlap(region.start, region.size, each.start, each.size) for each in active):
-            return f"two parts cover {region.start}"
-        active.append(region)
-    return ""
-
-
-def _entry(tensor: Any, files: Sequence[str]) -> IndexEntry:
-    meta = TensorMeta(tensor["dtype"], tuple(map(_count, tensor["shape"])))
-    VALUE_BYTES[meta.dtype]
-    regions, middle, length = [], 2 + len(meta.shape), 2 + 2 * len(meta.shape)
-    for row in tensor["parts"]:
-        if len(row) != length:
-            raise ValueError("a part has another number of dimensions than its tensor")
-        if {*map(type, row)} != {int} or min(row) < 0 or max(row) >= MAX_COUNT:
-            raise ValueError(f"{str(row)[:80]!r} are not all counts")
-        regions.append(TensorRegion(tuple(row[2:middle]), tuple(row[middle:]), files[row[0]], row[1]))
-    return IndexEntry(meta, tuple(regions))

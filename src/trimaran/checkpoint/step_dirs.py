@@ -114,10 +114,7 @@ def steps_to_prune(steps: list[int], *, keep: int, keep_every: int, verified: in
 def prune(
     folder: Path, keep: int, keep_every: int, verified: int, disk: DurableDisk = DISK, in_use: int | None = None
 ) -> list[int]:
-    """Remove the `steps_to_prune` and return them. `verified` is a step whose checksums have just been verified.
-
-    The files of the step `in_use` are being read: it stays.
-    """
+    """Remove and return `steps_to_prune`, but not `in_use`, which is being read. `verified` has just been verified."""
     steps = complete_steps(folder)
     if verified not in steps:
         return []

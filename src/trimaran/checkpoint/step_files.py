@@ -55,10 +55,7 @@ def nodes_of(manifest: Manifest, names: Iterable[str]) -> dict[str, list[str]]:
 def missing_files_error(
     folder: Path, step: int, missing: Mapping[str, Sequence[str]], *, complete: Sequence[int] | None = None
 ) -> MissingFilesError:
-    """Return the error for a checkpoint with files on nodes that are not here, by node.
-
-    `complete` are the older steps whose files are all here; None if that is unknown.
-    """
+    """Return the error for files on absent nodes, by node. `complete`: older steps with all files; None: unknown."""
     named = []
     for node, files in missing.items():
         more = f" and {len(files) - MAX_NAMED_FILES} more" if len(files) > MAX_NAMED_FILES else ""
@@ -84,10 +81,7 @@ def _size(path: Path) -> int:
 
 
 class StepFiles:
-    """A checkpoint whose manifest and index are valid. The tensor files are verified by `verify` only.
-
-    The tensor files are not parsed: the index says where each region is, and its offsets are checked against the files.
-    """
+    """A checkpoint whose manifest is valid and whose index fits the files' sizes; `verify` checks their contents."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.manifest = folder, read_manifest(folder)
@@ -108,9 +102,7 @@ class StepFiles:
     def bytes_of(self, meta: TensorMeta, region: TensorRegion) -> np.ndarray:
         """Return the bytes of a region, as a view of the mapped file: pages are read when they are accessed."""
         begin = region.offset
-        return self._mapped(region.file)[begin : begin + region.num_values * VALUE_BYTES[meta.dtype]]
-
-    def _mapped(self, name: str) -> np.ndarray:
+        name = region.file
         if name not in self._maps:
             try:
                 fd = open_regular_fd(self.folder / name)
@@ -126,4 +118,4 @@ class StepFiles:
                 self._maps[name] = np.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_COPY), np.uint8)
             finally:
                 os.close(fd)
-        return self._maps[name]
+        return self._maps[name][begin : begin + region.num_values * VALUE_BYTES[meta.dtype]]

@@ -3,12 +3,14 @@
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from trimaran.checkpoint.file_parts import ThreadBuffer, ThreadProgress, hash_range, map_in_threads, num_io_threads
+from trimaran.checkpoint.durable import read_blocks
+from trimaran.checkpoint.file_parts import ThreadBuffer, ThreadProgress, map_in_threads, num_io_threads
 from trimaran.checkpoint.manifest import INDEX, MANIFEST, Damage, DamagedError, FileRecord, unreadable
 from trimaran.checkpoint.shard_index import overlaps, window
 from trimaran.checkpoint.step_files import StepFiles
@@ -56,14 +58,19 @@ def verify(
             try:
                 if (size := os.fstat(fd).st_size) != record.bytes:
                     return Damage(name, f"has {size:,} bytes instead of {record.bytes:,}")
-                checksum = hash_range(fd, *record.range_of(number), buffer.of(), progress.count)
+                digest, (begin, end), memory = sha256(), record.range_of(number), buffer.of()
+                for at in range(begin, end, len(memory)):
+                    chunk = memory[: min(len(memory), end - at)]
+                    read_blocks(fd, chunk, at, len(chunk))
+                    digest.update(chunk)
+                    progress.count()
             finally:
                 os.close(fd)
         except FileNotFoundError:
             return Damage(name, "is missing")
         except OSError as error:
             return unreadable(name, error)
-        is_right = checksum == record.checksums[number]
+        is_right = digest.hexdigest() == record.checksums[number]
         return None if is_right else Damage(name, "is not what was written: its checksum is wrong")
 
     threads = num_threads or num_io_threads()
@@ -76,10 +83,7 @@ def verify(
 
 
 def refuse_damaged_weights(path: Path, *, share: slice = slice(None), num_threads: int = 0) -> None:
-    """Raise DamagedError if weights of the checkpoint in `path` differ from their checksums.
-
-    Files that hold only optimizer states are not read. `share` are the files of this rank, if several share the work.
-    """
+    """Raise DamagedError if weights in this rank's `share` of the files differ. Optimizer files are not read."""
     index = StepFiles(path).index
     files = {region.file for key, each in index.items() if key.startswith(WEIGHTS) for region in each.regions}
     if damages := verify(path, files=sorted(files)[share], num_threads=num_threads):

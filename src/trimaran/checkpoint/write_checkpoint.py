@@ -57,10 +57,7 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteReport:
-    """What a rank wrote: its files, their layout, and how many bytes were written rather than linked.
-
-    `node` is the name of its node if that has a disk of its own.
-    """
+    """What a rank wrote: files, layout, bytes written and not linked, and its node if that has a disk of its own."""
 
     rank: int
     files: dict[str, FileRecord]
@@ -213,10 +210,7 @@ def _link_previous(
 
 
 class NodeCommit:
-    """The commit of one checkpoint. Every rank may make one; the first rank of each node calls its methods.
-
-    `key` returns the key of a message in the store, from its kind and the rank that sends it.
-    """
+    """The commit of a checkpoint by the first rank of each node. `key` makes a message's key of its kind and rank."""
 
     def __init__(
         self, draft: Path, final: Path, store: KeyValueStore, key: Callable[[str, int], str], disk: DurableDisk

@@ -49,16 +49,14 @@ def export_hf(
     add_files: Callable[[Path], None],
     progress: Progress,
 ) -> None:
-    """Write the weights of `source`, a checkpoint of the model in `section`, as a Hugging Face folder.
-
-    The result is the same as the run's own `model/` folder. `add_files` adds the tokenizer.
-    """
+    """Write the weights in `source` as a Hugging Face folder, like a run's own `model/`. `add_files`: the tokenizer."""
     refuse_occupied(folder)
     network, _ = open_network(section)
     config = network.disk_config() | ({"dtype": "bfloat16"} if dtype == "bf16" else {})
     tensors = _cast(network, _reader(network.module, source), dtype, progress)
+    origin = model_folder(section.path) if section.path else None
     with reporting_errors(folder):
-        write_hf_folder(folder, config, tensors, origin=_origin(section), add_files=add_files)
+        write_hf_folder(folder, config, tensors, origin=origin, add_files=add_files)
 
 
 def _cast(network: Network, read: ReadTensor, dtype: str | None, progress: Progress) -> Iterator[tuple[str, Tensor]]:
@@ -71,10 +69,7 @@ def _cast(network: Network, read: ReadTensor, dtype: str | None, progress: Progr
 
 
 def export_dcp(source: CheckpointSource, section: ModelSection, folder: Path, *, progress: Progress) -> dict[str, str]:
-    """Write the tensors of `source`, a checkpoint of the model in `section`, and its optimizer's, as a DCP folder.
-
-    Return the key in the checkpoint of each key in the export.
-    """
+    """Write weights and optimizer states of `source` as a DCP folder; return the source's key of each exported key."""
     refuse_occupied(folder)
     if section.adapter is None:
         keys = exported_keys(open_network(section)[0].module, source.index)
@@ -135,17 +130,25 @@ def reporting_errors(folder: Path) -> Iterator[None]:
                         fix="free disk space, or choose another disk: --out DIR") from None  # fmt: skip
 
 
-def _origin(section: ModelSection) -> Path | None:
-    return model_folder(section.path) if section.path else None
-
-
 def exported_keys(module: nn.Module, keys: Iterable[str]) -> dict[str, str]:
     """Return the key in the checkpoint of each key in the export.
 
     A decoder's tensors get their Hugging Face names, and a tied weight all of its names, as in a `state_dict`. A
     decoder with packed or stacked weights keeps its own names, since transformers has other tensors.
     """
-    theirs = _hf_names(module) if isinstance(module, Decoder) else {}
+    theirs: dict[str, str] = {}  # the Hugging Face name of each tensor
+    if isinstance(module, Decoder):
+        tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        persistent = module.state_dict()
+        layout = disk_layout(module.spec)
+        for name, tensor in tensors.items():
+            if name not in persistent:
+                continue
+            parts = layout(name, tuple(tensor.shape), module.spec)
+            if len(parts) != 1 or parts[0].region or parts[0].transposed or parts[0].shape != tuple(tensor.shape):
+                theirs = {}  # not one tensor there
+                break
+            theirs[name] = parts[0].name
     tied: dict[int, list[str]] = {}
     for name, each in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
         tied.setdefault(id(each), []).append(name)
@@ -160,19 +163,6 @@ def exported_keys(module: nn.Module, keys: Iterable[str]) -> dict[str, str]:
             state, _, name = rest.partition("/")
             found[f"{section}/{state}/{names.get(name, (name,))[0]}"] = key
     return found
-
-
-def _hf_names(decoder: Decoder) -> dict[str, str]:
-    """Return the Hugging Face name of each tensor; an empty mapping unless each is one tensor there."""
-    tensors = {**dict(decoder.named_parameters(remove_duplicate=False)), **dict(decoder.named_buffers())}
-    persistent = {name: each for name, each in tensors.items() if name in decoder.state_dict()}
-    layout, names = disk_layout(decoder.spec), {}
-    for name, tensor in persistent.items():
-        parts = layout(name, tuple(tensor.shape), decoder.spec)
-        if len(parts) != 1 or parts[0].region or parts[0].transposed or parts[0].shape != tuple(tensor.shape):
-            return {}
-        names[name] = parts[0].name
-    return names
 
 
 def dcp_key(key: str) -> str:
@@ -271,8 +261,9 @@ def export_merged(
         tensors = _cast(base.network, _merged_reader(base, source, _adapter_of(section)), dtype, progress)
         names = {"fp32": "float32", "bf16": "bfloat16"}
         config = base.network.disk_config() | {"dtype": names[dtype] if dtype else base.dtype}
+        origin = model_folder(section.path) if section.path else None
         with reporting_errors(folder):
-            write_hf_folder(folder, config, tensors, origin=_origin(section), add_files=add_files)
+            write_hf_folder(folder, config, tensors, origin=origin, add_files=add_files)
 
 
 def _adapter_of(section: ModelSection) -> AdapterSection:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -215,14 +215,6 @@ def _pop_to_mark(stack: list[Any]) -> tuple[Any, ...]:
     return taken
 
 
-class StorageLocation(NamedTuple):
-    """Where in the folder a tensor chunk is: `length` bytes of `file` from `offset`."""
-
-    file: str
-    offset: int
-    length: int
-
-
 class DcpSource:
     """A DCP folder as a source of tensors, under DCP's own keys. `skipped_keys` are the keys of pickled objects.
 
@@ -300,16 +292,16 @@ class DcpSource:
 def _parse_metadata(tree: Any) -> tuple[TensorIndex, dict[tuple[str, int], int], list[str]]:
     """Return the tensors, the length of each chunk on disk, and the keys of values that are not tensors."""
     fields = _fields(tree, "Metadata")
-    locations: dict[tuple[str, tuple[int, ...]], StorageLocation] = {}
+    locations: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}  # file, offset and length of each chunk
     for place, value in fields["storage_data"].pairs:
         at, storage = _fields(place, "MetadataIndex"), _fields(value, "_StorageInfo")
         if storage.get("transform_descriptors"):
             raise ValueError("it is compressed or encrypted, which is not supported")
         if at.get("offset") is not None:
-            location = StorageLocation(storage["relative_path"], storage["offset"], storage["length"])
-            if not isinstance(location.file, str) or not _is_count(location.offset) or not _is_count(location.length):
+            file, offset, length = storage["relative_path"], storage["offset"], storage["length"]
+            if not isinstance(file, str) or not _is_count(offset) or not _is_count(length):
                 raise ValueError("an invalid storage location")
-            locations[_string(at["fqn"]), _sizes(at["offset"])] = location
+            locations[_string(at["fqn"]), _sizes(at["offset"])] = file, offset, length
     index: TensorIndex = {}
     skipped_keys = []
     for key, value in fields["state_dict_metadata"].string_items().items():
@@ -325,9 +317,9 @@ def _parse_metadata(tree: Any) -> tuple[TensorIndex, dict[tuple[str, int], int],
         if dtype not in DTYPE_NAMES:
             raise ValueError(f"{key} holds {dtype}, which is not supported")
         filled = [(start, size, locations[key, start]) for start, size in boxes if prod(size)]
-        regions = tuple(TensorRegion(start, size, location.file, location.offset) for start, size, location in filled)
+        regions = tuple(TensorRegion(start, size, file, offset) for start, size, (file, offset, _) in filled)
         index[key] = IndexEntry(TensorMeta(DTYPE_NAMES[dtype], _sizes(tensor["size"])), regions)
-    return index, {(each.file, each.offset): each.length for each in locations.values()}, skipped_keys
+    return index, {(file, offset): length for file, offset, length in locations.values()}, skipped_keys
 
 
 def _fields(call: Any, class_name: str) -> dict[str, Any]:
@@ -367,44 +359,36 @@ def _read_tensor(window: memoryview, key: str) -> Tensor:
         if f"{root}byteorder" in archive.NameToInfo and archive.read(f"{root}byteorder") != b"little":
             raise ValueError("its byte order is not that of this machine")
         call = read_pickle(archive.read(pickle), names=TENSOR_NAMES, where=key)
-        name, dtype, offset, size, stride = _describe(call)
-        values = _read_storage(window, archive.getinfo(f"{root}data/{name}"), dtype)
+        if (
+            not isinstance(call, PickledCall)
+            or call.name not in (REBUILD_TENSOR, REBUILD_TYPED_TENSOR)
+            or not isinstance(call.inputs[0], PersistentId)
+        ):
+            raise ValueError("it is not a tensor")
+        _, kind, name, *_ = call.inputs[0].value
+        offset = call.inputs[1]
+        dtype = DTYPES[call.inputs[6].text] if call.name == REBUILD_TYPED_TENSOR else STORAGES[kind.text]
+        if not isinstance(kind, GlobalName) or dtype not in DTYPE_NAMES or not _is_count(offset):
+            raise ValueError("its dtype is not supported")
+        name, size, stride = _string(name), _sizes(call.inputs[2]), _sizes(call.inputs[3])
+        entry = archive.getinfo(f"{root}data/{name}")
+    header = window[entry.header_offset : entry.header_offset + 30]
+    begin = entry.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+    stored = window[begin : begin + entry.file_size]
+    if entry.compress_type != zipfile.ZIP_STORED or bytes(header[:4]) != b"PK\3\4" or len(stored) != entry.file_size:
+        raise ValueError("its values are not where the archive says")
+    if zlib.crc32(stored) != entry.CRC:
+        raise ValueError("its values do not match their checksum")
+    width = VALUE_BYTES[DTYPE_NAMES[dtype]]
+    memory = torch.empty(len(stored) // width * width, dtype=torch.uint8)
+    memory.numpy()[:] = np.frombuffer(stored, dtype=np.uint8)[: len(memory)]  # which may not be aligned
+    values = memory.view(dtype)
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if prod(size) and last >= values.numel():
         raise ValueError("it reaches beyond its storage")
     if not prod(size):
         return torch.empty(size, dtype=dtype)
     return values.as_strided(size, stride, offset)
-
-
-def _describe(call: Any) -> tuple[str, torch.dtype, int, tuple[int, ...], tuple[int, ...]]:
-    """Return the name of a tensor's storage, its dtype, and its offset, size and stride in the storage."""
-    if (
-        not isinstance(call, PickledCall)
-        or call.name not in (REBUILD_TENSOR, REBUILD_TYPED_TENSOR)
-        or not isinstance(call.inputs[0], PersistentId)
-    ):
-        raise ValueError("it is not a tensor")
-    _, kind, name, *_ = call.inputs[0].value
-    dtype = DTYPES[call.inputs[6].text] if call.name == REBUILD_TYPED_TENSOR else STORAGES[kind.text]
-    if not isinstance(kind, GlobalName) or dtype not in DTYPE_NAMES or not _is_count(call.inputs[1]):
-        raise ValueError("its dtype is not supported")
-    return _string(name), dtype, call.inputs[1], _sizes(call.inputs[2]), _sizes(call.inputs[3])
-
-
-def _read_storage(window: memoryview, entry: zipfile.ZipInfo, dtype: torch.dtype) -> Tensor:
-    """Return a file of the archive as a vector. It is copied, since it may not be aligned in the checkpoint."""
-    header = window[entry.header_offset : entry.header_offset + 30]
-    begin = entry.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    values = window[begin : begin + entry.file_size]
-    if entry.compress_type != zipfile.ZIP_STORED or bytes(header[:4]) != b"PK\3\4" or len(values) != entry.file_size:
-        raise ValueError("its values are not where the archive says")
-    if zlib.crc32(values) != entry.CRC:
-        raise ValueError("its values do not match their checksum")
-    width = VALUE_BYTES[DTYPE_NAMES[dtype]]
-    memory = torch.empty(len(values) // width * width, dtype=torch.uint8)
-    memory.numpy()[:] = np.frombuffer(values, dtype=np.uint8)[: len(memory)]
-    return memory.view(dtype)
 
 
 class _MemoryFile(io.RawIOBase):

@@ -95,9 +95,13 @@ def write_hf_folder(
     """
 
     def fill(draft: Path) -> None:
-        merged = config
+        merged, kind = config, config.get("model_type")
         if origin:
-            merged = with_origin_fields(config, origin)
+            try:  # a model with its own code keeps the fields that only its own config has
+                before = read_json(origin / "config.json", limit_bytes=MAX_CONFIG_BYTES) if kind in CODE_TYPES else {}
+            except UserError:  # it was moved after the start
+                before = {}
+            merged = _merged(before, config) if before.get("model_type") == kind else {**config}
             theirs = read_json(origin / "config.json", limit_bytes=MAX_CONFIG_BYTES)
             # A model spec does not have the begin, end and padding token ids.
             merged |= {key: theirs[key] for key in TOKEN_IDS if theirs.get(key) is not None}
@@ -106,7 +110,9 @@ def write_hf_folder(
         add_files(draft)
         if origin:
             copy_tokenizer_files(origin, draft)
-            copy_remote_code(merged, origin, draft)
+            if merged.get("model_type") in CODE_TYPES and "auto_map" in merged:  # its Python files, which are not run
+                for file in sorted(origin.glob("*.py")):
+                    shutil.copyfile(file, draft / file.name)
 
     write_folder(folder, fill, replace=replace, report_progress=report_progress)
 
@@ -187,10 +193,7 @@ def all_tensors(
 
 
 def copy_tokenizer_files(origin: Path, folder: Path) -> None:
-    """Copy files of the model that training started from; those of its tokenizer only if that was used.
-
-    `folder` has the tokenizer of the run, if it has a file: bytes have none.
-    """
+    """Copy files of the original model to `folder`; those of its tokenizer only if `folder` has the same one."""
     used, its_own = folder / TOKENIZER_FILE, origin / TOKENIZER_FILE
     is_own = used.is_file() and its_own.is_file() and cmp(used, its_own, shallow=False)
     for name in (*OTHER_FILES, *(TOKENIZER_FILES if is_own else ())):
@@ -225,23 +228,6 @@ def _write_weights(
         where |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": sum(sum(part.values()) for part in parts)}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def with_origin_fields(config: Mapping[str, Any], origin: Path) -> dict[str, Any]:
-    """Return `config` with the fields that only the `origin` has, if that is a model with its own code."""
-    kind = config.get("model_type")
-    try:
-        before = read_json(origin / "config.json", limit_bytes=MAX_CONFIG_BYTES) if kind in CODE_TYPES else {}
-    except UserError:  # it was moved after the start
-        before = {}
-    return _merged(before, config) if before.get("model_type") == kind else dict(config)
-
-
-def copy_remote_code(config: Mapping[str, Any], origin: Path, folder: Path) -> None:
-    """Copy the Python files of the `origin`, if its model has its own code. They are not run."""
-    if config.get("model_type") in CODE_TYPES and "auto_map" in config:
-        for file in sorted(origin.glob("*.py")):
-            shutil.copyfile(file, folder / file.name)
 
 
 def _merged(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

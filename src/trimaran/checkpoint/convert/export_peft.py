@@ -24,10 +24,7 @@ from trimaran.parallel.mesh import StageMap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFacts:
-    """What a PEFT folder says besides its tensors: the model, and the digest of its base.
-
-    `modules` are those of the whole network, see `hf_modules`.
-    """
+    """What a PEFT folder says besides tensors: model, digest of the base, and `hf_modules` of the whole network."""
 
     section: ModelSection
     base: Mapping[str, Any]
@@ -50,10 +47,7 @@ def save_adapter(
     read: ReadTensor = full_tensor,
     report_progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write the adapter of a trained network to `folder`. Every rank must call it; rank 0 reads the facts and writes.
-
-    See `save_network`.
-    """
+    """Write a trained adapter to `folder`; see `save_network`. Every rank must call it; rank 0 reads the facts."""
     tensors = all_tensors(networks, stages, rank, partial(peft_tensors, read=read), report_progress)
     if rank != 0:
         deque(tensors, maxlen=0)
@@ -75,10 +69,7 @@ def write_peft_folder(
     replace: bool = False,
     report_progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a PEFT folder of these tensors, with the tokenizer of the base and the digest of the base.
-
-    See `write_hf_folder`. PEFT reads one file, so all tensors are in memory at once.
-    """
+    """Write a PEFT folder with the base's tokenizer and digest; see `write_hf_folder`. All tensors are in memory."""
     by_name = dict(tensors)
     origin = model_folder(facts.section.path) if facts.section.path else None
 

@@ -17,7 +17,7 @@ from trimaran.checkpoint.step_dirs import draft_path, step_path
 from trimaran.checkpoint.write_checkpoint import commit, write_share
 from trimaran.core import Recipe, UserError
 from trimaran.models.from_hf import disk_layout
-from trimaran.nets import Decoder, Network, adapter_parameters, attach_adapter, open_network
+from trimaran.nets import Decoder, adapter_parameters, attach_adapter, open_network
 from trimaran.parallel.tensor_regions import VALUE_BYTES, TensorIndex, TensorMeta
 from trimaran.parallel.tensor_shards import (
     DTYPE_NAMES,
@@ -132,7 +132,22 @@ def find_imported_tensors(source: DcpSource, recipe: Recipe) -> ImportedTensors:
         attach_adapter(network, adapter)
     parameters = network.module.named_parameters() if adapter is None else adapter_parameters(network.module)
     wanted = {name: tuple(each.shape) for name, each in parameters}
-    mapping = _key_mapping(network, wanted, source)
+    # The mapping under which `source` has all weights. Raises UserError with what the best one lacks.
+    namings: list[dict[str, tuple[str, ...]]] = [{name: (name,) for name in wanted}]
+    if isinstance(network.module, Decoder):
+        spec = network.module.spec
+        parts = {name: disk_layout(spec)(name, shape, spec) for name, shape in wanted.items()}
+        if not any(each.region or each.transposed for some in parts.values() for each in some):
+            namings.append({name: tuple(each.name for each in some) for name, some in parts.items()})
+    tried = [
+        KeyMapping(each, names) for names in namings for each in _prefixes(source.index, next(iter(names.values()))[0])
+    ]
+    mapping = min(tried, key=lambda each: len(each.absent(source.index)), default=None)
+    absent = mapping.absent(source.index) if mapping else list(wanted)
+    if mapping is None or absent:
+        raise UserError("K023", f"the checkpoint lacks {len(absent)} weights of this run's model, such as "
+                        f"{', '.join(absent[:3])}", where=str(source.folder),
+                        fix="import it into a run whose recipe names the model that was trained")  # fmt: skip
     weights = [
         ImportedTensor(f"model/{name}", TensorMeta("F32", shape), mapping.keys(name)) for name, shape in wanted.items()
     ]
@@ -164,26 +179,6 @@ def find_imported_tensors(source: DcpSource, recipe: Recipe) -> ImportedTensors:
                                 fix="import it into a run whose recipe names the model that was trained")  # fmt: skip
     steps = [read_full_tensor(source, each.keys[0]) for each in moments if each.key.split("/")[1] == STEP and each.keys]
     return ImportedTensors(tensors, int(max(steps, default=torch.zeros(()))), bool(steps))
-
-
-def _key_mapping(network: Network, wanted: Mapping[str, tuple[int, ...]], source: DcpSource) -> KeyMapping:
-    """Return the mapping under which `source` has all weights. Raises UserError with what the best one lacks."""
-    namings: list[dict[str, tuple[str, ...]]] = [{name: (name,) for name in wanted}]
-    if isinstance(network.module, Decoder):
-        spec = network.module.spec
-        parts = {name: disk_layout(spec)(name, shape, spec) for name, shape in wanted.items()}
-        if not any(each.region or each.transposed for some in parts.values() for each in some):
-            namings.append({name: tuple(each.name for each in some) for name, some in parts.items()})
-    tried = [
-        KeyMapping(each, names) for names in namings for each in _prefixes(source.index, next(iter(names.values()))[0])
-    ]
-    best = min(tried, key=lambda each: len(each.absent(source.index)), default=None)
-    absent = best.absent(source.index) if best else list(wanted)
-    if best is None or absent:
-        raise UserError("K023", f"the checkpoint lacks {len(absent)} weights of this run's model, such as "
-                        f"{', '.join(absent[:3])}", where=str(source.folder),
-                        fix="import it into a run whose recipe names the model that was trained")  # fmt: skip
-    return best
 
 
 def _prefixes(keys: Iterable[str], name: str) -> list[str]:

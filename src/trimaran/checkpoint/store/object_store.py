@@ -102,10 +102,7 @@ def step_in_name(name: str) -> int:
 
 
 def open_store(url: str, *, block_bytes: int = BLOCK_BYTES) -> "ObjectStore":
-    """Return the store at `url`. Nothing is connected yet. Raises UserError K060 if a package is missing.
-
-    Files are read and written in requests of `block_bytes`.
-    """
+    """Return the store at `url`, not connected yet; requests have `block_bytes`. A missing package raises K060."""
     protocol = url.partition("://")[0]
     if find_spec("fsspec") is None:
         raise _missing_package(url, "fsspec")
@@ -240,10 +237,7 @@ class ObjectStore:
         return sum(map_in_threads(send, wanted, num_threads=NUM_TRANSFERS))
 
     def publish(self, folder: Path) -> tuple[str, bool]:
-        """Make the checkpoint in `folder`, whose files have been uploaded, complete in the store.
-
-        Returns its name, and whether it was not complete before.
-        """
+        """Complete the uploaded checkpoint `folder` in the store; return its name and whether it was incomplete."""
         text = read_limited(folder / MANIFEST, MAX_MANIFEST_BYTES)
         manifest = parse_manifest(folder, text)
         name = stored_name(manifest.step, text)
@@ -292,10 +286,7 @@ class ObjectStore:
                 self._files.rm(f"{self._root}/{name}", recursive=True)
 
     def refuse_later(self, step: int, before: float) -> list[str]:
-        """Rename the manifests of checkpoints of more than `step` steps that were written before a time.
-
-        No run loads them then. Returns their names.
-        """
+        """Rename manifests of steps after `step` written before a time, so no run loads them; return the names."""
         bad = []
         for name in [each.name for each in self.steps() if each.step > step and each.complete]:
             with contextlib.suppress(DamagedError):
@@ -411,27 +402,21 @@ class ObjectStore:
         """Write a file to the store. Raises DamagedError if it is not what its checksum says."""
         block = max(self._block_bytes, -(-record.bytes // MAX_BLOCKS))
         block = -(-block // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
-        with open_regular_file(source) as file, self._writing(target, block) as out:
-            for number, checksum in enumerate(record.checksums):
-                digest, (begin, end) = sha256(), record.range_of(number)
-                for at in range(begin, end, block):
-                    data = file.read(min(block, end - at))
-                    digest.update(data)
-                    out.write(data)
-                    count(len(data))
-                if digest.hexdigest() != checksum:
-                    what = "is not what was written: its checksum is wrong"
-                    raise DamagedError(source.parent, [Damage(source.name, what)])
-
-    @contextlib.contextmanager
-    def _writing(self, target: str, block_bytes: int) -> Iterator[Any]:
-        """Yield a file to write to in the store. If the block fails, nothing of it stays there."""
-        with self._reporting():
-            out = self._files.open(target, "wb", block_size=block_bytes)
+        with open_regular_file(source) as file, self._reporting():
+            out = self._files.open(target, "wb", block_size=block)
             try:
-                yield out
+                for number, checksum in enumerate(record.checksums):
+                    digest, (begin, end) = sha256(), record.range_of(number)
+                    for at in range(begin, end, block):
+                        data = file.read(min(block, end - at))
+                        digest.update(data)
+                        out.write(data)
+                        count(len(data))
+                    if digest.hexdigest() != checksum:
+                        what = "is not what was written: its checksum is wrong"
+                        raise DamagedError(source.parent, [Damage(source.name, what)])
                 out.close()
-            except BaseException:
+            except BaseException:  # nothing of it stays in the store
                 with contextlib.suppress(Exception):
                     out.discard()
                 with contextlib.suppress(Exception):

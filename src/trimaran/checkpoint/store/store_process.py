@@ -80,10 +80,7 @@ class StoreRequests:
                 self._answer({"bytes": self._num_bytes})
 
     def _claim(self, owner: dict[str, Any], *, take_over: bool) -> dict[str, Any] | None:
-        """Make the run `owner` the one that writes here; return who does instead, if that is another one.
-
-        `take_over`: from whoever it was.
-        """
+        """Make the run `owner` write here, with `take_over` from anyone; return who else writes here, if so."""
         now = self._retry(self._opened.owner)
         if now is not None and now.get("run") != owner["run"] and not take_over:
             return now

@@ -108,7 +108,8 @@ class StoreUploads:
         """
         if self._rank_layout.rank == 0:
             with suppress(OSError):  # a full disk does not keep it from being done now
-                write_refusal(self._folder, step)
+                self._folder.mkdir(exist_ok=True)
+                write_atomically(self._folder / REFUSAL, json.dumps({"step": step, "before": time.time()}))
             self._order("refuse_later", step)
 
     def wait(self, seconds: float) -> bool:
@@ -179,7 +180,14 @@ class StoreUploads:
             if self._rank_layout.rank == 0 and (why := self._claim()):
                 return sizes | {"failed": why}
             manifest = read_manifest(path)
-            names = self._names(path, manifest)
+            layout = self._rank_layout
+            if self._own_disk:
+                held = manifest.nodes.get(self._own_disk) or files_here(path, manifest)
+                names = [name for name in held if name != INDEX]
+            else:  # this node's part of the files on the shared disk
+                nodes = sorted({*layout.nodes})
+                names = sorted(name for name in manifest.files if name != INDEX)[nodes.index(layout.node) :: len(nodes)]
+            names += [INDEX] if layout.rank == 0 else []
             self.total_bytes = sum(manifest.files[name].bytes for name in names)
             clean = self._rank_layout.rank == 0
             sent = self._client.call("upload", show, folder=str(path), files=names, clean=clean)
@@ -191,16 +199,6 @@ class StoreUploads:
         """Return why this run may not write to the store; an empty text if it may."""
         other = self._client.call("claim", owner=self._owner, take_over=False)
         return taken_over(other) if other else ""
-
-    def _names(self, path: Path, manifest: Manifest) -> list[str]:
-        """Return the files that this node uploads: those that it has, or its part of those on the shared disk."""
-        layout = self._rank_layout
-        if self._own_disk:
-            names = [name for name in manifest.nodes.get(self._own_disk) or files_here(path, manifest) if name != INDEX]
-        else:
-            nodes = sorted({*layout.nodes})
-            names = sorted(name for name in manifest.files if name != INDEX)[nodes.index(layout.node) :: len(nodes)]
-        return [*names, INDEX] if layout.rank == 0 else names
 
     def _report(self, step: int, *, failed: str, **fields: Any) -> None:
         if self._rank_layout.rank != 0:
@@ -214,14 +212,8 @@ class StoreUploads:
         return f"trimaran/upload/{self._nonce}/{self._count}/{node}"
 
 
-def write_refusal(folder: Path, step: int) -> None:
-    """Write the order to refuse checkpoints of more than `step` steps in the store to the folder of checkpoints."""
-    folder.mkdir(exist_ok=True)
-    write_atomically(folder / REFUSAL, json.dumps({"step": step, "before": time.time()}))
-
-
 def refuse_ordered(client: StoreClient, folder: Path) -> None:
-    """Carry out the order of `write_refusal`, if there is one."""
+    """Carry out the order of `StoreUploads.refuse_later` that is on disk, if there is one."""
     try:
         order = json.loads(read_regular_text(folder / REFUSAL))
     except FileNotFoundError:
@@ -253,10 +245,7 @@ def wait_for_uploads(
 
 
 class StoreFetcher:
-    """Lists and fetches the checkpoints of a run in its store. `owner` is this run, see `ObjectStore.claim`.
-
-    `own_disk`: every node has its own files in its own `folder`.
-    """
+    """Lists and fetches checkpoints of the run `owner`. `own_disk`: every node has its own files in `folder`."""
 
     def __init__(
         self, client: StoreClient, folder: Path, rank_layout: RankLayout, owner: dict[str, Any], *, own_disk: bool
@@ -312,7 +301,15 @@ class StoreFetcher:
         If the nodes have their own disks, only its manifest and index: the rest is fetched by `fetch_files`.
         """
         name, path = self.names()[step], step_path(self._folder, step)
-        damaged, text = broadcast_json(self._manifest(name) if self._rank_layout.rank == 0 else ["", ""])
+        damaged = text = ""
+        if self._rank_layout.rank == 0:
+            try:
+                text = self._client.call("manifest", name=name)
+            except DamagedInStoreError as error:
+                damaged = str(error)
+            except (StoreError, UserError) as error:
+                damaged = f"it cannot be read from the store: {error}"
+        damaged, text = broadcast_json([damaged, text])
         if damaged:
             return damaged
         manifest, nonce = parse_manifest(path, text.encode()), broadcast_json(secrets.token_hex(4))
@@ -343,15 +340,6 @@ class StoreFetcher:
             names, nodes = sorted(set[str]().union(*missing.values())), sorted(missing)
             parts = {node: names[number :: len(nodes)] for number, node in enumerate(nodes)}
         return self._fetch(self.names()[manifest.step], manifest, parts, path, report_progress)
-
-    def _manifest(self, name: str) -> list[str]:
-        """Return why the manifest cannot be used, and its text."""
-        try:
-            return ["", self._client.call("manifest", name=name)]
-        except DamagedInStoreError as error:
-            return [str(error), ""]
-        except (StoreError, UserError) as error:
-            return [f"it cannot be read from the store: {error}", ""]
 
     def _fetch(
         self,

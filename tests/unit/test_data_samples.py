@@ -19,7 +19,15 @@ from PIL import Image
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from trimaran.core import DataSection, ImageRules, UserError
-from trimaran.data import TEMPLATES, BadSampleError, SampleIndex, prepare_samples, repeat_ids, repeats_per_epoch
+from trimaran.data import (
+    TEMPLATES,
+    BadSampleError,
+    SampleIndex,
+    check_vocabulary,
+    prepare_samples,
+    repeat_ids,
+    repeats_per_epoch,
+)
 
 RULES = ImageRules(patch=8, merge=2, image_token=257)
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
@@ -146,9 +154,9 @@ def test_an_image_token_that_is_an_ordinary_token_is_refused(tmp_path: Path) -> 
 def test_the_vocabulary_includes_the_image_token(tmp_path: Path) -> None:
     index = index_of(tmp_path / "cache", chat(tmp_path, [{"text": "a"}]), RULES)
     assert index.vocab_size == 258
-    index.check_vocabulary(258)
+    check_vocabulary(index.vocab_size, 258)
     with pytest.raises(UserError, match="258 token ids, the model has 257"):
-        index.check_vocabulary(257)
+        check_vocabulary(index.vocab_size, 257)
 
 
 # Mixtures

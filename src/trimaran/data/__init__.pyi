@@ -66,7 +66,7 @@ from .scenes.simulated_scenes import (
 from .step_batch import Inputs as Inputs, StepBatch as StepBatch, text_batch as text_batch
 from .text.bad_lines import BadLines as BadLines
 from .text.model_tokenizer import JsonTokenizer as JsonTokenizer
-from .text.pack_text import Progress as Progress, pack as pack, pack_with as pack_with
+from .text.pack_text import Progress as Progress, pack as pack, pack_files as pack_files
 from .text.prepare_text import cache_folder as cache_folder, check as check, prepare as prepare
 from .text.source_files import find_files as find_files, named_path as named_path
 from .text.text_sources import read_chunks as read_chunks
@@ -78,8 +78,8 @@ from .text.token_shards import (
 )
 from .text.tokenizer import (
     ByteTokenizer as ByteTokenizer, TOKENIZER_FILE as TOKENIZER_FILE, Tokenizer as Tokenizer, byte_alphabet as
-    byte_alphabet, is_same_tokenizer as is_same_tokenizer, load_tokenizer as load_tokenizer, open_tokenizer as
-    open_tokenizer, token_byte_lengths as token_byte_lengths,
+    byte_alphabet, check_vocabulary as check_vocabulary, is_same_tokenizer as is_same_tokenizer, load_tokenizer as
+    load_tokenizer, open_tokenizer as open_tokenizer, token_byte_lengths as token_byte_lengths,
 )
 from .vision.decode import (
     BadImageError as BadImageError, MAX_PIXELS as MAX_PIXELS, join_frames as join_frames, pixels_of as pixels_of,

@@ -70,26 +70,21 @@ def draw(number: int) -> DrawnSample:
     image = file.getvalue()
     if random.random() < CAPTION_FRACTION:
         return DrawnSample(image, "", " and ".join(f"a {colour} {shape}" for shape, colour in shapes))
-    return DrawnSample(image, *_question(random, shapes))
-
-
-def _question(random: np.random.Generator, shapes: list[DrawnShape]) -> tuple[str, str]:
-    """Return a question about the image, and its answer."""
     shape, colour = shapes[random.integers(len(shapes))]
     kind = random.choice(len(QUESTION_FRACTIONS), p=QUESTION_FRACTIONS)
     if kind == 0:
-        return f"what colour is the {shape}?", colour
+        return DrawnSample(image, f"what colour is the {shape}?", colour)
     if kind == 1:
-        return "how many shapes?", COUNTS[len(shapes)]
+        return DrawnSample(image, "how many shapes?", COUNTS[len(shapes)])
     if kind == 2:
         absent = [each for each in COLOURS if all(other != each for _, other in shapes)]
         if random.random() < 0.5:
-            return f"is anything {absent[random.integers(len(absent))]}?", "no"
-        return f"is anything {colour}?", "yes"
+            return DrawnSample(image, f"is anything {absent[random.integers(len(absent))]}?", "no")
+        return DrawnSample(image, f"is anything {colour}?", "yes")
     num_same = sum(each == colour for _, each in shapes)
     if num_same > 1:
-        return f"how many {colour} shapes?", COUNTS[num_same]
-    return f"what shape is {colour}?", shape
+        return DrawnSample(image, f"how many {colour} shapes?", COUNTS[num_same])
+    return DrawnSample(image, f"what shape is {colour}?", shape)
 
 
 def _render(random: np.random.Generator, shapes: list[DrawnShape], width: int, height: int) -> np.ndarray:
@@ -102,22 +97,19 @@ def _render(random: np.random.Generator, shapes: list[DrawnShape], width: int, h
     for (shape, colour), cell in zip(shapes, cells.tolist(), strict=True):
         cell_width, cell_height = width / across, height / down
         radius = min(cell_width, cell_height) / 2 * random.uniform(0.65, 0.95)
-        x = (cell % across + 0.5) * cell_width + random.uniform(-1, 1) * (cell_width / 2 - radius)
-        y = (cell // across + 0.5) * cell_height + random.uniform(-1, 1) * (cell_height / 2 - radius)
-        inside = _inside(shape, np.arange(width)[None] + 0.5 - x, np.arange(height)[:, None] + 0.5 - y, radius)
+        centre_x = (cell % across + 0.5) * cell_width + random.uniform(-1, 1) * (cell_width / 2 - radius)
+        centre_y = (cell // across + 0.5) * cell_height + random.uniform(-1, 1) * (cell_height / 2 - radius)
+        x, y = np.arange(width)[None] + 0.5 - centre_x, np.arange(height)[:, None] + 0.5 - centre_y
+        if shape == "circle":
+            inside = x**2 + y**2 < radius**2
+        elif shape == "ring":
+            distance = x**2 + y**2
+            inside = (distance < radius**2) & (distance > (0.55 * radius) ** 2)
+        elif shape == "square":
+            inside = np.maximum(abs(x), abs(y)) < 0.85 * radius
+        elif shape == "triangle":
+            inside = (y < 0.8 * radius) & (abs(x) < (y + radius) * 0.55)
+        else:
+            inside = (np.minimum(abs(x), abs(y)) < 0.28 * radius) & (np.maximum(abs(x), abs(y)) < radius)
         image[inside] = np.array(COLOURS[colour]) + random.integers(-10, 11, 3)
     return image.clip(0, 255).astype(np.uint8)
-
-
-def _inside(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarray:
-    """Return which pixels the shape covers; `x` and `y` are their offsets from its centre."""
-    if shape == "circle":
-        return x**2 + y**2 < radius**2
-    if shape == "ring":
-        distance = x**2 + y**2
-        return (distance < radius**2) & (distance > (0.55 * radius) ** 2)
-    if shape == "square":
-        return np.maximum(abs(x), abs(y)) < 0.85 * radius
-    if shape == "triangle":
-        return (y < 0.8 * radius) & (abs(x) < (y + radius) * 0.55)
-    return (np.minimum(abs(x), abs(y)) < 0.28 * radius) & (np.maximum(abs(x), abs(y)) < radius)

@@ -32,11 +32,8 @@ class FeatureCache:
         # An image belongs to the part that contains its first byte.
         parts = self._first[:-1] * (width * self.dtype.itemsize) // part_bytes
         self._starts = np.flatnonzero(np.diff(parts, prepend=-1))
+        self.num_parts = len(self._starts)
         self._maps: dict[int, np.ndarray] = {}
-
-    @property
-    def num_parts(self) -> int:
-        return len(self._starts)
 
     def images(self, part: int) -> range:
         """Return the numbers of the images in a part."""

@@ -14,7 +14,7 @@ def require(package: str, *, where: str, extra: str = "hf") -> None:
                         fix=f"run: pip install 'trimaran[{extra}]'")  # fmt: skip
 
 
-def load(module: str, package: str, *, where: str, extra: str = "hf") -> ModuleType:
+def load(module: str, package: str, *, where: str) -> ModuleType:
     """Return `trimaran.data.<module>`, the only module that imports `package`."""
-    require(package, where=where, extra=extra)
+    require(package, where=where)
     return importlib.import_module(f"trimaran.data.{module}")

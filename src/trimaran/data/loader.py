@@ -32,7 +32,6 @@ from trimaran.data.worker_pool import (
     START_SECONDS,
     DeadWorkerError,
     HungWorkerError,
-    MistakeInWorkerError,
     RaisedInWorkerError,
     WorkerPool,
     WorkerResult,
@@ -91,7 +90,8 @@ class Loader:
         self._waits = LoaderWaits()
         self._pool = WorkerPool(feed.load, timeout_seconds=timeout_seconds)
         self._at = NO_SAMPLE  # the sample that the thread is loading
-        self._next_step, self._next_request, self._last = start_step, start_step, steps
+        # The step of the next batch, the next one to load, and the one after the last.
+        self.next_step, self._next_request, self._last = start_step, start_step, steps
         self._ready: dict[int, Item] = {}
         self._changed = threading.Condition()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the loading thread
@@ -107,7 +107,7 @@ class Loader:
         return self
 
     def __next__(self) -> StepBatch:
-        if self._next_step >= self._steps.stop:
+        if self.next_step >= self._steps.stop:
             self.close()
             raise StopIteration
         if self._closed:
@@ -116,28 +116,23 @@ class Loader:
         # The timeout allows for all restarts of a worker process.
         patience = (self._timeout_seconds + START_SECONDS) * (1 + MAX_RESTARTS) if self._pool else self._timeout_seconds
         with self._changed:
-            if self._changed.wait_for(lambda: self._next_step in self._ready, timeout=patience):
-                item = self._ready.pop(self._next_step)
+            if self._changed.wait_for(lambda: self.next_step in self._ready, timeout=patience):
+                item = self._ready.pop(self.next_step)
             else:
-                item = self._fault(f"has hung: no data for {patience:g} s", self._next_step, sample=self._at)
+                item = self._fault(f"has hung: no data for {patience:g} s", self.next_step, sample=self._at)
         if not isinstance(item, StepBatch):
             self.close()
             raise item
-        self._next_step += 1
+        self.next_step += 1
         self._waits.record_wait(began)
         # At the end of a window the tuner may change the setting; the loading thread picks it up.
         if (window := self._waits.window()) and (chosen := self._tuner.choose(window)):
             setting, reason = chosen
-            self.changes.append(LoaderChange(self._next_step, setting, reason))
+            self.changes.append(LoaderChange(self.next_step, setting, reason))
             self._waits.skip(setting.depth)
             log.info("%d loader processes, %d batches ahead: %s", setting.workers, setting.depth, reason)
         os.eventfd_write(self._wakeup, 1)  # one more batch may be requested
         return item
-
-    @property
-    def next_step(self) -> int:
-        """The step of the next batch."""
-        return self._next_step
 
     def stats(self) -> dict[str, Any]:
         """Return the current setting, the total wait for batches and the wait for the last one."""
@@ -181,7 +176,7 @@ class Loader:
     def _load_ahead(self) -> None:
         if self._device is not None:
             torch.accelerator.set_device_index(self._device)  # a new thread starts on device 0
-        while not self._closed and self._next_step < self._last:
+        while not self._closed and self.next_step < self._last:
             self._pool.resize(self._tuner.setting.workers)
             if not (len(self._pool) or self._pool.num_pending) and self._may_request:
                 self._put(self._next_request, self._read(self._next_request))
@@ -199,7 +194,7 @@ class Loader:
     @property
     def _may_request(self) -> bool:
         """Whether the setting and the memory limit allow one more batch ahead."""
-        ahead = self._next_request - self._next_step
+        ahead = self._next_request - self.next_step
         fits = (ahead + 1) * self._waits.batch_bytes <= self._limits.memory_bytes
         return self._next_request < self._last and ahead < self._tuner.setting.depth and (fits or not ahead)
 
@@ -238,8 +233,8 @@ class Loader:
                 return mistake
             except Exception as mistake:
                 error, how = mistake, _raised(mistake)
-        elif isinstance(error, MistakeInWorkerError):
-            return error.mistake
+        elif isinstance(error, UserError):
+            return error.with_traceback(None)  # frames would keep shared memory
         elif isinstance(error, DeadWorkerError):
             how = f"crashed ({error})"
         elif isinstance(error, HungWorkerError):

@@ -185,7 +185,7 @@ class LoaderWaits:
         self._waited_seconds += seconds
         self._batches += 1
         if self._batches == self._skip:
-            self._restart()
+            self._skip, self._batches, self._start = 0, 0, self._now()
 
     def window(self) -> LoaderWindow | None:
         """Return the measurements since the last window; None until there are enough of them."""
@@ -200,7 +200,7 @@ class LoaderWaits:
             landing_seconds=landing,
             batch_bytes=self.batch_bytes,
         )
-        self._restart()
+        self._skip, self._batches, self._start = 0, 0, self._now()
         return window
 
     def skip(self, batches: int) -> None:
@@ -210,9 +210,6 @@ class LoaderWaits:
     def stats(self) -> dict[str, float]:
         seconds = {"waited_seconds": self._waited_seconds, "last_seconds": self.last_seconds}
         return seconds | {"load_seconds": self._load_seconds, "batch_bytes": self.batch_bytes}
-
-    def _restart(self) -> None:
-        self._skip, self._batches, self._start = 0, 0, self._now()
 
     def _now(self) -> tuple[float, float, float, float]:
         return time.monotonic(), self._waited_seconds, self._load_seconds, self._landing_seconds

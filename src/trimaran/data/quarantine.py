@@ -66,10 +66,7 @@ def read_quarantine(path: Path) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleReader:
-    """Reads text samples: retries failed reads, checks each sample, and blanks quarantined ones.
-
-    Token ids must be below `vocabulary`; None skips that check.
-    """
+    """Reads text samples: retries reads, checks them (ids below `vocabulary`; None: any), blanks quarantined ones."""
 
     vocabulary: int | None = None
     quarantined: frozenset[int] = frozenset()

@@ -17,10 +17,10 @@ from trimaran.data.vision.image_grid import (
     GREY,
     NEWLINE,
     TokenLayout,
+    anyres_layout,
     fill_patches,
     grid_positions,
     grids_of,
-    layout_of,
 )
 
 Layouts = Sequence[TokenLayout]
@@ -94,7 +94,8 @@ class SamplePacker:
             return (), np.zeros(0, dtype=np.int64), ()
         rules, pairs = self.rules, [(width, height) for width, height in sizes.tolist()]
         grids = tuple(grids_of(size, rules) for size in pairs)
-        if layouts := tuple(each for size in pairs if (each := layout_of(size, rules)) is not None):
+        if rules.variant == "anyres":  # else each token is its own patch, or a merged group
+            layouts = tuple(anyres_layout(size, rules) for size in pairs)
             return grids, np.array([len(each.sources) for each in layouts], dtype=np.int64), layouts
         patches = np.array([int(each.prod(1).sum()) for each in grids], dtype=np.int64)
         return grids, patches // rules.merge**2, ()
@@ -166,18 +167,13 @@ class FeatureSource(Protocol):
 
     @property
     def width(self) -> int: ...
-
     @property
     def dtype(self) -> np.dtype: ...
-
     def image(self, number: int, /) -> np.ndarray: ...
 
 
 class ImageArrays:
-    """A preallocated array for the images of one step. The images of a sample are appended together or not at all.
-
-    `size` is the number of patches of the step; with `features`, the number of image tokens.
-    """
+    """A preallocated array for the images of one step: `size` patches; with `features`, `size` image tokens."""
 
     def __init__(self, table: SampleTable, rules: ImageRules, size: int, features: FeatureSource | None) -> None:
         self._table, self._rules, self._features = table, rules, features

@@ -74,21 +74,14 @@ def rank_costs(costs: np.ndarray, assignment: np.ndarray) -> np.ndarray:
 
 
 def slowest_rank_cost(costs: np.ndarray, assignment: np.ndarray) -> float:
-    """Return the cost of the step's critical path: the sum over micro-steps of the slowest rank's cost.
-
-    A rank's cost is divided by its speed, relative to the mean: by its number of slots, relative to the mean.
-    """
+    """Return the cost of the critical path: per micro-step the slowest rank's, relative to its number of slots."""
     num_slots = (assignment[0] != NO_ROW).sum(-1)
     return float((rank_costs(costs, assignment) * num_slots.mean() / num_slots).max(-1).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFeedOptions:
-    """What the model needs of its samples: image rules (None: no images), row costs and the seed of the run.
-
-    With `features`, batches carry those instead of patches. Token ids must be below `vocabulary`; None skips that
-    check.
-    """
+    """What the model needs of samples. No `rules`: no images; `features` replace patches; `vocabulary` None: any id."""
 
     rules: ImageRules | None
     cost: RowCost
@@ -99,10 +92,7 @@ class SampleFeedOptions:
 
 @dataclass(frozen=True, slots=True)
 class RowAssignment:
-    """A step's global batch: the sample ids of each row, the cost of each row, and which rank gets which row.
-
-    `assignment` has row numbers [grad_accum, dp, micro_batch], and NO_ROW where a rank has fewer.
-    """
+    """A global batch: ids and cost of each row, and the row or NO_ROW of each slot [grad_accum, dp, micro_batch]."""
 
     rows: tuple[np.ndarray, ...]
     costs: np.ndarray
@@ -158,10 +148,7 @@ def sample_feeds(
 
 
 class SampleFeed(QuarantiningFeed):
-    """A `feed.BatchFeed` of samples. A sample's id is its number in the index.
-
-    With `epochs`, rows after the last epoch are empty on all ranks alike; without, the feed has no end.
-    """
+    """A `feed.BatchFeed` of samples by number in the index. Rows after `epochs` are empty on all ranks; 0: no end."""
 
     def __init__(
         self,

@@ -147,11 +147,7 @@ class LoaderWorker:
             os.write(self._requests.fileno(), STEP.pack(step))
 
     def receive(self) -> tuple[LoadedArrays, float]:
-        """Return the arrays of the oldest pending step and the seconds that loading took.
-
-        Waits until a result arrives, the process ends, or the timeout passes. The arrays are views of shared memory:
-        copy them before the next request.
-        """
+        """Wait for the oldest pending step. Return its arrays, to copy before the next request, and load seconds."""
         try:
             ok, size = PREFIX.unpack(self._read(memoryview(bytearray(PREFIX.size))))
             message = json.loads(bytes(self._read(memoryview(bytearray(size)))))
@@ -162,7 +158,7 @@ class LoaderWorker:
                 raise DeadWorkerError(f"killed by {signal.Signals(-code).name}") from None
             raise DeadWorkerError(f"exit code {code}") from None
         if not ok and isinstance(message, Mapping):
-            raise MistakeInWorkerError(UserError(**message))
+            raise UserError(**message)  # of the code in the process
         if not ok:
             raise RaisedInWorkerError(message)
         arrays = self._slots[self._received % NUM_SLOTS].arrays(message["arrays"], message["slot_bytes"])
@@ -261,14 +257,6 @@ class RaisedInWorkerError(Exception):
     """The code in the process raised. The message is the traceback; its last line is the error."""
 
 
-class MistakeInWorkerError(RaisedInWorkerError):
-    """The code in the process raised a UserError, which is `mistake`."""
-
-    def __init__(self, mistake: UserError) -> None:
-        super().__init__(str(mistake))
-        self.mistake = mistake
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
     """The arrays of a step, or the error that prevented it. `worker`, `pid` and `sample` say where it came from.
@@ -327,10 +315,7 @@ class WorkerPool:
         return True
 
     def collect(self, wakeup: int) -> list[WorkerResult]:
-        """Wait for a result or for the file descriptor `wakeup`, and return the results.
-
-        Copy the arrays before the next call of any method.
-        """
+        """Wait for a result or the descriptor `wakeup`; return the results. Copy their arrays before the next call."""
         workers = [each for each in (*self._workers, *self._draining) if each.pending]
         if not workers:
             poll = select.poll()
@@ -366,7 +351,7 @@ class WorkerPool:
             loaded, seconds = worker.receive()
         except (DeadWorkerError, HungWorkerError) as error:
             return self._replace(worker, error)
-        except RaisedInWorkerError as error:
+        except (RaisedInWorkerError, UserError) as error:
             failure = self._failure(worker, error)
             worker.pending.clear()  # the process has ended, and its other steps come after the failed one
             return failure

@@ -20,6 +20,7 @@ from trimaran.data import (
     TokenFeed,
     Tokenizer,
     TokenShards,
+    check_vocabulary,
     token_byte_lengths,
 )
 from trimaran.nets import Network
@@ -36,10 +37,7 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutLoss:
-    """A mean loss over the valid tokens of some data, in nats. `num_bytes` is None if the tokenizer does not say.
-
-    `accuracy` is that of samples with answers, by score; `accuracy_counts` has its denominators.
-    """
+    """A mean loss over valid tokens, in nats; `num_bytes` is None if unknown. Accuracy and its counts are by score."""
 
     loss: float
     tokens: int
@@ -75,10 +73,7 @@ class EvaluatedNetwork:
 def held_out_loss(
     subject: EvaluatedNetwork, recipe: Recipe, *, batches: int | None, cache: Path, progress: Progress
 ) -> HeldOutLoss:
-    """Return the loss on the held-out data of `recipe`: that of the trainer, up to the rounding of its plan.
-
-    `batches` of `train.global_batch` sequences are evaluated; by default `train.evaluate.batches`, as the trainer does.
-    """
+    """Return the loss on the recipe's held-out data, as the trainer's up to rounding; `batches` are global batches."""
     network, plan = subject.network, subject.plan
     rows = gcd(plan.micro_batch, plan.global_batch)
     share = DataShare(rank=0, dp=1, micro_batch=rows, grad_accum=plan.global_batch // rows)
@@ -103,7 +98,7 @@ def text_loss(
     progress: Progress,
 ) -> HeldOutLoss:
     """Return the loss on all sequences of packed text, or on those of the first `batches` forwards."""
-    shards.check_vocabulary(subject.network.vocabulary)
+    check_vocabulary(shards.vocab_size, subject.network.vocabulary)
     seq_len = max(1, min(seq_len, shards.num_tokens - 1))
     count = (shards.num_tokens - 1) // seq_len
     sequences = Sequences(shards, seq_len, isolate, 0, count)

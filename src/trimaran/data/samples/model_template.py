@@ -165,11 +165,7 @@ EncodedChat = tuple[np.ndarray, np.ndarray, int]
 
 
 class ModelTemplate:
-    """The chat template of a model.
-
-    A message with images has parts, which the template writes; if it writes no images, their tokens are put into the
-    text of the message.
-    """
+    """The chat template of a model. If it writes no images, their tokens are put into the text of a message."""
 
     def __init__(self, tokenizer: ModelTokenizer, image_ids: np.ndarray, image_token: int | None) -> None:
         content, where = tokenizer.content, str(tokenizer.describe()["path"])
@@ -194,16 +190,10 @@ class ModelTemplate:
             self._can_split = whole == parts
         facts = [dict(content.templates), dict(content.special_tokens), TEMPLATE_DATE.isoformat(), self._image_text]
         self.name = f"model {hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}"
-
-    @property
-    def writes_date(self) -> bool:
-        """Whether a template asks for today's date; it gets a fixed one."""
-        return self._renderer.mentions("strftime_now")
-
-    @property
-    def ends_turns(self) -> bool:
-        """Whether the template writes something after an answer, from which the model learns to stop."""
-        return bool(self._suffix) or self._renderer.has_markers(None)
+        # Whether a template asks for today's date; it gets a fixed one.
+        self.writes_date = self._renderer.mentions("strftime_now")
+        # Whether the template writes something after an answer, from which the model learns to stop.
+        self.ends_turns = bool(self._suffix) or self._renderer.has_markers(None)
 
     def tokenize(self, raws: Sequence[RawSample]) -> list[list[EncodedChat] | BadSampleError]:
         """Return the texts of each conversation as tokens, or why it is bad."""
@@ -269,10 +259,7 @@ class ModelTemplate:
     def _by_marks(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, context: set[int]
     ) -> list[RenderedChat]:
-        """Return the conversation of a template with markers. The token that ends a turn is learnt in any case.
-
-        Its marks in the messages of `context` are ignored.
-        """
+        """Return the conversation of a template with markers; those in `context` are ignored. Turn ends are learnt."""
         text, ranges = self._renderer.render_marked(messages, tools)
         if context:
             owners: list[int] = []  # of the ranges: their messages

@@ -85,10 +85,7 @@ class ImageFinder:
 def read_row(
     row: Any, finder: ImageFinder, text_field: str = "text"
 ) -> tuple[tuple[Turn, ...], tuple[ImageSource | Video, ...]]:
-    """Return the turns of a row and its images in order; a video that is one block is among them.
-
-    Raises BadSampleError if the row has no targets.
-    """
+    """Return the turns of a row, and its images and one-block videos in order. No targets raise BadSampleError."""
     if not isinstance(row, Mapping):
         raise BadSampleError(f"this is a {type(row).__name__} and not an object with fields")
     row_images = []
@@ -96,9 +93,9 @@ def read_row(
         first = value[0] if isinstance(value, list) and value else value
         # As `datasets` and Parquet store an image.
         is_image = isinstance(first, Mapping) and first.keys() == {"bytes", "path"}
-        if value is not None and (field in IMAGES or is_image):
+        if value is not None and value != "" and (field in IMAGES or is_image):
             is_listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-            row_images += [finder.find(each) for each in (value if is_listed else [value] if value != "" else [])]
+            row_images += [finder.find(each) for each in (value if is_listed else [value])]
     videos = []
     for field in VIDEO_FIELDS:
         value = row.get(field)
@@ -106,8 +103,17 @@ def read_row(
             beside = {name: row[name] for name in ("fps", "times") if row.get(name) is not None}  # of one video
             is_folder = isinstance(each, str) and not each.lower().endswith(VIDEO_SUFFIXES)
             videos.append(read_video({"frames": each, **beside} if is_folder else each, finder.find, finder.frames))
-    turns = _with_videos(list(_turns(row, finder, text_field, split=bool(row_images))), videos)
-    turns = [_with_frames(turn) for turn in turns]
+    turns = []
+    for turn in _with_videos(list(_turns(row, finder, text_field, split=bool(row_images))), videos):
+        mixed: list[TurnPart] = []
+        for part in turn.parts:
+            if not isinstance(part, Video) or part.positions:
+                mixed.append(part)
+                continue
+            # Other videos become frames, each after its time. A caption is learnt completely, so it has no times.
+            for frame, seconds in zip(part.frames, part.times, strict=True):
+                mixed += [frame] if turn.role in ("assistant", "text") else [f"<{seconds:.1f} seconds>", frame]
+        turns.append(replace(turn, parts=mixed))
     targets = [
         turn
         for turn in turns
@@ -207,21 +213,6 @@ def _with_videos(turns: list[_ParsedTurn], videos: list[Video]) -> list[_ParsedT
     first = next(number for number, turn in enumerate(turns) if turn.role != "system")
     changed = replace(turns[first], parts=(*videos, *turns[first].parts))
     return [*turns[:first], changed, *turns[first + 1 :]]
-
-
-def _with_frames(turn: _ParsedTurn) -> _ParsedTurn:
-    """Return the turn with the frames of its videos as images, each after its time. A video of one block stays.
-
-    A caption is learnt completely, so the times are left out there.
-    """
-    parts: list[TurnPart] = []
-    for part in turn.parts:
-        if not isinstance(part, Video) or part.positions:
-            parts.append(part)
-            continue
-        for frame, seconds in zip(part.frames, part.times, strict=True):
-            parts += [frame] if turn.role in ("assistant", "text") else [f"<{seconds:.1f} seconds>", frame]
-    return replace(turn, parts=parts)
 
 
 def _turns(row: Mapping[str, Any], finder: ImageFinder, text_field: str, *, split: bool) -> Iterator[_ParsedTurn]:

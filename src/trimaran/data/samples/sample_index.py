@@ -17,7 +17,7 @@ from trimaran.core import UserError, read_regular_text
 from trimaran.data.feed import num_held_out, positions
 from trimaran.data.sample_costs import SampleRecord
 from trimaran.data.samples.source_part import SamplePart, not_samples
-from trimaran.data.text.tokenizer import Tokenizer, check_vocabulary
+from trimaran.data.text.tokenizer import Tokenizer
 
 FORMAT = "trimaran-mixture-1"
 MIXTURE = "mixture.json"
@@ -45,15 +45,15 @@ class SourceMixture(BaseModel):
 
 
 class SampleIndex:
-    """Random access to the samples and images of one or several sources: a `SampleTable`. Data is read on access.
-
-    Samples and images are numbered source by source, in reading order.
-    """
+    """Random access to samples and images, numbered source by source: a `SampleTable`. Data is read on access."""
 
     def __init__(self, path: Path, mixture: SourceMixture, parts: Sequence[SamplePart]) -> None:
         self.path, self.mixture, self.parts = path, mixture, tuple(parts)
         self._first = [0, *accumulate(part.num_samples for part in parts)]
         self._images = [0, *accumulate(len(part.images) for part in parts)]
+        self.num_samples, self.num_images = self._first[-1], self._images[-1]
+        self.source_names = tuple(source.name for source in mixture.sources)
+        self.vocab_size = max(part.meta.vocab_size for part in parts)  # one more than the largest id that can occur
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -65,26 +65,9 @@ class SampleIndex:
         return cls(path, mixture, [SamplePart.open(path.parent / source.part) for source in mixture.sources])
 
     @property
-    def num_samples(self) -> int:
-        return self._first[-1]
-
-    @property
-    def num_images(self) -> int:
-        return self._images[-1]
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of all samples; an image counts as one."""
         return sum(len(part.tokens) for part in self.parts)
-
-    @property
-    def source_names(self) -> tuple[str, ...]:
-        return tuple(source.name for source in self.mixture.sources)
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id that can occur."""
-        return max(part.meta.vocab_size for part in self.parts)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -157,10 +140,7 @@ class SampleIndex:
         return self.parts[source].origin(index - self._first[source])
 
     def mixed(self, seed: int, keep: np.ndarray | None = None) -> np.ndarray:
-        """Return the sample ids of one epoch as int64, sorted; weights and epochs decide how often each occurs.
-
-        `keep` is a mask over the samples; weights then apply to the kept samples.
-        """
+        """Return the sorted sample ids of an epoch, repeated by weights and epochs, which apply to those in `keep`."""
         ids = [np.arange(low, high) for low, high in zip(self._first, self._first[1:], strict=False)]
         ids = ids if keep is None else [each[keep[each]] for each in ids]
         sources = self.mixture.sources
@@ -175,9 +155,6 @@ class SampleIndex:
             if count := num_held_out(part.num_samples, fraction):
                 mask[first + positions(seed, np.arange(count), part.num_samples)] = True
         return mask
-
-    def check_vocabulary(self, vocabulary: int) -> None:
-        check_vocabulary(self.vocab_size, vocabulary)
 
     def verify(self) -> None:
         """Raise unless all checksums match. Reads everything except image files outside the index."""

@@ -207,6 +207,7 @@ class SamplePart:
         alone = np.broadcast_to(np.int32(ALONE), len(self.images))
         self.times = self._map(TIMES, DTYPE_OF[TIMES]) if TIMES in meta.rows else alone
         self.image_files = ImageFiles(path, arrays["containers"], arrays["paths"])
+        self.num_samples = len(self.ends)
         ends = (int(self.ends[-1]), int(self.image_ends[-1])) if len(self.ends) else (0, 0)
         is_complete = len(self.ends) == len(self.origins) and len(self.times) == len(self.images)
         if not len(self.ends) or ends != (len(self.tokens), len(self.images)) or not is_complete:
@@ -219,10 +220,6 @@ class SamplePart:
             return cls(path, SourcePartMeta.model_validate_json(read_regular_text(path / META, follow_links=True)))
         except (OSError, UnicodeDecodeError, ValidationError):
             raise not_samples(path, META) from None
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.ends)
 
     @property
     def digest(self) -> str:

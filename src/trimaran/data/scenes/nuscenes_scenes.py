@@ -87,7 +87,8 @@ class NuscenesScenes:
                 centres = cell_centres(rules).astype(np.float64)
                 x, y = (each.ravel() for each in np.meshgrid(centres, centres, indexing="ij"))
                 world = self._ego_pose(sample) @ np.stack([x, y, np.zeros_like(x), np.ones_like(x)])
-                on_road = open_map(self._file(sample.map)).contains(world[0], world[1]).reshape(cells, cells)
+                drivable = open_map(file_inside(self.folder, sample.map))
+                on_road = drivable.contains(world[0], world[1]).reshape(cells, cells)
                 ground = np.where(on_road, GROUND.index("road"), GROUND.index("terrain"))
                 ground = with_objects(ground, boxes, rules)
         except MissingFileError as error:
@@ -110,9 +111,6 @@ class NuscenesScenes:
         tables = self.tables
         return to_vehicle @ tables.ego_poses[recording.ego_pose] @ tables.calibrations[recording.calibration].pose
 
-    def _file(self, name: str) -> Path:
-        return file_inside(self.folder, name)
-
     def _cameras(self, sample: KeyFrame, to_vehicle: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the images, and the calibration of each camera for them."""
         rules, images = self.rules, []
@@ -132,7 +130,7 @@ class NuscenesScenes:
             across, down = rules.width / recording.size[0], rules.height / recording.size[1]
             rig[number] = (math.atan2(ahead[1], ahead[0]), matrix[0, 0] * across, matrix[0, 2] * across,
                            matrix[1, 2] * down, pose[2, 3], pose[0, 3], pose[1, 3])  # fmt: skip
-            file = self._file(recording.file)
+            file = file_inside(self.folder, recording.file)
             read = self.options.read_or(black_image(rules), "cameras", lambda file=file: read_camera(file, rules))
             images.append(read)
         return np.stack(images), rig
@@ -141,7 +139,9 @@ class NuscenesScenes:
         if not self.rules.lidar:
             return no_points("lidar")
         recording = self.tables.recordings[sample.recordings[LIDAR]]
-        points = self.options.read_or(no_points("lidar"), "lidar", lambda: read_lidar(self._file(recording.file)))
+        points = self.options.read_or(
+            no_points("lidar"), "lidar", lambda: read_lidar(file_inside(self.folder, recording.file))
+        )
         return inside_grid(moved_points(points, self.tables.calibrations[recording.calibration].pose), self.rules,
                            "LiDAR points")  # fmt: skip
 
@@ -154,7 +154,7 @@ class NuscenesScenes:
 
         def read(recording: SensorRecording) -> np.ndarray:
             pose, age = self._placed(recording, to_vehicle), (now - recording.microseconds) / 1e6
-            return swept_points(read_radar(self._file(recording.file)), pose, age)
+            return swept_points(read_radar(file_inside(self.folder, recording.file)), pose, age)
 
         for channel in RADAR_CHANNELS:
             if channel not in sample.recordings:

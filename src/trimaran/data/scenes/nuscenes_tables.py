@@ -124,7 +124,24 @@ def _tables(folder: Path, sensors: Collection[str], categories: Collection[str])
     if missing := needed - set(ego_poses):
         raise ValueError(f"ego_pose {min(missing)}")
     samples = _samples(folder, recordings, calibrations)
-    return NuscenesTables(samples, recordings, calibrations, ego_poses, _annotations(folder, categories))
+    # The boxes of these categories, by sample.
+    names = dict(_rows(folder, "category", lambda row: (row["token"], row["name"])))
+    instances = dict(_rows(folder, "instance", lambda row: (row["token"], names[row["category_token"]])))
+
+    def annotation(row: dict[str, Any]) -> tuple[str, BoxAnnotation] | None:
+        category = instances[row["instance_token"]]
+        if category not in categories:
+            return None
+        width, length, height = map(float, row["size"])
+        points = int(row["num_lidar_pts"]) + int(row["num_radar_pts"])
+        return row["sample_token"], BoxAnnotation(pose_of(row), (width, length, height), category, points)
+
+    found: dict[str, list[BoxAnnotation]] = {}
+    for sample, each in _rows(folder, "sample_annotation", annotation):
+        found.setdefault(sample, []).append(each)
+    return NuscenesTables(
+        samples, recordings, calibrations, ego_poses, {sample: tuple(each) for sample, each in found.items()}
+    )
 
 
 def _samples(
@@ -147,25 +164,6 @@ def _samples(
         if scenes[scene][1] not in logs:
             raise ValueError(f"log {scenes[scene][1]}")
     return tuple(KeyFrame(token, by_sample.get(token, {}), maps.get(scenes[scene][1])) for scene, _, token in rows)
-
-
-def _annotations(folder: Path, categories: Collection[str]) -> dict[str, tuple[BoxAnnotation, ...]]:
-    """Return the boxes of these categories, by sample."""
-    names = dict(_rows(folder, "category", lambda row: (row["token"], row["name"])))
-    instances = dict(_rows(folder, "instance", lambda row: (row["token"], names[row["category_token"]])))
-
-    def annotation(row: dict[str, Any]) -> tuple[str, BoxAnnotation] | None:
-        category = instances[row["instance_token"]]
-        if category not in categories:
-            return None
-        width, length, height = map(float, row["size"])
-        points = int(row["num_lidar_pts"]) + int(row["num_radar_pts"])
-        return row["sample_token"], BoxAnnotation(pose_of(row), (width, length, height), category, points)
-
-    found: dict[str, list[BoxAnnotation]] = {}
-    for sample, each in _rows(folder, "sample_annotation", annotation):
-        found.setdefault(sample, []).append(each)
-    return {sample: tuple(each) for sample, each in found.items()}
 
 
 def pose_of(row: Mapping[str, Any]) -> np.ndarray:

@@ -255,7 +255,26 @@ def open_index(folder: Path, rules: SceneRules, options: SceneOptions) -> Record
     if not isinstance(scenes, list) or not scenes or not all(isinstance(each, Mapping) for each in scenes):
         raise _wrong("the index lists no scenes", where)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    rig = _rig(tree.get("cameras"), rules, where) if rules.cameras else None
+    rig = None
+    if rules.cameras:
+        cameras = tree.get("cameras")
+        if not isinstance(cameras, list) or len(cameras) != rules.cameras:
+            found = len(cameras) if isinstance(cameras, list) else "no"
+            raise _wrong(f"the index has {found} cameras, and the model {rules.cameras}", where)
+        rig = np.zeros((rules.cameras, RIG_NUMBERS), dtype=np.float32)
+        for number, camera in enumerate(cameras):
+            try:
+                wide, tall = (float(camera[name]) for name in ("width", "height"))
+                column, row = (float(each) for each in camera["centre"])
+                values = (float(camera["heading"]), float(camera["focal"]), float(camera.get("metres", CAMERA_METRES)))
+                x, y = (float(each) for each in camera.get("position", (0.0, 0.0)))
+            except (KeyError, TypeError, ValueError, AttributeError):
+                raise _wrong(f"camera {number} lacks heading, focal, centre, width or height", where) from None
+            heading, focal, metres = values
+            if not all(map(math.isfinite, (*values, column, row, x, y))) or min(wide, tall, focal, metres) <= 0:
+                raise _wrong(f"camera {number} has an impossible calibration", where)
+            across, down = camera_scale(f"camera {number}", (wide, tall), rules, where)
+            rig[number] = heading, focal * across, column * across, row * down, metres, x, y
     radars = tree.get("radars", []) if rules.radar else []
     if not isinstance(radars, list):
         raise _wrong("the radars of the index are not a list", where)
@@ -303,28 +322,6 @@ def write_scenes(scenes: Sequence[SimulatedScene], rules: SceneRules, folder: Pa
     radars = [{"position": [each.x, each.y, each.metres], "heading": each.heading} for each in RADARS]
     tree = {"format": FORMAT, "cameras": cameras, "scenes": entries} | ({"radars": radars} if rules.radar else {})
     (folder / INDEX).write_text(json.dumps(tree), encoding="utf-8")
-
-
-def _rig(cameras: Any, rules: SceneRules, where: str) -> np.ndarray:
-    """Return heading, focal length, centre column, centre row and metres of each camera, for the model's images."""
-    if not isinstance(cameras, list) or len(cameras) != rules.cameras:
-        found = len(cameras) if isinstance(cameras, list) else "no"
-        raise _wrong(f"the index has {found} cameras, and the model {rules.cameras}", where)
-    rig = np.zeros((rules.cameras, RIG_NUMBERS), dtype=np.float32)
-    for number, camera in enumerate(cameras):
-        try:
-            wide, tall = (float(camera[name]) for name in ("width", "height"))
-            column, row = (float(each) for each in camera["centre"])
-            values = (float(camera["heading"]), float(camera["focal"]), float(camera.get("metres", CAMERA_METRES)))
-            x, y = (float(each) for each in camera.get("position", (0.0, 0.0)))
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise _wrong(f"camera {number} lacks heading, focal, centre, width or height", where) from None
-        heading, focal, metres = values
-        if not all(map(math.isfinite, (*values, column, row, x, y))) or min(wide, tall, focal, metres) <= 0:
-            raise _wrong(f"camera {number} has an impossible calibration", where)
-        across, down = camera_scale(f"camera {number}", (wide, tall), rules, where)
-        rig[number] = heading, focal * across, column * across, row * down, metres, x, y
-    return rig
 
 
 def camera_scale(name: str, size: tuple[float, float], rules: SceneRules, where: str) -> tuple[float, float]:

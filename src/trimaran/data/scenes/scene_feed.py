@@ -58,10 +58,7 @@ class SceneRange:
 
 
 class SceneFeed(QuarantiningFeed):
-    """A `feed.BatchFeed` of scenes. `scenes` must not be empty.
-
-    A quarantined scene keeps its row, which is then black, empty and not `valid`.
-    """
+    """A `feed.BatchFeed` of `scenes`, at least one. A quarantined one keeps its row: black, empty and not `valid`."""
 
     def __init__(
         self, scenes: SceneRange, *, seed: int, share: DataShare, quarantined: frozenset[int] = frozenset()

@@ -185,10 +185,7 @@ def make_scene(seed: int, number: int, rules: SceneRules) -> SimulatedScene:
 
 
 def cast(rig: SensorRays, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the distance, the hit box (or GROUND_HIT, SKY) and the brightness of each ray [columns, rows].
-
-    Uses the slab method: a ray hits a box where it is between all three pairs of parallel planes.
-    """
+    """Return distance, hit box (or GROUND_HIT, SKY) and brightness of each ray [columns, rows], by the slab method."""
     down = rig.rays[..., 2] < -1e-3
     with np.errstate(divide="ignore"):
         distances = np.where(down, -rig.metres / rig.rays[..., 2], np.float32(np.inf)).astype(np.float32)
@@ -241,10 +238,7 @@ def camera_rays(rules: SceneRules) -> SensorRays:
 
 
 def _boxes(draw: np.random.Generator, roads: list[Road], rules: SceneRules) -> np.ndarray:
-    """Return boxes on the ground that touch neither each other nor the vehicle. Most vehicles are on a road.
-
-    Boxes look the same from both ends, so yaw is in [-pi/2, pi/2).
-    """
+    """Return boxes on the ground that touch neither each other nor the vehicle; yaw is in [-pi/2, pi/2)."""
     boxes: list[np.ndarray] = []
     wanted, edge = draw.integers(2, MAX_OBJECTS + 1), rules.reach - MARGIN_METRES
     for _ in range(wanted * PLACEMENT_ATTEMPTS):

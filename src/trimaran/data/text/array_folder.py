@@ -22,10 +22,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}  # of token ids
 
 
 class ArrayFolderWriter:
-    """Writes the files of a new folder at `path`; see `drafted`.
-
-    Token ids are below `vocab_size`; the tokenizer is stored with them.
-    """
+    """Writes a new folder at `path` (see `drafted`) with the tokenizer of its ids, which are below `vocab_size`."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._path, self._tokenizer, self._vocab_size, self._stack = path, tokenizer, vocab_size, ExitStack()
@@ -90,10 +87,7 @@ def _sync(path: Path) -> None:
 
 
 def map_array(file: Path, dtype: np.dtype, count: int, damaged: Callable[[Path, str], UserError]) -> np.ndarray:
-    """Return a file of `count` numbers as a plain ndarray: slicing a memmap is several times slower.
-
-    Raises `damaged` of the file and the reason if it has another size or cannot be read.
-    """
+    """Return a file of `count` numbers as an ndarray (fast to slice), or raise `damaged` of the file and the reason."""
     try:
         with open_regular_file(file, follow_links=True) as stream:
             if (size := os.fstat(stream.fileno()).st_size) != count * dtype.itemsize:

@@ -18,10 +18,7 @@ BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
 def read_rows(path: Path, files: list[Path], field: str, bad: BadLines) -> Iterator[tuple[str, float]]:
-    """Yield the text of each row and the fraction read, from a `save_to_disk` folder or parquet, JSON and CSV files.
-
-    The text of a bad row is empty; the row is counted in `bad`.
-    """
+    """Yield text and fraction read of each row of a saved dataset or of files; a bad row is empty, and in `bad`."""
     if is_saved_dataset(path):
         dataset = _open_saved(path)
         for number, text in enumerate(_texts(dataset, field, path, bad), start=1):

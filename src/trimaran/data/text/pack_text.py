@@ -9,8 +9,8 @@ import numpy as np
 from trimaran.core import DataSection, UserError
 from trimaran.data.text.bad_lines import BadLines
 from trimaran.data.text.source_files import find_files
-from trimaran.data.text.text_sources import check_file_starts, read_chunks
-from trimaran.data.text.token_files import TOKEN_SOURCES, check_token_files, read_token_runs
+from trimaran.data.text.text_sources import read_chunks
+from trimaran.data.text.token_files import TOKEN_SOURCES, read_token_runs
 from trimaran.data.text.token_shards import ShardWriter
 from trimaran.data.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -34,20 +34,6 @@ def pack(section: DataSection, out: Path, *, end_token: str | None = None, progr
         raise UserError("T016", "this path already exists", where=str(out),
                         fix="name a folder that does not exist yet") from None  # fmt: skip
     return out
-
-
-def pack_with(section: DataSection, tokenizer: Tokenizer, out: Path, *, progress: Progress | None = None) -> Path:
-    """Return the new folder `out` after packing `section` into it with a tokenizer that is already open."""
-    pack_files(section, find_files(section), tokenizer, out, progress)
-    return out
-
-
-def check_starts(section: DataSection, files: list[Path], tokenizer: Tokenizer) -> None:
-    """Raise if the start of the files is damaged or unreadable."""
-    if section.source in TOKEN_SOURCES:
-        check_token_files(section, files, tokenizer)
-    else:
-        check_file_starts(section, files)
 
 
 def pack_files(
@@ -91,12 +77,12 @@ def _write_tokens(
     section: DataSection, files: list[Path], tokenizer: Tokenizer, writer: ShardWriter
 ) -> Iterator[float]:
     """Write the documents of token files, and yield the fraction read now and then."""
-    for number, run in enumerate(read_token_runs(section, files, tokenizer)):
-        writer.append(run.ids)
-        if run.ends_document:
+    for number, (ids, ends_document, fraction_read) in enumerate(read_token_runs(section, files, tokenizer)):
+        writer.append(ids)
+        if ends_document:
             writer.end_document()
         if number % REPORTED_RUNS == 0:
-            yield run.fraction_read
+            yield fraction_read
 
 
 def in_batches(items: Iterable[Item], size_of: Callable[[Item], float], full_size: float) -> Iterator[list[Item]]:

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the cache folder of packed data: TRIMARAN_CACHE, or a folder in the user's cache.
-
-    The environment is an argument: only entry points read it.
-    """
+    """Return TRIMARAN_CACHE of `environ`, which only entry points read, or else a folder in the user's cache."""
     if named := environ.get("TRIMARAN_CACHE"):
         return Path(named)
     return needed_user_cache(environ) / "data"
@@ -53,9 +50,14 @@ def check(section: DataSection) -> None:
     if section.source == "shards":
         _check_shards(section, named_path(section))
         return
-    from trimaran.data.text.pack_text import check_starts  # noqa: PLC0415  as in `prepare`
+    from trimaran.data.text.text_sources import check_file_starts  # noqa: PLC0415  as in `prepare`
+    from trimaran.data.text.token_files import TOKEN_SOURCES, check_token_files  # noqa: PLC0415
 
-    check_starts(section, find_files(section), load_tokenizer(section.tokenizer))
+    files, tokenizer = find_files(section), load_tokenizer(section.tokenizer)
+    if section.source in TOKEN_SOURCES:
+        check_token_files(section, files, tokenizer)
+    else:
+        check_file_starts(section, files)
 
 
 def _check_shards(section: DataSection, path: Path) -> None:

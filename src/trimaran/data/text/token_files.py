@@ -2,7 +2,6 @@
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,15 +19,8 @@ LLM_C_DTYPES = {20240520: "<u2", 20240801: "<u4"}  # by the magic number: tokens
 LLM_C_HEADER_BYTES = 1024
 CHUNK_TOKENS = 1 << 22
 HEAD_TOKENS = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRun:
-    """Tokens of a document, without the token that ends it. `fraction_read` is the progress in the source."""
-
-    ids: np.ndarray
-    ends_document: bool
-    fraction_read: float
+# Tokens of a document without the one that ends it, whether it ends, and the fraction of the source that is read.
+TokenRun = tuple[np.ndarray, bool, float]
 
 
 def check_token_files(section: DataSection, files: list[Path], tokenizer: Tokenizer) -> None:
@@ -70,10 +62,10 @@ def read_token_runs(section: DataSection, files: list[Path], tokenizer: Tokenize
     for number, file in enumerate(files):
         for ids, ends_document, fraction_read in read(file, tokenizer):
             _check_ids(ids, tokenizer, file)
-            yield TokenRun(ids, ends_document, (number + fraction_read) / len(files))
+            yield ids, ends_document, (number + fraction_read) / len(files)
 
 
-def _read_megatron(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bool, float]]:
+def _read_megatron(file: Path, tokenizer: Tokenizer) -> Iterator[TokenRun]:
     """Yield the documents. One may or may not have the end token, depending on how the file was made."""
     tokens, lengths, starts_of, documents = _open_megatron(file)
     for first, stop in pairwise(documents.tolist()):
@@ -83,7 +75,7 @@ def _read_megatron(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarra
             yield (ids[:-1] if ids[-1] == tokenizer.end_id else ids), True, stop / len(lengths)
 
 
-def _read_raw(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bool, float]]:
+def _read_raw(file: Path, tokenizer: Tokenizer) -> Iterator[TokenRun]:
     """Yield the documents, which the end token separates; a long one in several runs."""
     tokens = _open_raw(file, tokenizer)
     is_open = False
@@ -101,10 +93,7 @@ def _read_raw(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, bo
 
 
 def _open_megatron(file: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the tokens, the length and the start of each sequence, and the first sequence of each document.
-
-    The last of the documents is the number of sequences.
-    """
+    """Return the tokens, length and start of each sequence, and first sequence of each document, then their number."""
     index = _bytes_of(file)
     head = index[: MEGATRON_HEADER.size].tobytes().ljust(MEGATRON_HEADER.size, b"\0")
     magic, version, code, num_sequences, num_starts = MEGATRON_HEADER.unpack(head)

@@ -20,7 +20,7 @@ from trimaran.core import DataSection, UserError, read_regular_text
 from trimaran.data.feed import num_held_out
 from trimaran.data.text.array_folder import BAD, DTYPES, META, ArrayFolderWriter, map_array, read_bad
 from trimaran.data.text.bad_lines import BadLines
-from trimaran.data.text.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
+from trimaran.data.text.tokenizer import Tokenizer, open_tokenizer
 
 FORMAT = "trimaran-shards-1"
 SHARD_TOKENS = 1 << 27
@@ -133,6 +133,7 @@ class TokenShards:
 
     def __init__(self, path: Path, meta: TokenShardsMeta) -> None:
         self.path, self.meta = path, meta
+        self.num_tokens, self.num_documents, self.vocab_size = meta.num_tokens, meta.num_documents, meta.vocab_size
         self._starts = [0, *accumulate(shard.num_tokens for shard in meta.shards)]
         self._first_documents = [0, *accumulate(shard.num_documents for shard in meta.shards)]
         self._tokens, self._ends = list[np.ndarray](), list[np.ndarray]()
@@ -169,21 +170,6 @@ class TokenShards:
             reason = f"{'.'.join(map(str, mistake['loc'])) or 'the object'} in {META}: {mistake['msg']}"
         raise UserError("T014", f"this is not a folder of packed shards: {reason}", where=str(path),
                         fix="create one with: trimaran data pack")  # fmt: skip
-
-    @property
-    def num_tokens(self) -> int:
-        return self.meta.num_tokens
-
-    @property
-    def num_documents(self) -> int:
-        return self.meta.num_documents
-
-    @property
-    def vocab_size(self) -> int:
-        return self.meta.vocab_size
-
-    def check_vocabulary(self, vocabulary: int) -> None:
-        check_vocabulary(self.vocab_size, vocabulary)
 
     @cached_property
     def bad(self) -> list[dict[str, str]]:
@@ -235,10 +221,7 @@ def _damaged(file: Path, what: str) -> UserError:
 
 @dataclass(frozen=True, slots=True)
 class TokenSample:
-    """One sequence. `labels` are the next tokens, IGNORED where there is no target.
-
-    `documents` numbers the documents of the sequence from 0; None if attention may cross document boundaries.
-    """
+    """One sequence. `labels` are the next tokens or IGNORED, `documents` count from 0; None: attention crosses them."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -247,10 +230,7 @@ class TokenSample:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Sequences `first` to `last` (exclusive) of the shards; sample i is the i-th of them.
-
-    Neighbours overlap by one token: the last target of one is the first input of the next. So no target occurs twice.
-    """
+    """Sequences `first` to `last` (exclusive), which overlap by one token, so that no target occurs twice."""
 
     shards: TokenShards
     seq_len: int

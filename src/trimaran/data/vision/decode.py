@@ -32,10 +32,7 @@ class BadImageError(Exception):
 
 
 def upright_size(data: bytes) -> tuple[int, int]:
-    """Return width and height after EXIF rotation. The first bytes are enough, except for WebP and AVIF.
-
-    Frames that were joined have the size of the first.
-    """
+    """Return width and height after EXIF rotation, of the first of joined frames. WebP and AVIF need all bytes."""
     try:
         with Image.open(io.BytesIO(split_frames(data)[0]), formats=FORMATS) as image:
             width, height = _checked(image).size

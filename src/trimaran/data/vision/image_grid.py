@@ -112,8 +112,9 @@ def token_grid(size: tuple[int, int], canvas: tuple[int, int], side: int) -> tup
     return rows, columns, int(rows // ratio), int(columns // ratio)
 
 
-def anyres_layout(size: tuple[int, int], canvas: tuple[int, int], side: int) -> TokenLayout:
+def anyres_layout(size: tuple[int, int], rules: ImageRules) -> TokenLayout:
     """Return how the tokens of an image follow from its patches: first the thumbnail's, then tile after tile."""
+    canvas, side = canvas_of(size, rules), tile_side(rules)
     rows, columns, out_rows, out_columns = token_grid(size, canvas, side)
     first = [(whole * side - kept) // 2 for whole, kept in zip(canvas, (rows, columns), strict=True)]
     tops, downs = _neighbours(rows, out_rows)
@@ -153,10 +154,8 @@ def anyres_tiles(data: bytes, size: tuple[int, int], canvas: tuple[int, int], ru
 
 
 def _neighbours(length: int, out: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the entry before each of `out` points between `length` entries, and the weight of the next one.
-
-    As torch interpolates in fp32 without aligned corners.
-    """
+    """Return the entry before each of `out` points between `length` entries, and the weight of the next one."""
+    # As torch interpolates in fp32 without aligned corners.
     scale = np.float32(length) / np.float32(out)
     at = np.maximum((np.arange(out, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5), np.float32(0))
     before = np.minimum(at.astype(np.int64), length - 1)
@@ -175,7 +174,7 @@ class ImageSizes:
 def measure_images(sizes: np.ndarray, rules: ImageRules) -> ImageSizes:
     """Return tokens and patches of images of `sizes` [number of images, 2] (width, height)."""
     sizes = np.asarray(sizes, dtype=np.int64).reshape(-1, 2)
-    canvases = _canvases(sizes, rules)
+    canvases = CANVASES[rules.variant](sizes, rules)
     rows, columns = canvases.T
     if rules.variant == "native":
         patches = rows * columns
@@ -193,10 +192,7 @@ def measure_images(sizes: np.ndarray, rules: ImageRules) -> ImageSizes:
 
 
 def grids_of(size: tuple[int, int], rules: ImageRules) -> np.ndarray:
-    """Return the grids [number of parts, 2] (rows, columns of patches) of one image of `size` (width, height).
-
-    A native image is one part. A tiled image is its tiles and, if there are several, a thumbnail.
-    """
+    """Return rows and columns of patches of each part of an image: itself, or tiles and a thumbnail if several."""
     rows, columns = canvas_of(size, rules)
     if rules.variant == "native":
         return np.array([[rows, columns]], dtype=np.int32)
@@ -205,14 +201,9 @@ def grids_of(size: tuple[int, int], rules: ImageRules) -> np.ndarray:
     return np.full((tiles, 2), tile_side(rules), dtype=np.int32)
 
 
-def layout_of(size: tuple[int, int], rules: ImageRules) -> TokenLayout | None:
-    """Return how the tokens of an image follow from its patches; None if each is its own patch, or a merged group."""
-    return anyres_layout(size, canvas_of(size, rules), tile_side(rules)) if rules.variant == "anyres" else None
-
-
 def canvas_of(size: tuple[int, int], rules: ImageRules) -> tuple[int, int]:
     """Return rows and columns of one image of `size` (width, height): of patches if native, of tiles if tiled."""
-    rows, columns = _canvases(np.array([size]), rules)[0].tolist()
+    rows, columns = CANVASES[rules.variant](np.array([size], dtype=np.int64), rules)[0].tolist()
     return rows, columns
 
 
@@ -221,17 +212,8 @@ def tile_side(rules: ImageRules) -> int:
     return rules.tile // (rules.patch * rules.merge) * rules.merge
 
 
-def _canvases(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:
-    sizes = np.asarray(sizes, dtype=np.int64).reshape(-1, 2)
-    chosen = {"native": _native, "tiled": _tiled, "anyres": anyres_canvases}[rules.variant]
-    return chosen(sizes, rules)
-
-
 def _native(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:
-    """Return rows and columns of patches, rounded to groups of `merge` and within the pixel limits.
-
-    The arithmetic is that of Qwen2-VL's processor, so the grids are identical.
-    """
+    """Return rows and columns of patches, rounded to groups of `merge` and within the pixel limits, as Qwen2-VL."""
     factor = rules.patch * rules.merge
     sides = sizes[:, ::-1].astype(np.float64)  # height, width
     area = sides.prod(axis=1)
@@ -262,6 +244,9 @@ def _tiled(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:
         best[taken] = rows, columns
         nearest = np.minimum(nearest, distance)
     return best
+
+
+CANVASES = {"native": _native, "tiled": _tiled, "anyres": anyres_canvases}
 
 
 def grid_positions(length: int, images: Sequence[tuple[int, int, int]], times: Sequence[int] = ()) -> np.ndarray:

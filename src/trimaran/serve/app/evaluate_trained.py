@@ -9,12 +9,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from trimaran.core import VERSION, Plan, UserError, did_you_mean
-from trimaran.data import TokenShards, cache_folder, is_same_tokenizer, named_path, pack_with
-from trimaran.runs import append_line
+from trimaran.data import TokenShards, cache_folder, find_files, is_same_tokenizer, named_path, pack_files
 from trimaran.serve.app.eval import EvalRequest
 from trimaran.serve.app.trained_weights import saved_step
-from trimaran.serve.trained_model import TrainedModel, open_trained
-from trimaran.train import EvaluatedNetwork, HeldOutLoss, held_out_loss, text_loss
+from trimaran.serve.trained_model import open_trained
+from trimaran.train import EvaluatedNetwork, held_out_loss, text_loss
 
 Progress = Callable[[str, float], None]
 HELD_OUT = "held-out"
@@ -37,35 +36,29 @@ def evaluate_loss(request: EvalRequest, progress: Progress) -> dict[str, Any]:
             subject, recipe, batches=request.batches, cache=cache_folder(os.environ), progress=progress
         )
     else:
-        found = _loss_on(request, request.data, trained, subject, progress)
+        section = request.section(request.data)
+        options: dict[str, Any] = {"seq_len": min(request.seq_len or section.seq_len, trained.network.max_seq_len),
+                                   "isolate": section.isolate_documents, "batches": request.batches,
+                                   "progress": progress}  # fmt: skip
+        if section.source == "shards":
+            shards = TokenShards.open(named_path(section))
+            if not is_same_tokenizer(shards.tokenizer, trained.tokenizer):
+                raise UserError("T019", "the shards were packed with another tokenizer than the model's",
+                                where=request.data,
+                                fix="evaluate on the text, or pack it again with the model's tokenizer")  # fmt: skip
+            found = text_loss(subject, shards, **options)
+        else:
+            with TemporaryDirectory(prefix="trimaran-eval-") as folder:
+                packed = Path(folder) / "shards"
+                pack_files(section, find_files(section), trained.tokenizer, packed, progress)
+                found = text_loss(subject, TokenShards.open(packed), **options)
     return about(request) | {"data": request.data or HELD_OUT, "precision": plan.precision} | found.as_dict()
-
-
-def _loss_on(
-    request: EvalRequest, data: str, trained: TrainedModel, subject: EvaluatedNetwork, progress: Progress
-) -> HeldOutLoss:
-    section = request.section(data)
-    seq_len = min(request.seq_len or section.seq_len, trained.network.max_seq_len)
-    options: dict[str, Any] = {"seq_len": seq_len, "isolate": section.isolate_documents, "batches": request.batches,
-                               "progress": progress}  # fmt: skip
-    if section.source == "shards":
-        shards = TokenShards.open(named_path(section))
-        if not is_same_tokenizer(shards.tokenizer, trained.tokenizer):
-            raise UserError("T019", "the shards were packed with another tokenizer than the model's", where=data,
-                            fix="evaluate on the text, or pack it again with the model's tokenizer")  # fmt: skip
-        return text_loss(subject, shards, **options)
-    with TemporaryDirectory(prefix="trimaran-eval-") as folder:
-        shards = TokenShards.open(pack_with(section, trained.tokenizer, Path(folder) / "shards", progress=progress))
-        return text_loss(subject, shards, **options)
 
 
 def evaluate_tasks(
     request: EvalRequest, tasks: list[str], folder: Path | None, limit: int | None, progress: Progress
 ) -> dict[str, Any]:
-    """Return the metrics of tasks of lm-eval. Its data must be on this machine: nothing is downloaded.
-
-    `folder` has task files of one's own. Raises UserError if lm-eval is missing or does not know a task.
-    """
+    """Return the metrics of tasks of lm-eval, also of `folder`. UserError for an unknown one. Downloads nothing."""
     progress("loading the weights", 0.0)
     trained = open_trained(request.weights, "auto", cache=cache_folder(os.environ))
     progress("running the tasks", 0.2)
@@ -93,14 +86,16 @@ def evaluate_tasks(
         bootstrap_iters=0, verbosity="ERROR",
     )  # fmt: skip
     samples = sum(each.get("effective", 0) for each in answer.get("n-samples", {}).values())
-    numbers = {name: _numbers(metrics) for name, metrics in answer["results"].items()}
+    # Without the names of filters that change nothing, and without errors.
+    numbers = {
+        task: {
+            name.removesuffix(",none"): float(value)
+            for name, value in metrics.items()
+            if isinstance(value, int | float) and "_stderr" not in name and name.removesuffix(",none") != "sample_len"
+        }
+        for task, metrics in answer["results"].items()
+    }
     return about(request) | {"data": None, "tasks": numbers, "samples": samples}
-
-
-def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics by their names, without the names of filters that change nothing and without errors."""
-    found = {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, int | float)}
-    return {name: float(value) for name, value in found.items() if "_stderr" not in name and name != "sample_len"}
 
 
 def about(request: EvalRequest) -> dict[str, Any]:
@@ -110,9 +105,3 @@ def about(request: EvalRequest) -> dict[str, Any]:
     if step is None and weights.run is not None:
         step = saved_step(weights.run)
     return {"run_dir": run_dir, "model": str(weights.path), "step": step, "time": time.time(), "version": VERSION}
-
-
-def save_evaluation(request: EvalRequest, found: dict[str, Any]) -> None:
-    """Append the result to the run's evaluations. Does nothing for weights without a run."""
-    if request.weights.run is not None:
-        append_line(request.weights.run.evaluations, {key: value for key, value in found.items() if key != "run_dir"})

@@ -11,6 +11,7 @@ from trimaran.data import (
     Progress,
     SampleFeedOptions,
     SampleIndex,
+    check_vocabulary,
     prepare_samples,
     sample_feeds,
     scene_feeds,
@@ -34,7 +35,7 @@ def load_samples(
     """Return the samples of the recipe. `cache_features` returns cached features of a frozen tower."""
     rules = recipe_image_rules(recipe)
     index = SampleIndex.open(prepare_samples(recipe.data, rules=rules, cache=cache, progress=progress))
-    index.check_vocabulary(network.vocabulary)
+    check_vocabulary(index.vocab_size, network.vocabulary)
     outline = outline_if_known(recipe.model, recipe.data)
     options = SampleFeedOptions(
         rules=rules,

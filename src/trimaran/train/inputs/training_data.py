@@ -18,6 +18,7 @@ from trimaran.data import (
     TokenFeed,
     Tokenizer,
     TokenShards,
+    check_vocabulary,
     data_kind_of,
     prepare,
     split,
@@ -81,7 +82,7 @@ def load_training_data(
 
         return load_scenes(recipe, network, share)
     shards = TokenShards.open(prepare(recipe.data, cache=cache, progress=progress))
-    shards.check_vocabulary(network.vocabulary)
+    check_vocabulary(shards.vocab_size, network.vocabulary)
     training, holdout = split(shards, recipe.data)
 
     def feed(sequences: Sequences, quarantined: frozenset[int]) -> BatchFeed:

@@ -76,10 +76,10 @@ def _change(
 
     begin = len(_steps(run))
     wait(lambda: len(_steps(run)) >= begin + flags.steps)
-    change = plan_change(run, settings, os.environ)
-    if not change.patch:
+    patch, _, _, new = plan_change(run, settings, os.environ)
+    if not patch:
         return {"patch": settings, "status": "unchanged"}
-    request = write_change_request(run, change.patch)
+    request = write_change_request(run, patch)
     event = wait(lambda: next((each for each in change_answers(run) if each["data"]["id"] == request.id), None))
     done, data = event["step"], event["data"]
     wait(lambda: len(_steps(run)) >= done + 1 + flags.steps)
@@ -87,12 +87,12 @@ def _change(
     before, after = steps[max(0, done - flags.steps) : done], steps[done + 1 : done + 1 + flags.steps]
     names = "status", "how", "pause_seconds", "pause_parts", "error"
     return {
-        "patch": change.patch,
+        "patch": patch,
         **{name: data[name] for name in names},
         "first_step_seconds": steps[done],
         "step_seconds_before": statistics.median(before),
         "step_seconds_after": statistics.median(after),
-        "plan": str(change.new),
+        "plan": str(new),
     }
 
 

@@ -104,13 +104,6 @@ def current_language() -> Language:
     return language_of(request.cookies.get(LANGUAGE_COOKIE), request.headers.get("accept-language", ""))
 
 
-def set_server_language(language: Language | None) -> None:
-    """Set the language of all pages without a cookie (`TRIMARAN_LANG`); None leaves it to the browsers."""
-    from nicegui import app
-
-    app.state.trimaran_language = language
-
-
 def language_of(cookie: str | None, accepted: str) -> Language:
     """Return the language of the cookie, which a button sets, or else the server's, or else the browser's."""
     from nicegui import app

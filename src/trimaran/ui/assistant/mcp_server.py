@@ -9,8 +9,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -62,10 +62,6 @@ class ToolLimits:
             self._refuse_outside(value)
         return [word for each in settings for word in ("--set", each)]
 
-    def require_write(self, what: str) -> None:
-        if not self.may_write:
-            raise ToolError(f"this server only reads, so it cannot {what}: start it with `trimaran mcp --write`")
-
     def _refuse_outside(self, value: str) -> None:
         text = value.strip().strip("'\"")
         looks_like_path = text.startswith(("/", "~")) or ".." in Path(text).parts or (self.folder / text).is_symlink()
@@ -86,43 +82,38 @@ class VerbAnswer(BaseModel):
     answer: Annotated[Any, Field(description="What the command prints with --json.")]
 
 
-@dataclass(frozen=True, slots=True)
-class VerbCaller:
-    """Calls commands in one folder, so that relative paths mean what they mean to the user there."""
+async def call_verb(
+    folder: Path, verb: str, words: Sequence[str], *, stdin: bytes = b"", seconds: float = 120
+) -> VerbAnswer:
+    """Return the answer of `trimaran VERB WORDS --json`, called in `folder`: relative paths mean what they do there.
 
-    folder: Path
-
-    async def call(self, verb: str, words: Sequence[str], *, stdin: bytes = b"", seconds: float = 120) -> VerbAnswer:
-        """Return the answer of `trimaran VERB WORDS --json`. Raises ToolError with the command's own error."""
-        command = [sys.executable, "-m", "trimaran", verb, *words, "--json"]
-        try:
-            with anyio.fail_after(seconds):
-                done = await anyio.run_process(
-                    command, input=stdin, check=False, cwd=self.folder, stderr=subprocess.PIPE
-                )
-        except TimeoutError:
-            raise ToolError(f"`trimaran {verb}` took longer than {seconds:.0f} s and was ended") from None
-        shown = shlex.join(["trimaran", verb, *words])
-        if len(done.stdout) > MAX_ANSWER_BYTES:
-            raise ToolError(f"the answer of `{shown}` has {len(done.stdout):,} bytes: ask for less")
-        text = done.stdout.decode(errors="replace")
-        try:
-            lines = [json.loads(line) for line in text.splitlines() if line.strip()]
-        except json.JSONDecodeError:
-            lines = []
-        if not lines:
-            reason = done.stderr.decode(errors="replace").strip()[-MAX_SHOWN_ERROR:] or f"exit code {done.returncode}"
-            raise ToolError(f"`{shown}` failed: {reason}")
-        answer = lines[0] if len(lines) == 1 else lines
-        if isinstance(answer, dict) and set(answer) == {"error"}:
-            raise ToolError(error_text(answer["error"]))
-        return VerbAnswer(command=shown, answer=answer)
+    Raises ToolError with the command's own error.
+    """
+    command = [sys.executable, "-m", "trimaran", verb, *words, "--json"]
+    try:
+        with anyio.fail_after(seconds):
+            done = await anyio.run_process(command, input=stdin, check=False, cwd=folder, stderr=subprocess.PIPE)
+    except TimeoutError:
+        raise ToolError(f"`trimaran {verb}` took longer than {seconds:.0f} s and was ended") from None
+    shown = shlex.join(["trimaran", verb, *words])
+    if len(done.stdout) > MAX_ANSWER_BYTES:
+        raise ToolError(f"the answer of `{shown}` has {len(done.stdout):,} bytes: ask for less")
+    text = done.stdout.decode(errors="replace")
+    try:
+        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except json.JSONDecodeError:
+        lines = []
+    if not lines:
+        reason = done.stderr.decode(errors="replace").strip()[-MAX_SHOWN_ERROR:] or f"exit code {done.returncode}"
+        raise ToolError(f"`{shown}` failed: {reason}")
+    answer = lines[0] if len(lines) == 1 else lines
+    if isinstance(answer, dict) and set(answer) == {"error"}:
+        error = answer["error"]
+        raise ToolError(f"{error['code']}: {error['what']}\n  where: {error['where']}\n  fix:   {error['fix']}")
+    return VerbAnswer(command=shown, answer=answer)
 
 
-def error_text(error: dict[str, Any]) -> str:
-    return f"{error['code']}: {error['what']}\n  where: {error['where']}\n  fix:   {error['fix']}"
-
-
+CallVerb = Callable[..., Awaitable[VerbAnswer]]
 READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
 LONG_FIELDS = ("misses", "ties", "pareto")  # of a plan: nine tenths of its text
 REHEARSAL_SECONDS = 1800
@@ -166,7 +157,7 @@ class ListedRuns(BaseModel):
     total: int
 
 
-def add_planning_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
+def add_planning_tools(server: MCPServer[Any], limits: ToolLimits, call: CallVerb) -> None:
     @server.tool(annotations=READS)
     async def plan(
         model: Model,
@@ -184,7 +175,7 @@ def add_planning_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbC
         """
         words = [limits.source(model), "--goal", goal, "--top", str(top), *limits.settings(settings)]
         words += _options({"--cluster": cluster, "--seq-len": seq_len, "--global-batch": global_batch}, limits)
-        found = await caller.call("plan", words)
+        found = await call("plan", words)
         if not detail and isinstance(found.answer, dict):
             found.answer = {name: each for name, each in found.answer.items() if name not in LONG_FIELDS}
         return found
@@ -199,7 +190,7 @@ def add_planning_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbC
     ) -> VerbAnswer:  # fmt: skip
         """Predict memory and speed of given plans, also of other software (`stack`: megatron, torchtitan, ...)."""
         lines = "".join(json.dumps(each) + "\n" for each in questions)
-        found = await caller.call("predict", ["-"], stdin=lines.encode())
+        found = await call("predict", ["-"], stdin=lines.encode())
         answers = found.answer if isinstance(found.answer, list) else [found.answer]
         return VerbAnswer(command="trimaran predict plans.jsonl", answer=answers)
 
@@ -216,14 +207,15 @@ def add_planning_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbC
         It uses the device for minutes. It is refused while a run is active, unless the server may write.
         """
         active = limits.runs.list(statuses=ACTIVE_STATUSES, count=1).runs
-        if active:
-            limits.require_write(f"rehearse while the run {active[0].slug} is active, which it could disturb")
+        if active and not limits.may_write:
+            raise ToolError(f"this server only reads, so it cannot rehearse while the run {active[0].slug} is active, "
+                            "which it could disturb: start it with `trimaran mcp --write`")  # fmt: skip
         words = [limits.source(model), *limits.settings(settings), "--layers", str(layers)]
         words += _options({"--cluster": cluster, "--ranks": ranks}, limits)
-        return await caller.call("rehearse", words, seconds=REHEARSAL_SECONDS)
+        return await call("rehearse", words, seconds=REHEARSAL_SECONDS)
 
 
-def add_run_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
+def add_run_tools(server: MCPServer[Any], limits: ToolLimits, call: CallVerb) -> None:
     @server.tool(annotations=READS)
     async def list_runs(
         search: Annotated[str, Field(description="Words that the name contains.")] = "",
@@ -238,7 +230,7 @@ def add_run_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller
     @server.tool(annotations=READS)
     async def run_status(run: Run) -> VerbAnswer:
         """Show how a run stands: status, steps, speed, memory, findings of the doctor."""
-        return await caller.call("watch", [limits.run(run)])
+        return await call("watch", [limits.run(run)])
 
     @server.tool(annotations=READS)
     async def doctor(
@@ -247,18 +239,18 @@ def add_run_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller
     ) -> VerbAnswer:
         """Say what is wrong with a run or with this machine. Each finding has evidence and the change that fixes it."""
         if not run:
-            return await caller.call("doctor", ["--quick"])
-        return await caller.call("doctor", [limits.run(run), *_options({"--against": against and limits.run(against)})])
+            return await call("doctor", ["--quick"])
+        return await call("doctor", [limits.run(run), *_options({"--against": against and limits.run(against)})])
 
     @server.tool(annotations=READS)
     async def incidents(run: Run) -> VerbAnswer:
         """Show what went wrong in a run: crashes, hangs, NaN, preemption; the rank at fault, the action, the cost."""
-        return await caller.call("incidents", [limits.run(run)])
+        return await call("incidents", [limits.run(run)])
 
     @server.tool(annotations=READS)
     async def decisions(run: Run) -> VerbAnswer:
         """Show what the autopilot of a run changed, what it expected and measured, and what it kept."""
-        return await caller.call("decisions", [limits.run(run)])
+        return await call("decisions", [limits.run(run)])
 
     @server.tool(annotations=READS)
     async def history(
@@ -267,7 +259,7 @@ def add_run_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller
     ) -> VerbAnswer:
         """List the plans that the runs measured, by model and cluster, fastest first, beside their predictions."""
         words = [str(limits.runs.path)] if limits.runs.path.is_dir() else []
-        return await caller.call("history", [*words, *_options({"--model": model, "--cluster": cluster})])
+        return await call("history", [*words, *_options({"--model": model, "--cluster": cluster})])
 
 
 def add_docs_tools(server: MCPServer[Any], index: DocsIndex) -> None:
@@ -306,7 +298,7 @@ class StartedAnswer(BaseModel):
     command: str
 
 
-def add_write_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCaller) -> None:
+def add_write_tools(server: MCPServer[Any], limits: ToolLimits, call: CallVerb) -> None:
     started: dict[str, StartedRun] = {}
 
     @server.tool(annotations=WRITES)
@@ -334,12 +326,12 @@ def add_write_tools(server: MCPServer[Any], limits: ToolLimits, caller: VerbCall
     @server.tool(annotations=WRITES)
     async def replan(run: Run, settings: Settings = []) -> VerbAnswer:  # noqa: B006 - a schema's default
         """Change the plan of a running run without a stop; if the new plan fails, the ranks go on with the old one."""
-        return await caller.call("replan", [limits.run(run), *limits.settings(settings)], seconds=CHANGE_SECONDS)
+        return await call("replan", [limits.run(run), *limits.settings(settings)], seconds=CHANGE_SECONDS)
 
     @server.tool(annotations=WRITES)
     async def undo_decision(run: Run, number: Annotated[int, Field(ge=1)]) -> VerbAnswer:
         """Take back a change of the autopilot that was kept; the fields that it changed then stay as they were."""
-        return await caller.call("decisions", [limits.run(run), "--undo", str(number)])
+        return await call("decisions", [limits.run(run), "--undo", str(number)])
 
 
 INSTRUCTIONS = """\
@@ -352,11 +344,11 @@ Every answer has the command that gives it; show it to the user. search_docs exp
 def build_server(folder: Path, runs: RunsRoot, *, may_write: bool) -> MCPServer[Any]:
     """Return the server. Commands run in `folder`; runs are those of `runs`."""
     server: MCPServer[Any] = MCPServer("trimaran", version=VERSION, instructions=INSTRUCTIONS, log_level="WARNING")
-    limits, caller = ToolLimits(folder, runs, may_write=may_write), VerbCaller(folder)
-    add_planning_tools(server, limits, caller)
-    add_run_tools(server, limits, caller)
+    limits, call = ToolLimits(folder, runs, may_write=may_write), partial(call_verb, folder)
+    add_planning_tools(server, limits, call)
+    add_run_tools(server, limits, call)
     if (docs := docs_folder()) is not None:
         add_docs_tools(server, DocsIndex.of_folder(docs))
     if may_write:
-        add_write_tools(server, limits, caller)
+        add_write_tools(server, limits, call)
     return server

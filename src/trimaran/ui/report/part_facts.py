@@ -18,8 +18,7 @@ from trimaran.core import PHASES, UserError, predicted_comm, read_regular_text
 from trimaran.core.version import VERSION
 from trimaran.launch import incident_text
 from trimaran.models.resolve import model_text
-from trimaran.runs import MARKER, RunDirectory
-from trimaran.runs.read.rank_table import RankTable
+from trimaran.runs import MARKER, RunDirectory, read_rank_table
 from trimaran.runs.record_types import is_number, is_time
 from trimaran.ui.report.curves import groups_of, number, tree
 from trimaran.ui.viz.catalogue import build_view
@@ -178,7 +177,7 @@ LATE_FRACTION = 0.1  # of a step: a rank that is later than the median of its st
 SILENT_SECONDS = 30.0  # without a heartbeat; samples are a few seconds apart
 
 
-def ranks_now(state: RunState, table: RankTable | None) -> Tree:
+def ranks_now(state: RunState) -> Tree:
     """Return a list for each quantity, with a value for each rank; empty before any rank has started.
 
     `lag_seconds` is how much later than the median rank of its stage a rank finished its own work of step
@@ -189,6 +188,7 @@ def ranks_now(state: RunState, table: RankTable | None) -> Tree:
     started = {event.rank for event in state.current_events("start")}
     if not started:
         return {}
+    table = read_rank_table(state.run.rank_table)
     measures = table.measures if table is not None else {}
     if any(len(column) != world_size for column in measures.values()):  # it is of a plan that was changed since
         measures = {}

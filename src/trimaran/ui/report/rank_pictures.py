@@ -43,7 +43,7 @@ def rank_matrix(facts: Tree) -> Html:
     full = ranks["memory_total"] or (median(known) if known else 0.0)
     memory = say("Memory, of the device") if ranks["memory_total"] else say("Memory, of the median rank")
     shares = MEMORY_LIMITS if ranks["memory_total"] else UNEVEN_LIMITS
-    draw, grids = partial(_draw, ranks, columns), []
+    draw, grids = partial(_draw, ranks), []
     if any(each is not None for each in ranks["lag_seconds"]) and step > 0:
         limits = [each * step for each in LAG_LIMITS]
         grids.append(draw(say("Lag, of a step"), ranks["lag_seconds"], limits, lambda each: f"{each / step:.0%}"))
@@ -89,13 +89,13 @@ def level_of(value: float | None, limits: Sequence[float]) -> str:
 
 
 def _draw(
-    ranks: Tree, columns: int, title: str, values: Sequence[float | None], limits: Sequence[float],
-    show: Callable[[float], str],
-) -> Html:  # fmt: skip
+    ranks: Tree, title: str, values: Sequence[float | None], limits: Sequence[float], show: Callable[[float], str]
+) -> Html:
     """Return one quantity of all ranks as a grid. A value gets the level of the first of `limits` that it is below.
 
     The cells of a colour are one path, so that a thousand ranks take a few kilobytes.
     """
+    columns = grid_columns(ranks["world_size"], ranks["per_node"])
     paths: dict[str, list[str]] = {}
     numbers = []
     for rank, value in enumerate(values):

@@ -14,7 +14,7 @@ from typing import Any
 
 from trimaran.app import ACTIVE_STATUSES, FindingsPoller, RunState, StepHistory
 from trimaran.core import UserError
-from trimaran.runs import RunDirectory, read_rank_table
+from trimaran.runs import RunDirectory
 from trimaran.ui.report.curves import curves_of, phases_of, ranks_of
 from trimaran.ui.report.part_facts import (
     about_facts,
@@ -63,14 +63,12 @@ class RunFeed:
             "curves": FeedPart(self._curves_key, lambda: self._curves(state.history)),
             "phases": FeedPart(self._progress, lambda: {"phases_over_time": phases_of(state.history)}),
             "details": FeedPart(self._curves_key, lambda: {"ranks_over_time": ranks_of(self._details.steps)}),
-            "ranks": FeedPart(self._ranks_key,
-                              lambda: {"ranks_now": ranks_now(state, read_rank_table(run.rank_table))}),
-            "checkpoints": FeedPart(lambda: (_stamp(run.checkpoints), len(state.events)),
-                                    lambda: checkpoint_facts(state)),
+            "ranks": FeedPart(self._ranks_key, lambda: {"ranks_now": ranks_now(state)}),
+            "checkpoints": FeedPart(self._checkpoints_key, lambda: checkpoint_facts(state)),
             "findings": FeedPart(self._findings_key, self._findings),
             "machines": FeedPart(self._machines_key, lambda: {"machines_over_time": self._machines.spreads()}),
             "views": FeedPart(lambda: (state.plan, bool(state.steps), self.is_live), lambda: view_facts(run)),
-        }  # fmt: skip
+        }
 
     def refresh(self, parts: Iterable[str] = PARTS) -> Tree:
         """Read what is new, and return the facts of these parts and of those that were read before."""
@@ -138,6 +136,9 @@ class RunFeed:
     def _ranks_key(self) -> object:
         times = tuple(sample.get("time") for sample in self.state.samples.values())
         return self.state.status, len(self.state.events), times, _stamp(self.run.rank_table)
+
+    def _checkpoints_key(self) -> object:
+        return _stamp(self.run.checkpoints), len(self.state.events)
 
     def _machines_key(self) -> object:
         self._num_machine_reads += self._machines.refresh()

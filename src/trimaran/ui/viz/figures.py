@@ -101,10 +101,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scatter:
-    """Points in two dimensions. `x_limit` is a line upwards, whose name is `limit_name`.
-
-    `colors` are the numbers of the colours of some kinds of points; the others follow in their order.
-    """
+    """Points in two dimensions. `x_limit` is a line upwards, whose name is `limit_name`."""
 
     title: str
     x_name: str
@@ -114,7 +111,7 @@ class Scatter:
     points: tuple[Point, ...]
     x_limit: float | None = None
     limit_name: str = ""
-    colors: Mapping[str, int] = field(default_factory=dict)
+    colors: Mapping[str, int] = field(default_factory=dict)  # of some kinds; the others follow in their order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,17 +138,14 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """A table of cells with short labels. Cells with the same number in `colors` have the same colour.
-
-    `heat` has a fraction from 0 to 1 for each cell, drawn as a shade; None for a cell without one.
-    """
+    """A table of cells with short labels. Cells with the same number in `colors` have the same colour."""
 
     title: str
     rows: tuple[str, ...]
     columns: tuple[str, ...]
     labels: tuple[tuple[str, ...], ...]
     colors: tuple[tuple[int, ...], ...] = ()
-    heat: tuple[tuple[float | None, ...], ...] = ()
+    heat: tuple[tuple[float | None, ...], ...] = ()  # a fraction for each cell, drawn as a shade
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +196,7 @@ Figure = Bars | Lines | Scatter | Timeline | Matrix | Table | NodeGraph | FileTe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """A setting of a view that can be changed: a number in a range, or one of several options.
-
-    `step` is the distance of two values of a number; 0: any. With `log` a slider moves by factors.
-    """
+    """A setting of a view that can be changed: a number in a range, or one of several options."""
 
     name: str
     label: str
@@ -214,8 +205,8 @@ class Control:
     options: tuple[str, ...] = ()
     least: float | None = None
     most: float | None = None
-    step: float = 0.0
-    log: bool = False
+    step: float = 0.0  # the distance of two values of a number; 0: any
+    log: bool = False  # a slider moves by factors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,8 +102,8 @@ def _live(life: RunLife) -> Mode:
         Span(row=used.index(each.phase), start=each.start, end=each.end, label=each.label, kind=each.phase)
         for each in life.spans
     )
-    timeline = Timeline(title="The run so far", unit="seconds", rows=tuple(used), spans=spans,
-                        x_name="time since the beginning")  # fmt: skip
+    title, x_name = "The run so far", "time since the beginning"
+    timeline = Timeline(title=title, unit="seconds", rows=tuple(used), spans=spans, x_name=x_name)
     rows = tuple(
         (each.phase, as_is(show_duration(each.start)), as_is(show_duration(each.end - each.start)), each.label)
         for each in sorted(life.spans, key=lambda each: each.start)

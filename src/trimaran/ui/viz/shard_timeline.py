@@ -179,9 +179,9 @@ def _simulate(units: Sequence[GatheredBlock], ring: Ring, among: Ring | None, *,
         times += [moment, moment]
         held += [now, now + change]
         now += change
-    weights = ValueSeries("weights", tuple(held))
-    memory = Lines(title="Weights that a rank holds", x_name="time", x_unit="seconds", unit="bytes", x=tuple(times),
-                   series=(weights,), limits={"all weights": whole})  # fmt: skip
+    title, x, series = "Weights that a rank holds", tuple(times), (ValueSeries("weights", tuple(held)),)
+    limits = {"all weights": whole}
+    memory = Lines(title=title, x_name="time", x_unit="seconds", unit="bytes", x=x, series=series, limits=limits)
     ahead = {
         as_is(each): waited_seconds(shard_step(units, ring, among, prefetch=each, reshards=reshards))
         for each in (1, 2, 4, 8)

@@ -33,11 +33,7 @@ class MeasuredSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMedians:
-    """What a run has measured so far: medians over its last steps, and the peak of its fullest rank.
-
-    `stage_seconds` and `stage_layers` are of the stages of a pipeline, for one micro-batch. `ranks` compares all ranks,
-    by measure. `slowest` is in how many of the measured steps each rank was the slowest, by rank.
-    """
+    """What a run has measured so far: medians over its last steps, and the peak of its fullest rank."""
 
     name: str
     steps: int
@@ -46,10 +42,10 @@ class RunMedians:
     tokens_per_second: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
     comm_seconds: Mapping[str, float] = field(default_factory=dict)
-    stage_seconds: tuple[float, ...] = ()
+    stage_seconds: tuple[float, ...] = ()  # of the stages of a pipeline, for one micro-batch
     stage_layers: tuple[int, ...] = ()
-    ranks: Mapping[str, RankSpread] = field(default_factory=dict)
-    slowest: Mapping[int, int] = field(default_factory=dict)
+    ranks: Mapping[str, RankSpread] = field(default_factory=dict)  # by measure
+    slowest: Mapping[int, int] = field(default_factory=dict)  # of the measured steps, by rank
     last: MeasuredSteps = MeasuredSteps()
 
 
@@ -90,11 +86,7 @@ Launches = Mapping[str, Callable[[], LaunchText]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model and its data, the cluster, and the plan. `settings` are the values that a user gave to controls.
-
-    `comm` are collectives that `trimaran bench comm` measured. `kept` are answers of the planner, which take long, by
-    what was asked; copies of the subject with other settings share them.
-    """
+    """A model and its data, the cluster, and the plan."""
 
     question: Question
     cluster: Cluster
@@ -102,8 +94,9 @@ class Subject:
     run: RunMedians | None = None
     life: RunLife | None = None
     launches: Launches = field(default_factory=dict)
-    comm: CommResult | None = None
-    settings: Mapping[str, str] = field(default_factory=dict)
+    comm: CommResult | None = None  # that `trimaran bench comm` measured
+    settings: Mapping[str, str] = field(default_factory=dict)  # that a user gave to controls
+    # Answers of the planner, which take long, by what was asked; copies with other settings share them.
     kept: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False)
 
     @property

@@ -92,11 +92,6 @@ def run_subject(run: RunDirectory, cluster: str | None = None, settings: Sequenc
     )
 
 
-def refreshed(subject: Subject, run: RunDirectory) -> Subject:
-    """Return the subject with what the run has measured since; the plan stays as it is."""
-    return replace(subject, run=measured_of(run), life=life_of(run))
-
-
 def measured_of(run: RunDirectory) -> RunMedians | None:
     """Return what the run's last steps have measured; None before its first step."""
     lines = [each for each in parse_lines(last_lines(run.metrics, MEASURED_STEPS)) if each.get("step_seconds")]

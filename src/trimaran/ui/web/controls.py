@@ -158,7 +158,9 @@ def _even_values(control: Control) -> list[float]:
     least, most = cast("float", control.least), cast("float", control.most)
     if control.step == 1 and most - least < MAX_WHOLE:
         return [float(each) for each in range(round(least), round(most) + 1)]
-    step = _round_step((most - least) / 50)
+    fiftieth = (most - least) / 50
+    power = 10.0 ** math.floor(math.log10(fiftieth))
+    step = power * next(each for each in (1, 2, 5, 10) if each * power >= fiftieth * 0.999)
     if control.step == 1:
         step = max(1.0, round(step))
     inside = [each * step for each in range(math.ceil(least / step), math.floor(most / step) + 1)]
@@ -175,8 +177,3 @@ def _log_values(least: float, most: float, *, whole: bool) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.floor(math.log10(most)) + 1)
     found = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
     return [each for each in found if least <= each <= most]
-
-
-def _round_step(least: float) -> float:
-    power = 10.0 ** math.floor(math.log10(least))
-    return power * next(each for each in (1, 2, 5, 10) if each * power >= least * 0.999)

@@ -56,10 +56,7 @@ class Markup(ui.element):
 
 @contextmanager
 def page_frame(title: str, *, active: str) -> Iterator[None]:
-    """Add the header to the current page, and collect the content of the block below it.
-
-    `title` is shown to people, so it is in their language; `active` is the address of the page in the navigation.
-    """
+    """Add the header to the page, and collect its content. `title` is translated; `active` is its address."""
     ui.page_title(f"{title} · Trimaran")
     language = current_language()
     parts = [
@@ -98,10 +95,6 @@ def page_frame(title: str, *, active: str) -> Iterator[None]:
     ).classes("top-bar")
     with ui.element("div").props("id=content").classes("page"):  # Quasar's page around it is the `main` element
         yield
-
-
-def show_error(error: UserError) -> None:
-    Markup(error_state(error))
 
 
 def empty_state(text: str, command: str | None = None) -> Html:

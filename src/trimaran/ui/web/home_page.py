@@ -73,11 +73,8 @@ async def _show_list(shown: RunList) -> None:
     async def refresh() -> None:
         asked = shown.search, shown.filter, shown.count
         answer = await run.io_bound(shown.read)
-        if answer is None or asked != (
-            shown.search,
-            shown.filter,
-            shown.count,
-        ):  # the server ends, or another answer is on its way
+        now = shown.search, shown.filter, shown.count
+        if answer is None or asked != now:  # the server ends, or another answer is on its way
             return
         found, markup = answer
         table.show(markup)

@@ -3,7 +3,7 @@
 import asyncio
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from trimaran.ui.web.frame import (
     error_state,
     loading_state,
     page_frame,
-    show_error,
 )
 from trimaran.ui.web.runs_root import RecentValues, RunsRoot
 
@@ -88,7 +87,7 @@ def banner(facts: Tree) -> Html:
             newest = max([each.get("time") or 0.0 for each in facts["machines"]] + [facts["timeline"]["end"] or 0.0])
             quiet = time.time() - newest
             said = say("Nothing was written for {time}.", time=show_seconds(quiet)) if quiet > QUIET_SECONDS else ""
-            note = tag("p", {"class": "fair"}, said) if said else Html("")
+            note = tag("p", {"class": "fair"}, said) if said else ""
             bar = tag("progress", {"value": done, "max": total, "aria-label": say("steps")}, "")
             return tag("div", {"class": "banner good-side"}, tag("p", {"class": "lead"}, text), bar, note)
         case "restarting" if facts["incidents"] and (last := facts["incidents"][-1]["what"]):
@@ -239,7 +238,7 @@ def add_page(state: WebState) -> None:
         except UserError as error:
             ui.context.client.status_code = 404
             with page_frame(slug[:60], active="/"):
-                show_error(error)
+                Markup(error_state(error))
             return
         view = RunView(feeds, slug, tab if tab in TABS else FIRST_TAB, current_language())
         with page_frame(slug, active="/"):
@@ -277,16 +276,6 @@ async def _show_run(view: RunView) -> None:
 
     header = Markup(Html(tag("h1", None, view.slug) + loading_state(say("Reading the run"))))
     bar = Markup(tab_bar(view.slug, view.tab, {})).on("tab", choose, ["detail"])
-    controls = ui.element("div").classes("bar-of-controls zoom-controls")
-    with controls:
-        _zoom_controls(view, update)
-    controls.set_visibility(view.tab == "training")
-    content = Markup().classes("run-body").on("zoom", zoom, ["detail"])
-    timer = ui.timer(LIVE_SECONDS, update, immediate=False)
-    await draw_soon(update)
-
-
-def _zoom_controls(view: RunView, update: Callable[[], Any]) -> None:
     ends = {"first": "", "last": ""}
 
     async def set_end(name: str, text: str) -> None:
@@ -304,10 +293,16 @@ def _zoom_controls(view: RunView, update: Callable[[], Any]) -> None:
         view.steps = (max(1, step - LAST_STEPS + 1), step) if step else None
         await update()
 
-    text_field(say("From step"), lambda text: set_end("first", text), hint="1")
-    text_field(say("To step"), lambda text: set_end("last", text), hint="1000")
-    button(say("Last {count} steps", count=f"{LAST_STEPS:,}"), show_last)
-    button(say("The whole run"), show_all)
+    controls = ui.element("div").classes("bar-of-controls zoom-controls")
+    with controls:
+        text_field(say("From step"), lambda text: set_end("first", text), hint="1")
+        text_field(say("To step"), lambda text: set_end("last", text), hint="1000")
+        button(say("Last {count} steps", count=f"{LAST_STEPS:,}"), show_last)
+        button(say("The whole run"), show_all)
+    controls.set_visibility(view.tab == "training")
+    content = Markup().classes("run-body").on("zoom", zoom, ["detail"])
+    timer = ui.timer(LIVE_SECONDS, update, immediate=False)
+    await draw_soon(update)
 
 
 def _range(detail: object) -> tuple[int, int] | None:

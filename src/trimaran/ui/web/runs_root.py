@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -74,10 +74,7 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPage:
-    """Some of the runs that match, newest first; `total` is the number of all that match.
-
-    With a filter by state only the newest are looked at; `is_cut` says that there were more.
-    """
+    """Some of the `total` runs that match, newest first. `is_cut`: a filter by state did not look at all of them."""
 
     runs: tuple[RunRow, ...]
     total: int
@@ -145,7 +142,28 @@ class RunsRoot:
         kept = self._facts.get(run.slug)
         if kept is not None and kept[0] == version and kept[1].status not in ACTIVE_STATUSES:
             return kept[1]
-        facts = _read_facts(directory, run)
+        changed = max(version_of((directory.metrics, directory.attempts))[1::2]) / 1e9
+        facts = RunRow(slug=run.slug, created=run.created, changed=changed if changed > 0 else run.created)
+        try:
+            state = RunState(directory, only_status=True)
+            state.refresh()
+        except (UserError, OSError) as error:  # its page says what is wrong
+            if isinstance(error, OSError) and file_error(error) is None:
+                raise
+        else:
+            model, last = state.recipe.model, state.steps[-1] if state.steps else None
+            facts = replace(
+                facts,
+                status=state.status,
+                model=Path(model.path).name if model.path else model.preset or model.family,
+                plan=str(state.plan.mesh),
+                cluster=state.recipe.cluster,
+                step=state.step,
+                total_steps=state.recipe.train.steps,
+                tokens_per_second=finite([last.tokens_per_second]) if last else None,
+                unit=state.unit,
+                loss=finite([last.loss]) if last else None,
+            )
         self._facts.add(run.slug, version, facts)
         return facts
 
@@ -191,33 +209,6 @@ def version_of(files: Iterable[Path]) -> tuple[int, ...]:
         except OSError:
             found += [-1, -1]
     return tuple(found)
-
-
-def _read_facts(run: RunDirectory, listed: ListedRun) -> RunRow:
-    changed = max(version_of((run.metrics, run.attempts))[1::2]) / 1e9
-    changed = changed if changed > 0 else listed.created
-    try:
-        state = RunState(run, only_status=True)
-        state.refresh()
-    except (UserError, OSError) as error:  # its page says what is wrong
-        if isinstance(error, OSError) and file_error(error) is None:
-            raise
-        return RunRow(slug=listed.slug, created=listed.created, changed=changed)
-    model, last = state.recipe.model, state.steps[-1] if state.steps else None
-    return RunRow(
-        slug=listed.slug,
-        created=listed.created,
-        status=state.status,
-        model=Path(model.path).name if model.path else model.preset or model.family,
-        plan=str(state.plan.mesh),
-        cluster=state.recipe.cluster,
-        step=state.step,
-        total_steps=state.recipe.train.steps,
-        tokens_per_second=finite([last.tokens_per_second]) if last else None,
-        unit=state.unit,
-        loss=finite([last.loss]) if last else None,
-        changed=changed,
-    )
 
 
 FOLDER = ".ui"  # in the runs' root: recipes and output of what was started here; no run has such a name

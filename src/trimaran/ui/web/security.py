@@ -72,10 +72,15 @@ class SecurityMiddleware:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             await self._http(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await self._websocket(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
+            return
+        if scope["type"] == "websocket":
+            headers, host = scope["headers"], allowed_host(scope["headers"], LOCAL_NAMES)
+            if host is None or not is_own_origin(headers, host, required=True) or not self._has_cookie(headers):
+                await receive()
+                await send({"type": "websocket.close", "code": 1008})  # before it is accepted: the server answers 403
+                return
+            scope = _forwarded(scope)
+        await self.app(scope, receive, send)
 
     async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
         headers, nonce = scope["headers"], secrets.token_urlsafe(16)
@@ -94,15 +99,6 @@ class SecurityMiddleware:
             await _answer(send, 401, body, kind=kind)
         else:
             await self.app(_forwarded(scope), receive, send)
-
-    async def _websocket(self, scope: Message, receive: Receive, send: Send) -> None:
-        headers = scope["headers"]
-        host = allowed_host(headers, LOCAL_NAMES)
-        if host is None or not is_own_origin(headers, host, required=True) or not self._has_cookie(headers):
-            await receive()
-            await send({"type": "websocket.close", "code": 1008})  # before it is accepted: the server answers with 403
-            return
-        await self.app(_forwarded(scope), receive, send)
 
     async def _log_in(self, receive: Receive, send: Send) -> None:
         """Give the cookie for the token. The token stays valid: the address may be opened in another browser."""

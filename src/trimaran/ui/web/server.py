@@ -16,10 +16,10 @@ from nicegui import run, ui
 
 from trimaran.core import UserError
 from trimaran.serve import ConnectionGuard, guarded_http, limits_of_process, listen, status_of
-from trimaran.ui.language import LANGUAGE_COOKIE, language_of, say, set_server_language, speaking
+from trimaran.ui.language import LANGUAGE_COOKIE, language_of, say, speaking
 from trimaran.ui.report.markup import html_document, tag
 from trimaran.ui.web import compare_page, home_page, run_page, views_page, workshop_page
-from trimaran.ui.web.frame import ASSET_PATH, ASSETS, LOGO, WebState, asset, page_frame, show_error
+from trimaran.ui.web.frame import ASSET_PATH, ASSETS, LOGO, Markup, WebState, asset, error_state, page_frame
 from trimaran.ui.web.security import Application, Credentials, SecurityMiddleware
 
 LOOPBACK = "127.0.0.1"
@@ -31,7 +31,7 @@ PAGES = (home_page, run_page, compare_page, views_page, workshop_page)
 def build_app(state: WebState, credentials: Credentials) -> SecurityMiddleware:
     """Return the application with all pages, behind the checks of `SecurityMiddleware`. Call it once in a process."""
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    set_server_language(state.language)
+    nicegui_app.state.trimaran_language = state.language  # of pages without a cookie; None: the browser's
     outer.add_api_route(f"{ASSET_PATH}{{name}}", _serve_asset, methods=["GET"])
     for page in PAGES:
         page.add_page(state)
@@ -119,12 +119,13 @@ def _show_page_error(error: Exception) -> None:
     """Show a mistake as a page; a fault of ours is shown without its details, which are in the terminal."""
     with page_frame(say("Error"), active=""):
         if isinstance(error, UserError):
-            show_error(error)
+            Markup(error_state(error))
             return
         logging.getLogger(__name__).error("a page could not be built", exc_info=error)
-        show_error(UserError("W005", say("this page could not be built: {kind}", kind=type(error).__name__),
-                             where=say("the terminal of `trimaran ui` shows where"),
-                             fix=say("reload the page; if it stays, report it with that text")))  # fmt: skip
+        fault = UserError("W005", say("this page could not be built: {kind}", kind=type(error).__name__),
+                          where=say("the terminal of `trimaran ui` shows where"),
+                          fix=say("reload the page; if it stays, report it with that text"))  # fmt: skip
+        Markup(error_state(fault))
 
 
 def _not_found(request: Request, _: Exception) -> Response:

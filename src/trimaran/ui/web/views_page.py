@@ -23,7 +23,7 @@ from trimaran.ui.report.view_page import TITLES, draw_mode
 from trimaran.ui.viz.catalogue import SHORT_NAMES, build_view, find_view
 from trimaran.ui.viz.figures import ModeName, PlanView
 from trimaran.ui.viz.subject import Subject
-from trimaran.ui.viz.viz_request import EXAMPLE, plan_subject, refreshed, run_subject
+from trimaran.ui.viz.viz_request import EXAMPLE, life_of, measured_of, plan_subject, run_subject
 from trimaran.ui.web.controls import Chips, add_control, button, choice, text_field
 from trimaran.ui.web.frame import Markup, WebState, empty_state, error_state, page_frame
 from trimaran.ui.web.runs_root import RecentValues, RunsRoot, version_of
@@ -46,10 +46,6 @@ class SubjectName:
         return {name: value for name, value in asdict(self).items() if value}
 
 
-def model_names() -> list[str]:
-    return [*PRESETS, *VLM_PRESETS]
-
-
 def recipe_names() -> list[str]:
     return sorted(each.name for each in RECIPES.glob("*.yaml")) if RECIPES.is_dir() else []
 
@@ -69,9 +65,17 @@ class SubjectCache:
             return kept[1]
         if run is not None:
             same_plan = kept is not None and kept[0][:2] == version[:2]
-            subject = refreshed(kept[1], run) if kept is not None and same_plan else run_subject(run)
+            if kept is not None and same_plan:  # only what the run has measured since is read
+                subject = replace(kept[1], run=measured_of(run), life=life_of(run))
+            else:
+                subject = run_subject(run)
         else:
-            subject = plan_subject(_checked_plan(name.plan), _checked_cluster(name.cluster), ())
+            plan = _checked_plan(name.plan)
+            if name.cluster and not CLUSTER.fullmatch(name.cluster):
+                raise UserError("V005", f"'{name.cluster[:60]}' is not a cluster such as 8xH100",
+                                where="cluster, in the page's address",
+                                fix="name a number of devices and their type: 2x8xH100")  # fmt: skip
+            subject = plan_subject(plan, name.cluster or None, ())
         self._kept.add(name, version, subject)
         return subject
 
@@ -100,16 +104,9 @@ def _checked_plan(name: str) -> str | None:
         return name or None
     if name in recipe_names():
         return str(RECIPES / name)
-    near = did_you_mean(name, [*model_names(), *recipe_names()])
+    near = did_you_mean(name, [*PRESETS, *VLM_PRESETS, *recipe_names()])
     raise UserError("V005", f"there is no model or recipe '{name[:60]}'{near}", where="plan, in the page's address",
                     fix="choose a model from the list, or a recipe in the folder recipes/")  # fmt: skip
-
-
-def _checked_cluster(name: str) -> str | None:
-    if not name or CLUSTER.fullmatch(name):
-        return name or None
-    raise UserError("V005", f"'{name[:60]}' is not a cluster such as 8xH100", where="cluster, in the page's address",
-                    fix="name a number of devices and their type: 2x8xH100")  # fmt: skip
 
 
 REFRESH_SECONDS = 2.0
@@ -135,16 +132,8 @@ def add_page(state: WebState) -> None:
             lead = say("Eleven questions about how a model is split and trained. Each is explained with a formula, "
                        "simulated by the cost model, and measured by a run.")  # fmt: skip
             about = [tag("p", {"class": "quiet"}, " ".join(name.query.values()))] if name.query else []
-            Markup(
-                tag(
-                    "div",
-                    None,
-                    tag("h1", None, say("Views")),
-                    tag("p", {"class": "lead"}, lead),
-                    *about,
-                    tag("div", {"class": "view-cards"}, *cards),
-                )
-            )
+            head = [tag("h1", None, say("Views")), tag("p", {"class": "lead"}, lead), *about]
+            Markup(tag("div", None, *head, tag("div", {"class": "view-cards"}, *cards)))
 
     @ui.page("/views/{short}")
     async def view_page(short: str, plan: str = "", cluster: str = "", run: str = "", mode: str = "") -> None:
@@ -211,7 +200,7 @@ class _ViewPage:
         names = await run.io_bound(self._state.runs.names) or ()  # None while the server shuts down
         runs = [each.slug for each in names[:MAX_RUNS]]
         usual = say("as in the run") if name.run else say("Example: llama-3.1-8b")
-        plans = {"": usual, **{each: each for each in (*model_names(), *recipe_names())}}
+        plans = {"": usual, **{each: each for each in (*PRESETS, *VLM_PRESETS, *recipe_names())}}
         with ui.element("div").classes("bar-of-controls subject"):
             choice(say("Model or recipe"), plans, open_plan, value=name.plan)
             text_field(say("Cluster"), lambda text: setattr(self, "_cluster", text.strip()), value=name.cluster,

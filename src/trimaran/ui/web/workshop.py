@@ -1,7 +1,4 @@
-"""What the workshop asks the planner, and the texts that it offers to copy. It has no page.
-
-Everything is what a command answers: `PlanInputs.plan_words` are the words of `trimaran plan`.
-"""
+"""What the workshop asks the planner, and the texts to copy. `PlanInputs.plan_words` are those of the same command."""
 
 import os
 import shlex
@@ -27,9 +24,8 @@ from trimaran.app import (
     with_goal,
     with_top,
 )
-from trimaran.core import Mesh, Plan, TemplateText, UserError, show_count
+from trimaran.core import Plan, TemplateText, UserError, show_count
 from trimaran.launch import open_target
-from trimaran.machine import DEVICES
 from trimaran.models import PRESETS, VLM_PRESETS
 from trimaran.planner import NearMiss, PlanAnswer, Question, check_question, predicted, reason_lost, too_big
 from trimaran.ui.web.runs_root import RecentValues
@@ -66,8 +62,15 @@ def _fitted(plan: Plan, question: Question) -> Iterator[Plan]:
     """Yield the plan with the pins, for as many ranks as the cluster has, and with the batch of the recipe."""
     pins = question.pins
     changed = {name: getattr(pins, name) for name in pins.model_fields_set & _SIMPLE}
-    mesh = _resized(plan.mesh, question.cluster.world_size)
-    if mesh is None or any(getattr(mesh, axis) != getattr(pins.mesh, axis) for axis in pins.mesh.model_fields_set):
+    mesh, ranks = plan.mesh, question.cluster.world_size
+    rest = mesh.world_size // (mesh.dp_replicate * mesh.dp_shard)
+    if ranks % rest:
+        return
+    data = ranks // rest
+    replicas = 1 if mesh.dp_shard > 1 and data % mesh.dp_replicate else mesh.dp_replicate
+    shape = {"dp_replicate": replicas, "dp_shard": data // replicas} if mesh.dp_shard > 1 else {"dp_replicate": data}
+    mesh = mesh.model_copy(update=shape)  # with more or fewer data ranks
+    if any(getattr(mesh, axis) != getattr(pins.mesh, axis) for axis in pins.mesh.model_fields_set):
         return
     batch = question.recipe.train.global_batch
     size = plan.micro_batch
@@ -83,17 +86,6 @@ def _fitted(plan: Plan, question: Question) -> Iterator[Plan]:
 
 
 _SIMPLE = {"sharding", "precision", "recompute", "offload", "loss", "compile"}
-
-
-def _resized(mesh: Mesh, ranks: int) -> Mesh | None:
-    """Return the mesh with more or fewer data ranks; None if the others do not divide the number of ranks."""
-    rest = mesh.world_size // (mesh.dp_replicate * mesh.dp_shard)
-    if ranks % rest:
-        return None
-    data = ranks // rest
-    replicas = 1 if mesh.dp_shard > 1 and data % mesh.dp_replicate else mesh.dp_replicate
-    shape = {"dp_replicate": replicas, "dp_shard": data // replicas} if mesh.dp_shard > 1 else {"dp_replicate": data}
-    return mesh.model_copy(update=shape)
 
 
 TOP = 12  # plans in the answer
@@ -242,10 +234,6 @@ def model_options() -> dict[str, str]:
     for name, spec in (*PRESETS.items(), *VLM_PRESETS.items()):
         presets[name] = f"{name} ({show_count(spec.num_parameters)})"
     return recipes | presets
-
-
-def device_options(this_machine: str) -> dict[str, str]:
-    return {THIS_MACHINE: this_machine, **{name: name for name in DEVICES}, "cpu": "CPU"}
 
 
 def recipe_files() -> list[Path]:

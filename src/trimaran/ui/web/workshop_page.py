@@ -12,6 +12,7 @@ from nicegui.events import GenericEventArguments
 
 from trimaran.app import PlanReport, all_plans, occupancy, pareto_set, unit_of
 from trimaran.core import Plan, UserError, show_bytes, show_count, show_seconds
+from trimaran.machine import DEVICES
 from trimaran.planner import GOALS, no_fit_error
 from trimaran.ui.language import Language, current_language, say, speaking
 from trimaran.ui.report.draw_figure import draw_figure
@@ -47,7 +48,16 @@ def answer_markup(report: PlanReport, command: str, note: str) -> Html:
     head = tag("tr", None, *(tag("th", None, name) for name in names))
     rows = [_plan_row(number, plan, why, report) for number, (plan, why) in enumerate(plans)]
     table = tag("table", {"class": "plans"}, tag("thead", None, head), tag("tbody", None, *rows))
-    parts += [Html(tag("h2", None, say("All plans")) + tag("div", {"class": "scroll"}, table)), *_notes(report)]
+    parts.append(Html(tag("h2", None, say("All plans")) + tag("div", {"class": "scroll"}, table)))
+    lists = {
+        say("What would change the answer"): report.answer.hints,
+        say("Communication settings that differ from the defaults"): report.answer.choices,
+        say("Warnings"): report.answer.warnings,
+    }
+    notes = [tag("section", {"class": "notes"}, tag("h3", None, title),
+                 tag("ul", None, *(tag("li", None, each) for each in lines)))
+             for title, lines in lists.items() if lines]  # fmt: skip
+    parts += [tag("div", None, *notes)] if notes else []
     parts += [tag("p", {"class": "quiet"}, note), tag("pre", {"class": "command"}, command)]
     return Html("".join(parts))
 
@@ -154,19 +164,6 @@ def _plan_row(number: int, plan: Plan, why: str, report: PlanReport) -> Html:
     return tag("tr", {"class": "chosen" if is_best else None}, *cells)
 
 
-def _notes(report: PlanReport) -> list[Html]:
-    answer = report.answer
-    lists = {
-        say("What would change the answer"): answer.hints,
-        say("Communication settings that differ from the defaults"): answer.choices,
-        say("Warnings"): answer.warnings,
-    }
-    found = [tag("section", {"class": "notes"}, tag("h3", None, title),
-                 tag("ul", None, *(tag("li", None, each) for each in lines)))
-             for title, lines in lists.items() if lines]  # fmt: skip
-    return [tag("div", None, *found)] if found else []
-
-
 DESK = PlanDesk()  # one for all pages: answers do not depend on who asks
 POLL_SECONDS = 0.5
 TEXTS = {"recipe": "Recipe", "train": "Command", "slurm": "sbatch", "k8s": "Kubernetes manifest"}
@@ -212,7 +209,8 @@ class Workshop:
         inputs = self.inputs
         with self.panel, speaking(self.language):
             choice(say("Model or recipe"), desk_of.model_options(), self._choose_model, value=inputs.what)
-            choice(say("Device"), desk_of.device_options(say("this machine")), self._set("device"), value=inputs.device)
+            devices = {desk_of.THIS_MACHINE: say("this machine"), **{name: name for name in DEVICES}, "cpu": "CPU"}
+            choice(say("Device"), devices, self._set("device"), value=inputs.device)
             slider(say("Nodes"), desk_of.NODES, self._set("nodes"), value=str(inputs.nodes))
             slider(say("Devices of a node"), desk_of.DEVICES_PER_NODE, self._set("devices"), value=str(inputs.devices))
             lengths = with_value(desk_of.LENGTHS, inputs.seq_len)

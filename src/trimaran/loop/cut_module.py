@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.core import UserError
-from trimaran.nets import AbsentLayer, LayerTrace, StageStream, read_parameters, record_layer, tensors_in
+from trimaran.nets import AbsentLayer, LayerCall, StageStream, read_parameters, record_layer, tensors_in
 
 Forward = Callable[[Any], tuple[Tensor, int | Tensor]]  # takes the rows of a batch, returns summed loss and count
 
@@ -77,13 +77,13 @@ def find_blocks(model: nn.Module, forward: Forward, batch: Any, rows: int) -> Bl
     if not lists:
         raise _uncuttable("the model has no nn.ModuleList or nn.Sequential of blocks")
     name, stack = max(lists, key=lambda pair: sum(each.numel() for each in pair[1].parameters()))
-    trace, outputs = LayerTrace(), dict[str, tuple[torch.Size, torch.dtype]]()
+    calls, outputs = list[LayerCall](), dict[str, tuple[torch.Size, torch.dtype]]()
 
     def record(path: str, _: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.ndim:
             outputs[path] = output.shape, output.dtype
 
-    handles = [hook for number, layer in enumerate(stack.children()) for hook in record_layer(layer, number, trace)]
+    handles = [hook for number, layer in enumerate(stack.children()) for hook in record_layer(layer, number, calls)]
     for path, part in model.named_modules():
         if any(True for _ in part.parameters(recurse=False)) and not path.startswith(f"{name}."):
             handles.append(part.register_forward_hook(partial(record, path)))
@@ -92,11 +92,11 @@ def find_blocks(model: nn.Module, forward: Forward, batch: Any, rows: int) -> Bl
     finally:
         for handle in handles:
             handle.remove()
-    if [call.layer for call in trace.calls] != list(range(sum(1 for _ in stack.children()))):
+    if [call.layer for call in calls] != list(range(sum(1 for _ in stack.children()))):
         raise _uncuttable(f"the blocks of {name} do not run once each, in the order of the list")
     owners = {id(each): parameter for parameter, each in model.named_parameters()}
     node = None
-    for call in trace.calls:
+    for call in calls:
         where = f"{name}.{call.layer}"
         assert call.leaving is not None
         if node is not None and call.entering_node is not node:
@@ -109,9 +109,9 @@ def find_blocks(model: nn.Module, forward: Forward, batch: Any, rows: int) -> Bl
         if foreign := sorted(each for each in read if not each.startswith(f"{where}.")):
             raise _uncuttable(f"{where} depends on {foreign[0]}: blocks share weights or values")
         node = call.leaving.grad_fn
-    if trace.calls[0].entering.shape[:1] != (rows,):
+    if calls[0].entering.shape[:1] != (rows,):
         raise _uncuttable("the first dimension of the stream is not the rows of the batch")
-    first, last = trace.calls[0], trace.calls[-1]
+    first, last = calls[0], calls[-1]
     assert last.leaving is not None
     before = read_parameters(first.entering_node, None, owners)
     after = read_parameters(loss.grad_fn, last.leaving.grad_fn, owners)
@@ -122,7 +122,7 @@ def find_blocks(model: nn.Module, forward: Forward, batch: Any, rows: int) -> Bl
     return BlockList(
         name=name,
         rows=rows,
-        num_outputs=tuple(call.num_outputs for call in trace.calls),
+        num_outputs=tuple(call.num_outputs for call in calls),
         stream=(first.entering.shape, first.entering.dtype),
         before=_holders(model, owners, before, called) | _holders(model, owners, unused),
         after=_holders(model, owners, after),

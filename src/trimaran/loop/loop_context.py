@@ -111,36 +111,6 @@ CAUSES = (
 )
 
 
-class BatchAgreement:
-    """Compares a hash of the global batch between ranks, for the first batches and then for every `CHECK_EVERY`-th."""
-
-    def __init__(self, calls: CallOrder) -> None:
-        self._calls, self._num_batches, self._agreed_at = calls, 0, -1
-
-    def check(self, batch: Any, *, num_rows: int, step: int, where: str) -> None:
-        """Raise UserError on all ranks if some of them hold another batch. Every rank must call it."""
-        number = self._num_batches
-        self._num_batches += 1
-        if dist.get_world_size() == 1 or (number >= FIRST_CHECKS and number % CHECK_EVERY):
-            return
-        self._calls.note(f"{where} of step {step}")
-        gathered = all_gather_int64(np.array([num_rows, digest(batch)], dtype=np.int64))
-        if (gathered != gathered[0]).any():
-            if (gathered[:, 0] != gathered[0, 0]).any():
-                found = "; ".join(f"rank {rank} has {rows} rows" for rank, (rows, _) in enumerate(gathered.tolist()))
-            else:
-                groups: dict[int, list[int]] = {}
-                for rank, (_, value) in enumerate(gathered.tolist()):
-                    groups.setdefault(value, []).append(rank)
-                most, *others = sorted(groups.values(), key=len, reverse=True)
-                odd = sorted(rank for group in others for rank in group)
-                found = f"{_ranks(odd)} {'holds' if len(odd) == 1 else 'hold'} other rows than {_ranks(most)}"
-            agreed = f" (they agreed in step {self._agreed_at})" if self._agreed_at >= 0 else ""
-            what = f"ranks hold different global batches in step {step}: {found}{agreed}"
-            raise UserError("P045", what, where=where, fix=CAUSES)
-        self._agreed_at = step
-
-
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
@@ -228,7 +198,8 @@ class LoopContext:
     def __init__(self, device: torch.device) -> None:
         self.device, self.rank, self.world_size = device, dist.get_rank(), dist.get_world_size()
         self.calls = CallOrder()
-        self._agreement = BatchAgreement(self.calls)
+        self._num_batches = 0
+        self._agreed_at = -1  # the last step in which all ranks held the same batch
         self.set_syncs: list[Callable[[bool], None]] = []
         self.step_hooks: list[Callable[[], None]] = []
         self.num_steps = 0
@@ -285,14 +256,37 @@ class LoopContext:
         self.num_rows_here = sizes.pop() if len(sizes) == 1 else 0
 
     def check_same(self, batch: Any, *, num_rows: int, where: str) -> None:
-        """Compare what all ranks should hold alike; see `BatchAgreement`."""
+        """Raise UserError on all ranks if they hold other batches. Every rank must call it.
+
+        A hash is compared for the first batches, and then for every `CHECK_EVERY`-th.
+        """
         for leaf in tree_leaves(as_tree(batch)) if self.world_size > 1 else ():
             if isinstance(leaf, Tensor) and leaf.layout is not torch.strided and leaf.shape == (num_rows, num_rows):
                 raise UserError("P040", f"this global batch has a sparse matrix of {num_rows} x {num_rows}, as of a "
                                 f"graph, and {num_rows} nodes: ranks cannot compute their rows alone", where=where,
                                 fix="train one graph on one process, or batches of subgraphs, each with its own "
                                 "matrix, through loop.uneven_batches")  # fmt: skip
-        self._agreement.check(batch, num_rows=num_rows, step=self.num_steps, where=where)
+        number = self._num_batches
+        self._num_batches += 1
+        if self.calls.world_size == 1 or (number >= FIRST_CHECKS and number % CHECK_EVERY):
+            return
+        self.calls.note(f"{where} of step {self.num_steps}")
+        gathered = all_gather_int64(np.array([num_rows, digest(batch)], dtype=np.int64))
+        if (gathered == gathered[0]).all():
+            self._agreed_at = self.num_steps
+            return
+        if (gathered[:, 0] != gathered[0, 0]).any():
+            found = "; ".join(f"rank {rank} has {rows} rows" for rank, (rows, _) in enumerate(gathered.tolist()))
+        else:
+            groups: dict[int, list[int]] = {}
+            for rank, (_, value) in enumerate(gathered.tolist()):
+                groups.setdefault(value, []).append(rank)
+            most, *others = sorted(groups.values(), key=len, reverse=True)
+            odd = sorted(rank for group in others for rank in group)
+            found = f"{_ranks(odd)} {'holds' if len(odd) == 1 else 'hold'} other rows than {_ranks(most)}"
+        agreed = f" (they agreed in step {self._agreed_at})" if self._agreed_at >= 0 else ""
+        what = f"ranks hold different global batches in step {self.num_steps}: {found}{agreed}"
+        raise UserError("P045", what, where=where, fix=CAUSES)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -71,12 +71,11 @@ PROBED = "torch"  # the largest package, and the one that takes longest
 
 
 def use_bytecode_cache(environ: Mapping[str, str]) -> bool:
-    """Have this process and its forks cache bytecode in our folder, if torch has none and Python would write none.
+    """Cache bytecode of this process and its forks in our folder, if there is none and Python would write none.
 
-    Some installers leave bytecode out, and containers often have folders that are not writable, or set
-    PYTHONDONTWRITEBYTECODE. Each start then compiles the sources of torch again, which doubles the time of its import.
-    The folder is under TRIMARAN_CACHE or the user's cache. Python checks each file against its source. Call it before
-    anything large is imported. Returns whether the cache is used.
+    Else each start compiles the sources of torch, which doubles the time of its import: installers may leave bytecode
+    out, and containers set PYTHONDONTWRITEBYTECODE or are read-only. Call it before anything large is imported. Returns
+    whether the cache is used.
     """
     found = importlib.util.find_spec(PROBED)
     if found is None or found.origin is None or sys.pycache_prefix is not None:

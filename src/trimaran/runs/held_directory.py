@@ -128,10 +128,9 @@ def descriptor_of(run: RunDirectory) -> int | None:
 
 
 def lock_directory(run: RunDirectory) -> int | None:
-    """Lock the directory, and return the descriptor that holds the lock until it is closed; None without locks.
+    """Lock the directory; return the descriptor that holds the lock until it is closed, None without locks.
 
-    Raises BlockingIOError if another process of this machine holds it. The lock belongs to the directory, not to its
-    path. On network disks other machines do not see it: there the lease alone decides.
+    Raises BlockingIOError if another process of this machine holds it. On network disks the lease alone decides.
     """
     fd = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -132,11 +132,7 @@ class LeaseWatch:
         self.certain = False  # the holder last returned is known to be alive, not only not yet known to be dead
 
     def poll(self) -> LeaseHolder | int:
-        """Return the live holder, or the number of the next free term.
-
-        For a holder on this machine this is known at once; one elsewhere is dead if its counter has not changed for
-        10 s.
-        """
+        """Return the live holder, or the next free term. A holder elsewhere is dead if its counter stands for 10 s."""
         try:
             holder = self._holder = read_holder(self.run)
         except OSError:
@@ -147,7 +143,7 @@ class LeaseWatch:
             return 1
         counter = ""
         with contextlib.suppress(OSError, ValueError):
-            counter = read_regular_text(_counter_file(self.run, holder.term)).strip()
+            counter = read_regular_text(self.run.lease / f"beat-{holder.term:06d}").strip()
         if counter == RELEASED:
             return holder.term + 1
         if holder.machine == machine_id():
@@ -270,13 +266,9 @@ def run_token(run: RunDirectory) -> str:
     return read_regular_text(path).strip()
 
 
-def _counter_file(run: RunDirectory, term: int) -> Path:
-    return run.lease / f"beat-{term:06d}"
-
-
 def _write_counter(run: RunDirectory, term: int, text: str) -> None:
     """Write in place and always the same number of bytes, which also works on a full disk."""
-    fd = open_regular_fd(_counter_file(run, term), os.O_CREAT | os.O_WRONLY, mode=0o600)
+    fd = open_regular_fd(run.lease / f"beat-{term:06d}", os.O_CREAT | os.O_WRONLY, mode=0o600)
     try:
         os.write(fd, text.ljust(20).encode("ascii"))
     finally:

@@ -24,26 +24,25 @@ def die_with_parent(signal_number: int, *, parent: int | None = None) -> None:
 
     With `parent`, its process id, exit at once if the parent ended before this call.
     """
-    _prctl(PR_SET_PDEATHSIG, signal_number)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal_number)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
 
 def set_process_name(name: str) -> None:
     """Set the name of this process as `ps` and /proc show it; the kernel keeps 15 bytes."""
-    _prctl(PR_SET_NAME, name.encode())
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode())
 
 
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends, so that `waitpid` can reap them here."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def raise_soft_limits() -> None:
-    """Raise the limits of open files and processes as far as this process may; processes that it starts inherit them.
+    """Raise the limits of open files and processes as far as allowed, also for processes that this one starts.
 
-    A soft limit is only a default for programs that cannot handle many descriptors; ours can, and need one for each
-    connection to another rank.
+    Soft limits protect programs that cannot handle many descriptors; ours need one for each connection to a rank.
     """
     for kind, most in ((resource.RLIMIT_NOFILE, MAX_OPEN_FILES), (resource.RLIMIT_NPROC, MAX_PROCESSES)):
         soft, hard = resource.getrlimit(kind)
@@ -110,7 +109,3 @@ def start_ticks(pid: int) -> int:
     except (OSError, ValueError):
         return -1
     return -1 if state in "ZX" else int(rest[18])
-
-
-def _prctl(option: int, argument: int | bytes) -> None:
-    ctypes.CDLL(None).prctl(option, argument)

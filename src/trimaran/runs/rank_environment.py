@@ -19,8 +19,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 def uses_expandable_segments(plan: Plan) -> bool:
     """Return whether the CUDA allocator gets expandable segments for this plan from the start.
 
-    Sharded weights, pipelines, recompute and offload allocate blocks of many sizes at changing times, which fragments
-    memory. Other plans allocate the same blocks at every step.
+    Other plans allocate the same blocks at every step, and do not fragment memory.
     """
     return not (plan.sharding == "none" and plan.mesh.pp == 1 and plan.recompute == "none" and plan.offload == "none")
 

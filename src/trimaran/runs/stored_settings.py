@@ -85,10 +85,9 @@ POLL_SECONDS = 0.1
 
 
 def create_run_from(folder: Path, path: Path, *, complete_seconds: float = COMPLETE_SECONDS) -> RunDirectory:
-    """Return the run at `path`, which exactly one caller creates from `recipe.yaml` and `plan.json` in `folder`.
+    """Return the run at `path`, which one caller creates from `recipe.yaml` and `plan.json` in `folder`.
 
-    The others wait until it is complete; after `complete_seconds` they complete it. Raises if `path` holds another run,
-    or other files.
+    Others wait `complete_seconds`, then complete it. Raises if `path` holds another run, or other files.
     """
     source, run = RunDirectory(folder), RunDirectory(path)
     if not (source.recipe.is_file() and source.plan.is_file()):

@@ -32,7 +32,7 @@ from trimaran.parallel import (
     reduce_gradient,
     reduce_sum,
     reduce_to_sequence,
-    vocab_parallel_cross_entropy,
+    vocab_parallel_token_losses,
 )
 from trimaran.train import join_process_group, read_rank_info
 
@@ -55,7 +55,7 @@ def loss_of_sharded_logits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[
     join_process_group(read_rank_info(os.environ))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     mine = logits.chunk(mesh.size(), -1)[mesh.get_local_rank()].clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(DTensor.from_local(mine, mesh, [Shard(2)]), labels, ignored=-100)
+    loss = vocab_parallel_token_losses(DTensor.from_local(mine, mesh, [Shard(2)]), labels, ignored=-100).sum()
     (loss * 0.25).backward()
     assert mine.grad is not None
     return loss.item(), mine.grad.numpy(), mine.shape[-1]

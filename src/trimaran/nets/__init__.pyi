@@ -1,7 +1,7 @@
 """Public names of `trimaran.nets`, and the modules that they come from. They are imported on first use."""
 
 from .absent_modules import (
-    AbsentLayer as AbsentLayer, LayerTrace as LayerTrace, StageStream as StageStream, read_parameters as
+    AbsentLayer as AbsentLayer, LayerCall as LayerCall, StageStream as StageStream, read_parameters as
     read_parameters, record_layer as record_layer, tensors_in as tensors_in,
 )
 from .adapters.adapter_bank import AdapterBank as AdapterBank

@@ -1,7 +1,7 @@
 """Cutting a model into pipeline stages: what one call shows about its layers, and modules in place of absent ones."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,25 +22,17 @@ class LayerCall:
     num_outputs: int = 0
 
 
-@dataclass(slots=True)
-class LayerTrace:
-    """A call of the whole model."""
-
-    calls: list[LayerCall] = field(default_factory=list)
-    logits: Tensor | None = None
-
-
-def record_layer(layer: nn.Module, number: int, trace: LayerTrace) -> Iterator[Any]:
-    """Record the calls of a layer. Yield the hooks, to remove them."""
+def record_layer(layer: nn.Module, number: int, calls: list[LayerCall]) -> Iterator[Any]:
+    """Add each call of a layer to `calls`. Yield the hooks, to remove them."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = {f"argument {place}": each for place, each in enumerate(args)} | kwargs
         name = "argument 0" if args else "hidden_states"
         entering = inputs.pop(name)
-        trace.calls.append(LayerCall(number, entering, entering.grad_fn, inputs))
+        calls.append(LayerCall(number, entering, entering.grad_fn, inputs))
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        call = trace.calls[-1]
+        call = calls[-1]
         call.leaving = output[0] if isinstance(output, tuple | list) else output
         call.num_outputs = len(output) if isinstance(output, tuple | list) else 0
 
@@ -118,11 +110,7 @@ class AbsentLayer(nn.Module):
 
 
 class AbsentModule(nn.Module):
-    """In place of an embedding, a norm or a head of another stage. Its result is not used, only its shape.
-
-    A module before the layers that changes the `width` returns zeros of that width; others return their input.
-    `is_embedding`: its input has no width yet.
-    """
+    """In place of an embedding, norm or head of another stage: returns its input, or zeros of a changed `width`."""
 
     def __init__(self, width: int = 0, *, is_embedding: bool = False) -> None:
         super().__init__()

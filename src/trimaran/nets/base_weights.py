@@ -21,10 +21,7 @@ CONFIG_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": 
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """A network on the meta device, a function that reads one of its parameters or buffers, and the usual dtype.
-
-    `dtype` is as in config.json. `buffers` are the names of the buffers that are on disk.
-    """
+    """A network on the meta device, a reader of its parameters and `buffers` on disk, and config.json's usual dtype."""
 
     network: Network
     read: Callable[[str], Tensor]

@@ -15,12 +15,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 Split = tuple[int, int]  # a dim of the mesh, and the dim of the tensor that it splits
 
 
-def shard_with_gradient(parameter: DTensor, *, gradient_is_partial: bool) -> Tensor:
-    if torch.compiler.is_compiling():
-        return parameter.to_local(grad_placements=_gradient_placements(parameter.placements, gradient_is_partial))
-    return LocalShard.apply(parameter, gradient_is_partial)
-
-
 def shard_slices(parameter: DTensor) -> tuple[slice, ...]:
     """Return the slice of each dimension of the full tensor that this rank holds."""
     if has_uneven_shards(parameter):
@@ -46,7 +40,7 @@ def unsharded(value: DTensor) -> Tensor:
     return local
 
 
-def _gradient_placements(placements: tuple[Placement, ...], gradient_is_partial: bool) -> tuple[Placement, ...]:
+def gradient_placements(placements: tuple[Placement, ...], gradient_is_partial: bool) -> tuple[Placement, ...]:
     if not gradient_is_partial:
         return placements
     return tuple(Partial() if each.is_replicate() else each for each in placements)
@@ -62,7 +56,7 @@ class LocalShard(Function):
         key = f"_trimaran_gradient_spec_{gradient_is_partial}"
         found = spec.__dict__.get(key)
         if found is None:
-            placements = _gradient_placements(spec.placements, gradient_is_partial)
+            placements = gradient_placements(spec.placements, gradient_is_partial)
             found = spec.__dict__[key] = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
         ctx.spec = found
         local = parameter._local_tensor

@@ -59,7 +59,17 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
         layout = disk_layout(module.spec)
         parts = {name: layout(name, tuple(each.shape), module.spec) for name, each in parameters.items()}
         _refuse_mismatch(parts, sources, folder, module.spec)
-        _refuse_untied_head(sources, module.spec, folder)
+        # config.json may tie the head to the embedding, although the head on disk has other values.
+        spec = module.spec
+        (embedding,) = layout(EMBEDDING, (spec.vocab, spec.hidden), spec)
+        if spec.tied and HEAD in sources and embedding.name in sources:
+            with torch.device("cpu"):  # a dry run builds on the meta device
+                tied, stored = (sources[name].get_slice(name) for name in (embedding.name, HEAD))
+                rows = [slice(start, start + ROWS_COMPARED) for start in range(0, spec.vocab, ROWS_COMPARED)]
+                are_equal = all(torch.equal(tied[some], stored[some]) for some in rows)
+            if not are_equal:
+                raise UserError("M075", "config.json ties the head to the embedding, but the weights of both differ",
+                                where=str(folder), fix="set tie_word_embeddings to false in config.json")  # fmt: skip
         if is_on_meta(module):
             return
         log.info("%s is computed by Trimaran's own decoder; model.family=hf uses transformers'", module.spec.name)
@@ -231,20 +241,6 @@ def without_head(problem: str, folder: Path) -> UserError:
     return UserError("M093", f"the folder holds a model without the head of a language model: {problem}",
                      where=str(folder), fix="name the language model that it was made from, or train it in your own "
                      "loop with trimaran.prepare, as embedding models and classifiers are trained")  # fmt: skip
-
-
-def _refuse_untied_head(sources: Mapping[str, Any], spec: ModelSpec, folder: Path) -> None:
-    """Raise if config.json ties the head to the embedding, but the head on disk has other values."""
-    (embedding,) = disk_layout(spec)(EMBEDDING, (spec.vocab, spec.hidden), spec)
-    if not spec.tied or HEAD not in sources or embedding.name not in sources:
-        return
-    with torch.device("cpu"):  # a dry run builds on the meta device
-        tied, stored = (sources[name].get_slice(name) for name in (embedding.name, HEAD))
-        rows = [slice(start, start + ROWS_COMPARED) for start in range(0, spec.vocab, ROWS_COMPARED)]
-        are_equal = all(torch.equal(tied[some], stored[some]) for some in rows)
-    if not are_equal:
-        raise UserError("M075", "config.json ties the head to the embedding, but the weights of both differ",
-                        where=str(folder), fix="set tie_word_embeddings to false in config.json")  # fmt: skip
 
 
 def _copy(parameter: Tensor, parts: Sequence[DiskPart], sources: Mapping[str, Any]) -> None:

@@ -60,9 +60,11 @@ def local_for_compute(parameter: Tensor, *, gradient_is_partial: bool = True) ->
         return parameter
     if not torch.compiler.is_compiling() and not (parameter.requires_grad and torch.is_grad_enabled()):
         return parameter.to_local()
-    from trimaran.nets.dtensor_shards import shard_with_gradient  # noqa: PLC0415  see `is_dtensor`
+    from trimaran.nets.dtensor_shards import LocalShard, gradient_placements  # noqa: PLC0415  see `is_dtensor`
 
-    return shard_with_gradient(parameter, gradient_is_partial=gradient_is_partial)
+    if torch.compiler.is_compiling():
+        return parameter.to_local(grad_placements=gradient_placements(parameter.placements, gradient_is_partial))
+    return LocalShard.apply(parameter, gradient_is_partial)
 
 
 @contextmanager

@@ -27,16 +27,6 @@ class Nf4Weight(nn.Linear):
     weight_scales: nn.Parameter
     weight_dtype: torch.dtype
 
-    @contextmanager
-    def weight_to_fill(self) -> Iterator[Tensor]:
-        """Yield an unpacked tensor for the weight. It is packed when the context ends."""
-        shape, device = (self.out_features, self.in_features), self.weight_codes.device
-        weight = torch.empty(shape, dtype=self.weight_dtype, device=device)
-        yield weight
-        codes, scales = torch.ops.bitsandbytes.quantize_4bit(weight, BLOCK, "nf4", torch.uint8)
-        self.weight_codes.data.copy_(codes.view_as(self.weight_codes))
-        self.weight_scales.data.copy_(scales.view_as(self.weight_scales))
-
     def base_weight(self) -> Tensor:
         return _unpack(self.weight_codes, self.weight_scales, self.weight_dtype)
 
@@ -105,9 +95,12 @@ def loadable_weights(module: nn.Module, *, remove_duplicate: bool = True) -> dic
 def weight_to_fill(module: nn.Module, name: str, weight: Tensor) -> Iterator[Tensor]:
     """Yield the tensor to write the weight to. `name` and `weight` are an item of `loadable_weights`."""
     layer = module.get_submodule(name.rpartition(".")[0])
-    if isinstance(layer, Nf4Weight) and weight.is_meta:
-        with layer.weight_to_fill() as unpacked:
-            yield unpacked
+    if isinstance(layer, Nf4Weight) and weight.is_meta:  # is packed when the context ends
+        unpacked = torch.empty(weight.shape, dtype=weight.dtype, device=layer.weight_codes.device)
+        yield unpacked
+        codes, scales = torch.ops.bitsandbytes.quantize_4bit(unpacked, BLOCK, "nf4", torch.uint8)
+        layer.weight_codes.data.copy_(codes.view_as(layer.weight_codes))
+        layer.weight_scales.data.copy_(scales.view_as(layer.weight_scales))
     else:
         yield weight
 

@@ -103,6 +103,5 @@ from .tensor_sums import (
     as gradient_norm, is_aligned as is_aligned,
 )
 from .vocab_parallel_loss import (
-    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy, vocab_parallel_token_losses as
-    vocab_parallel_token_losses,
+    vocab_parallel_token_losses as vocab_parallel_token_losses,
 )

@@ -178,10 +178,7 @@ class DiskWeights:
         return self.store.allocate(shape, dtype)
 
     def load(self, shard: Tensor, following: Sequence[Tensor] = ()) -> Tensor:
-        """Return the values of a flat shard on the device. Copies there are on the current stream.
-
-        `following` are the shards that will be loaded next: the disk is never idle between them.
-        """
+        """Return a flat shard on the device, copied on the current stream, and start to read the `following` ones."""
         values, accelerator = torch.empty_like(shard, device=self._device), torch.get_device_module(self._device)
         target = values.view(torch.uint8)
         if not self._reading or self._reading[0][0].data_ptr() != shard.data_ptr():  # another order than expected

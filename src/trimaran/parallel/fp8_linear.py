@@ -126,10 +126,7 @@ class Fp8Matmul(torch.autograd.Function):
 
 
 def amax(x: Tensor) -> Tensor:
-    """Return the largest magnitude as an fp32 scalar on the device; NaN if `x` has a NaN.
-
-    Reduces per row first, so a compiled block can fuse it with the operator that produces the rows.
-    """
+    """Return the largest magnitude, fp32 on the device, NaN if `x` has one; per row first, which compilers fuse."""
     return x.detach().abs().amax(dim=-1).amax().float().clamp(min=MIN_AMAX)
 
 

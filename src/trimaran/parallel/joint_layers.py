@@ -1,8 +1,4 @@
-"""Lets the layers of a network compute projections of the same input as one matmul, if the plan says so.
-
-The module owns a joint projection, not the optimizer: the optimizer updates each parameter by itself, and only the
-module's forward needs them side by side.
-"""
+"""Lets layers compute projections of the same input as one matmul; the optimizer updates each parameter by itself."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -18,10 +14,7 @@ MATMUL_MODULES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, ExpertWeights)
 
 
 def matmul_weights(network: Network) -> Iterator[nn.Parameter]:
-    """Yield the trained matrices that only 16-bit matmuls read.
-
-    A module with its own dtype in the recipe may compute in fp32. A matrix that two modules share is also an embedding.
-    """
+    """Yield trained matrices that only 16-bit matmuls read, not those of modules with own dtypes or shared ones."""
     num_owners: dict[int, int] = {}
     modules = list(network.module.modules())
     for module in modules:
@@ -36,10 +29,7 @@ def matmul_weights(network: Network) -> Iterator[nn.Parameter]:
 
 
 def apply_joint_projections(networks: Sequence[Network], plan: Plan) -> None:
-    """Join projections of the same input whose weights only matmuls read.
-
-    Call it once the weights have their values and their dtype. Towers with recompute by operator are left as they are.
-    """
+    """Join projections, once filled and cast, whose weights only matmuls read, but not under recompute by operator."""
     matrices = {each for network in networks for each in matmul_weights(network)}
     on_cpu = all(each.is_cpu for each in matrices)
     if not (plan.joins_projections_on_cpu if on_cpu else plan.joins_projections):

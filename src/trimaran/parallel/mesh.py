@@ -43,10 +43,7 @@ class RankMesh:
 
     @cached_property
     def shards_and_tp(self) -> DeviceMesh:
-        """Replicas, and the shards of a tower whose images tensor-parallel ranks split: over these ranks, too.
-
-        The first use creates process groups, so all ranks must take part.
-        """
+        """Replicas, and shards also over tp ranks, which split images. Created, by all ranks, at the first use."""
         assert self.world is not None
         mesh = self.degrees
         named = {"pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "shard_and_tp": mesh.shards * mesh.tp}
@@ -73,10 +70,7 @@ class RankMesh:
         return self.rank("dp_replicate") * self.degrees.dp_shard + self.rank("dp_shard")
 
     def dropout_seed(self, seed: int, step: int = 0) -> int:
-        """Return the random seed of this rank in a step; equal on tp ranks, which must drop the same elements.
-
-        It does not depend on earlier steps, so a resumed run drops the same elements.
-        """
+        """Return this rank's random seed of a step, also after a resume; tp ranks must drop the same elements."""
         return int.from_bytes(blake2b(f"{seed}/{step}/{self._position}".encode(), digest_size=8).digest()) >> 1
 
     @cached_property

@@ -28,10 +28,7 @@ def autocast(plan: Plan, device: torch.device) -> AbstractContextManager[object]
 
 @contextmanager
 def kept_weight_casts() -> Iterator[None]:
-    """Keep the 16-bit copies that autocast makes of whole weights until the block ends.
-
-    All forwards inside share them. Without this, each of a pipeline's micro-batches keeps copies until its backward.
-    """
+    """Share autocast's 16-bit copies of whole weights until the block ends; else each micro-batch keeps its own."""
     torch.autocast_increment_nesting()  # autocast forgets its copies where its outermost block ends
     try:
         with kept_shard_casts():
@@ -92,7 +89,11 @@ def fsdp_modules(network: Network, plan: Plan) -> list[tuple[nn.Module, torch.dt
         dtype, is_container = own_dtype(module) or DTYPES[plan.precision], isinstance(module, CONTAINERS)
         needs_fp32 = [visit(child, outer if is_container else dtype) for child in module.children()]
         differs = dtype != outer and not is_container and any(True for _ in module.parameters())
-        tied = differs and _has_tied_parameter(module, network.module)
+        tied = False
+        if differs:  # does a module outside this one share one of its parameters?
+            inside, ours = set(module.modules()), {id(each) for each in module.parameters()}
+            outside = (each for each in network.module.modules() if each not in inside)
+            tied = any(id(each) in ours for other in outside for each in other.parameters(recurse=False))
         if module in always or (differs and not tied):
             units.append((module, None if any(needs_fp32) or dtype == torch.float32 else dtype))
             return False
@@ -100,13 +101,6 @@ def fsdp_modules(network: Network, plan: Plan) -> list[tuple[nn.Module, torch.dt
 
     visit(network.module, DTYPES[plan.precision])
     return units
-
-
-def _has_tied_parameter(module: nn.Module, root: nn.Module) -> bool:
-    """Return whether a module outside this one shares one of its parameters."""
-    inside, ours = set(module.modules()), {id(each) for each in module.parameters()}
-    outside = (each for each in root.modules() if each not in inside)
-    return any(id(each) in ours for other in outside for each in other.parameters(recurse=False))
 
 
 def _compute_in(module: nn.Module, dtype: torch.dtype, device_type: str) -> None:

@@ -156,10 +156,7 @@ class _SquareLaunches:
 
 
 def squares_by_foreach(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Return the sums of squares by torch's own functions, in fp64 on `device`; 0 for None.
-
-    Norms of 16-bit tensors are computed in fp32. Torch would compute them in their own dtype.
-    """
+    """Return the sums of squares by torch's own functions, in fp64 on `device`, with norms in fp32; 0 for None."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, each in enumerate(tensors):
         if each is not None:
@@ -181,10 +178,7 @@ def squares_by_foreach(tensors: Sequence[Tensor | None], device: torch.device) -
 
 
 class TensorChecksums:
-    """Sums the bits of each of some tensors, read as integers of the widest size that fits. Any flipped bit shows.
-
-    The tensors are on one GPU, contiguous (see `can_sum`), and stay where they are.
-    """
+    """Sums the bits of contiguous tensors that stay in place on a GPU, as wide integers. Any flipped bit shows."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors  # so that their memory is not reused

@@ -16,13 +16,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def vocab_parallel_cross_entropy(logits: "DTensor", labels: Tensor, *, ignored: int, smoothing: float = 0.0) -> Tensor:
-    """Return the summed cross-entropy of `logits` [..., vocabulary], sharded along the last dim, in fp32."""
-    return vocab_parallel_token_losses(logits, labels, ignored=ignored, smoothing=smoothing).sum()
-
-
 def vocab_parallel_token_losses(logits: "DTensor", labels: Tensor, *, ignored: int, smoothing: float = 0.0) -> Tensor:
-    """Return the cross-entropy of each label, flattened; 0 where the label is `ignored`, NaN if it is no token.
+    """Return the fp32 cross-entropy of each label, flattened; 0 where the label is `ignored`, NaN if it is no token.
 
     `smoothing` is the part of the target that is spread evenly over the whole vocabulary. The last ranks hold fewer
     columns than the others if the number of ranks does not divide the vocabulary.

@@ -96,10 +96,7 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class WideRMSNorm(RMSNorm):
-    """RMSNorm over all heads together (OLMo-2); it is never fused.
-
-    Under tensor parallelism each rank has some heads and their part of the weight, and `total` sums over the ranks.
-    """
+    """RMSNorm over all heads together (OLMo-2), never fused; `total` sums over the heads of other tp ranks."""
 
     def __init__(self, width: int, *, eps: float) -> None:
         super().__init__(width, eps=eps)

@@ -15,10 +15,7 @@ def is_supported(x: Tensor) -> bool:
 
 
 def rotate_in_place(packed: Tensor, cos: Tensor, sin: Tensor, *, heads: int, backward: bool = False) -> None:
-    """Apply RoPE, or its backward, to the first `heads` heads of `packed` [B, T, all heads x head_dim], in place.
-
-    `cos` and `sin` [1 or B, 1, T, head_dim] are the rotation; their two halves are equal.
-    """
+    """Apply RoPE, of `cos` and `sin` with equal halves, or its backward, to the first heads of `packed`, in place."""
     rows, length, _ = packed.shape
     half = cos.shape[-1] // 2
     cos, sin = cos.narrow(-1, 0, half).transpose(1, 2), sin.narrow(-1, 0, half).transpose(1, 2)

@@ -19,11 +19,7 @@ from trimaran.nets.decoder.joint_projections import Rotation, joined
 def normed_heads(
     x: Tensor, norm: nn.RMSNorm, parts: Sequence[nn.Linear], rotation: Rotation, heads: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `x` [B, T, hidden] for the residual connection, and queries, keys and values of its norm.
-
-    Each of these is [B, heads, T, head_dim]; RoPE is applied to queries and keys. `parts` are the three projections,
-    and `heads` the numbers of query heads and of key heads.
-    """
+    """Return `x`, and of its norm queries and keys with RoPE and values, [B, heads, T, head_dim], by joined `parts`."""
     biases: list[Tensor] = [each.bias for each in parts if each.bias is not None]
     bias = torch.cat(biases) if biases else None
     return _NormedHeads.apply(x, norm.weight, norm.eps, bias, *rotation, heads, *(each.weight for each in parts))

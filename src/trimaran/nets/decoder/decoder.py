@@ -118,10 +118,11 @@ class DecoderLayer(nn.Module):
             norm = self.post_attention_layernorm
             out = AttendedFeedForward.apply(attended, x, attention.o_proj.weight, norm.weight, norm.eps, *weights)
             return out, None
-        before, after = self.plain_norms
-        x, inner = norm_and_residual(x, before) if self.joint else (x, before(x))
+        norm = self.input_layernorm
+        x, inner = norm_and_residual(x, norm) if self.joint else (x, norm(x))
         x = x + self.self_attn(inner, rotation, scope).to(x.dtype)
-        x, inner = norm_and_residual(x, after) if self.joint else (x, after(x))
+        norm = self.post_attention_layernorm
+        x, inner = norm_and_residual(x, norm) if self.joint else (x, norm(x))
         out, balance = self._feed_forward(inner)
         return x + out.to(x.dtype), balance
 

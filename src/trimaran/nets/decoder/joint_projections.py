@@ -39,11 +39,6 @@ def joined(weights: Sequence[Tensor]) -> Tensor:
     return weights[0].as_strided((sum([each.shape[0] for each in weights]), weights[0].shape[1]), weights[0].stride())
 
 
-def _joint_matmul(x: Tensor, weights: Sequence[Tensor], transposed: bool) -> Tensor:
-    joint = joined(weights)
-    return x @ (joint.t() if transposed else joint)
-
-
 def _rotary_projection(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, cos: Tensor, sin: Tensor, num_rotated: int
 ) -> Tensor:
@@ -124,7 +119,7 @@ def _norm_backward(
 # Each with the shape of its result, for torch's compiler.
 define_operator(
     "joint_matmul(Tensor x, Tensor[] weights, bool transposed) -> Tensor",
-    _joint_matmul,
+    lambda x, weights, transposed: x @ (joined(weights).t() if transposed else joined(weights)),
     lambda x, weights, transposed: x.new_empty(
         len(x), sum(len(each) for each in weights) if transposed else weights[0].shape[1]
     ),
@@ -188,11 +183,7 @@ def joint_swiglu(x: Tensor, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> 
 def rotary_projection(
     x: Tensor, parts: Sequence[nn.Linear], rotation: Rotation, heads: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and keys with RoPE applied, and values, each [B, heads, T, head_dim], of `x` [B, T, hidden].
-
-    `parts` are the three projections, joined by `join_weights`; `heads` are the numbers of query heads and of key
-    heads. The three results are views of one tensor.
-    """
+    """Return queries and keys with RoPE, and values, [B, heads, T, head_dim], of `x` as views, by joined `parts`."""
     weights = [each.weight for each in parts]
     biases: list[Tensor] = [each.bias for each in parts if each.bias is not None]
     bias = torch.cat(biases) if biases else None

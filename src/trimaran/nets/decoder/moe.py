@@ -56,9 +56,9 @@ def route(
     if limited and experts.capacity:
         # Each expert takes the earliest tokens of each sequence.
         full = context.gather(choices)
-        ones = torch.zeros(*full.shape[:2], experts.num_experts, dtype=torch.int32, device=full.device)
+        numbers = torch.zeros(*full.shape[:2], experts.num_experts, dtype=torch.int32, device=full.device)
         limit = capacity_of(experts, full.shape[1])
-        fits = context.shard(ones.scatter_(-1, full, 1).cumsum(1) <= limit)  # [B, T, num_experts]
+        fits = context.shard(numbers.scatter_(-1, full, 1).cumsum(1) <= limit)  # [B, T, num_experts]
         counts, kept = (chosen * fits).sum((0, 1)), fits.gather(-1, choices)
         weights, choices = weights * kept, choices.masked_fill(~kept, experts.num_experts)
     dropped = (requested - counts).sum()

@@ -158,7 +158,21 @@ def open_hf_model(
     has_weights = bool(weight_files(folder))
     config = hf_config(path, trust_remote_code=trust_remote_code)
     refuse_other_kind(config, auto_class(config), path)
-    module, sources, problem = _build_on_meta(config, folder if has_weights else None, trust_remote_code)
+    module: Any = None
+    sources, problem = list[WeightSource](), ""
+    if getattr(config, "quantization_config", None):
+        problem = "its weights are quantized"
+    else:
+        try:
+            with _parameters_on_meta():
+                module = hf_model(config, trust_remote_code=trust_remote_code)
+            if has_weights:
+                sources, problem = find_weight_sources(module, folder)
+                refuse_without_head(module, [each.target for each in sources], problem, folder)
+        except UserError:
+            raise
+        except Exception as error:  # any error of transformers or of the model's own code
+            problem = first_line(error)
     if problem and without_weights:
         raise WeightsNeededError(problem)
     if problem:
@@ -182,23 +196,6 @@ def open_hf_model(
             module._weight_conversions = conversions
     unsharded = deepcopy(module)
     return module, lambda sharded, device: _initialise_all(sharded, device, unsharded, seed)
-
-
-def _build_on_meta(config: Any, folder: Path | None, trust_remote_code: bool) -> tuple[Any, list[WeightSource], str]:
-    """Return the model on the meta device, where its weights are on disk, and why this does not work (or empty)."""
-    if getattr(config, "quantization_config", None):
-        return None, [], "its weights are quantized"
-    try:
-        with _parameters_on_meta():
-            module = hf_model(config, trust_remote_code=trust_remote_code)
-        sources, problem = find_weight_sources(module, folder) if folder else ([], "")
-        if folder:
-            refuse_without_head(module, [each.target for each in sources], problem, folder)
-    except UserError:
-        raise
-    except Exception as error:  # any error of transformers or of the model's own code
-        return None, [], first_line(error)
-    return module, sources, problem
 
 
 def _initialise_all(module: nn.Module, device: torch.device, unsharded: nn.Module, seed: int) -> None:

@@ -213,11 +213,7 @@ def cache_difference(module: Any, device: torch.device) -> str:
 
 @torch.no_grad()
 def paged_difference(network: Network, device: torch.device) -> str:
-    """Return why a Hugging Face model cannot attend to pages; empty if it can, and from now on it does.
-
-    Its logits of two sequences in one row must be those that its own attention computes for each of them. A model that
-    cannot do it stays as it was.
-    """
+    """Return why the model's logits over pages would differ; empty if not, and from now on it attends to pages."""
     module: Any = network.module
     if getattr(module, PAGED_ATTRIBUTE, False):
         return ""

@@ -21,7 +21,7 @@ from trimaran.nets.absent_modules import (
     STREAM_ARGUMENT,
     AbsentLayer,
     AbsentModule,
-    LayerTrace,
+    LayerCall,
     StageStream,
     read_parameters,
     record_layer,
@@ -68,13 +68,13 @@ def find_layers(module: Any) -> LayerList:
     name, stack = max(lists, key=lambda pair: sum(each.numel() for each in pair[1].parameters()))
     if any(getattr(module.config.get_text_config(), each, 0) for each in SKIPPED_LAYERS):
         raise no_pipeline(module, f"skips layers of {name} at random in training")
-    meta, trace = _traced(module, name)
-    if [call.layer for call in trace.calls] != list(range(len(stack))):
-        called = ", ".join(str(call.layer) for call in trace.calls[:8])
+    meta, calls, logits = _traced(module, name)
+    if [call.layer for call in calls] != list(range(len(stack))):
+        called = ", ".join(str(call.layer) for call in calls[:8])
         raise no_pipeline(module, f"calls the layers of {name} in another order than they are listed in ({called} ...)")
     # In the graph, each layer must read the stream of the one before and its own weights.
     owners, node = {id(each): parameter for parameter, each in meta.named_parameters()}, None
-    for call in trace.calls:
+    for call in calls:
         where = f"{name}.{call.layer}"
         if node is not None and call.entering_node is not node:
             raise no_pipeline(module, f"changes the stream between {name}.{call.layer - 1} and {where}")
@@ -87,11 +87,10 @@ def find_layers(module: Any) -> LayerList:
         if foreign := sorted(each for each in read if not each.startswith(f"{where}.")):
             raise no_pipeline(module, f"reads {foreign[0]} in {where}: layers share weights or values")
         node = call.leaving.grad_fn
-    first, last = trace.calls[0], trace.calls[-1]
-    assert trace.logits is not None
+    first, last = calls[0], calls[-1]
     assert last.leaving is not None
     before = read_parameters(first.entering_node, None, owners)
-    after = read_parameters(trace.logits.grad_fn, last.leaving.grad_fn, owners)
+    after = read_parameters(logits.grad_fn, last.leaving.grad_fn, owners)
     if inside := sorted(each for each in before | after if each.startswith(f"{name}.")):
         raise no_pipeline(module, f"reads {inside[0]} outside of its layer: it uses more than the last layer's result")
     names = {id(part): each for each, part in meta.named_modules()}
@@ -112,12 +111,12 @@ def find_layers(module: Any) -> LayerList:
         after=frozenset(_owner(each) for each in after - both)
         | ({names[id(head)]} if both and head is not None else set()),
         tied=embedding if both else "",
-        num_outputs=tuple(call.num_outputs for call in trace.calls),
+        num_outputs=tuple(call.num_outputs for call in calls),
     )
 
 
-def _traced(module: nn.Module, name: str) -> tuple[Any, LayerTrace]:
-    """Return a copy of the model on the meta device, and what a call of it does.
+def _traced(module: nn.Module, name: str) -> tuple[Any, list[LayerCall], Tensor]:
+    """Return a copy of the model on the meta device, and the calls of its layers and the logits of a call of it.
 
     Arguments and dtypes are tried, as models differ in what they accept: some experts run in bf16 only, some rotary
     tables in fp32 only.
@@ -126,18 +125,18 @@ def _traced(module: nn.Module, name: str) -> tuple[Any, LayerTrace]:
     for dtype in (torch.float32, torch.bfloat16):
         meta = meta_copy(module, dtype).train()
         for arguments in trial_arguments(meta):
-            trace = LayerTrace()
+            calls: list[LayerCall] = []
             layers = enumerate(meta.get_submodule(name).children())
-            handles = [hook for number, layer in layers for hook in record_layer(layer, number, trace)]
+            handles = [hook for number, layer in layers for hook in record_layer(layer, number, calls)]
             try:
-                trace.logits = meta(use_cache=False, **arguments).logits
+                logits = meta(use_cache=False, **arguments).logits
             except Exception as error:  # any error of the model's own code
                 reason = reason or first_line(error)
                 continue
             finally:
                 for handle in handles:
                     handle.remove()
-            return meta, trace
+            return meta, calls, logits
     raise no_pipeline(module, f"does not run on the meta device ({reason})")
 
 
@@ -235,14 +234,8 @@ def cut_stage(whole: "HfNetwork", layers: LayerList, part: range) -> "HfNetwork"
 
 
 def pipeline_layers(whole: "HfNetwork") -> LayerList:
-    """Return the layers between which the model can be cut. Raises UserError if it cannot be cut."""
+    """Return the layers to cut the model between. Raises UserError unless stages run on the meta device."""
     layers = find_layers(whole.module)
-    check_stages(whole, layers)
-    return layers
-
-
-def check_stages(whole: "HfNetwork", layers: LayerList) -> None:
-    """Raise UserError unless the first, a middle and the last stage run on the meta device, from stream to stream."""
     count = layers.count
     parts = [range(1)] + [range(1, 2)] * (count > 2) + [range(count - 1, count)]
     for part in parts if count > 1 else ():
@@ -256,6 +249,7 @@ def check_stages(whole: "HfNetwork", layers: LayerList) -> None:
         if problem:
             raise no_pipeline(whole.module, f"cannot run layers {part.start} to {part.stop - 1} of {layers.name} "
                               f"alone: {problem}")  # fmt: skip
+    return layers
 
 
 def _problem(module: Any, layers: LayerList, part: range, dtype: torch.dtype) -> str:

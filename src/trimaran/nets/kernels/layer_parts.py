@@ -118,7 +118,7 @@ def rotate_in_place(packed: Tensor, cos: Tensor, sin: Tensor, *, heads: int) -> 
     cos, sin = cos.contiguous(), sin.contiguous()
     with torch.cuda.device(packed.device):
         _rotate_packed[(triton.cdiv(batch * length, TOKENS), triton.cdiv(heads, HEADS))](
-            packed, cos, sin, batch * length, length, heads, width, _rotation_stride(cos),
+            packed, cos, sin, batch * length, length, heads, width, cos.stride(0) if cos.shape[0] > 1 else 0,
             HALF=head_dim // 2, PADDED=triton.next_power_of_2(head_dim // 2), HEADS=HEADS, TOKENS=TOKENS,
             num_warps=WARPS,
         )  # fmt: skip
@@ -137,17 +137,13 @@ def rotary_backward(queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, 
     groups, kv_groups = triton.cdiv(heads, HEADS), triton.cdiv(kv_heads, HEADS)
     with torch.cuda.device(out.device):
         _rotate_backward[(triton.cdiv(batch * length, TOKENS), groups + 2 * kv_groups)](
-            queries, keys, values, out, cos, sin, batch * length, length, heads, kv_heads, _rotation_stride(cos),
+            queries, keys, values, out, cos, sin, batch * length, length, heads, kv_heads,
+            cos.stride(0) if cos.shape[0] > 1 else 0,  # 0 if all rows share one rotation
             *queries.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
             GROUPS=groups, KV_GROUPS=kv_groups, HALF=head_dim // 2, PADDED=triton.next_power_of_2(head_dim // 2),
             HEADS=HEADS, TOKENS=TOKENS, num_warps=WARPS,
         )  # fmt: skip
     return out
-
-
-def _rotation_stride(cos: Tensor) -> int:
-    """Return how far apart the rotations of two rows are: 0 if all rows share one."""
-    return cos.stride(0) if cos.shape[0] > 1 else 0
 
 
 @triton.jit

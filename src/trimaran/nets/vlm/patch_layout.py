@@ -61,10 +61,6 @@ class PatchLayout:
     inverse_order: Tensor | None = None
     table: tuple[Tensor, Tensor] | None = None
 
-    def permuted(self, patches: Tensor) -> Tensor:
-        """Return rows, one for each patch, in the order of the stream."""
-        return patches if self.order is None else patches[self.order]
-
     def merged_patches(self, stream: Tensor, merge: int, parts: int = 1) -> Tensor:
         """Return the projector's input [tokens, width]: the patches of each token, concatenated; each part alone."""
         if parts > 1:
@@ -101,7 +97,10 @@ def layout_patches(
     order = inverse_order = windows = None
     if spec.window:
         side = spec.window // (spec.patch * merge) * merge
-        number = positions.window_numbers(side)
+        # Windows are numbered row by row through an image, which has at most as many of them as patches: from its first
+        # patch on the numbers are unique.
+        across = (positions.columns + side - 1) // side
+        number = positions.start + positions.row // side * across + positions.column // side
         order = number.argsort(stable=True)
         inverse_order = order.argsort()
         windows = _window_segments(number, side, shapes)
@@ -157,21 +156,13 @@ class _PatchPositions:
         return cls(row, column, grids[image, 0], columns, start)
 
     def nearest_in_table(self, side: int) -> tuple[Tensor, Tensor]:
-        """Return the four nearest rows [P, 4] of a table of `side` x `side` positions, and their weights.
-
-        The corners of an image are those of the table (bilinear interpolation with aligned corners, as in Qwen3-VL).
-        """
+        """Return the nearest rows [P, 4] of a `side` x `side` table, and bilinear weights with aligned corners."""
         top, down = _between(self.row, self.rows, side)
         left, right = _between(self.column, self.columns, side)
         bottom, far = (top + 1).clamp(max=side - 1), (left + 1).clamp(max=side - 1)
         rows = torch.stack([top * side + left, top * side + far, bottom * side + left, bottom * side + far], 1)
         weights = [(1 - down) * (1 - right), (1 - down) * right, down * (1 - right), down * right]
         return rows, torch.stack(weights, 1)
-
-    def window_numbers(self, side: int) -> Tensor:
-        """Return the number of each patch's window of `side` patches, [P], row by row from the image's first patch."""
-        across = (self.columns + side - 1) // side
-        return self.start + self.row // side * across + self.column // side
 
 
 def _between(position: Tensor, length: Tensor, side: int) -> tuple[Tensor, Tensor]:

@@ -136,7 +136,7 @@ class Stem(nn.Module):
                 assert layout.table is not None, "the layout of a tower with a table has the neighbours of each patch"
                 rows, weights = layout.table
                 x = x + (self.positions[rows] * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-            x = layout.permuted(x)
+            x = x if layout.order is None else x[layout.order]
         else:
             x, positions = x.unflatten(0, (layout.num_tiles, -1)), self.position_table(layout.patches_per_tile)
             if self.class_token is not None:  # before each tile
@@ -227,16 +227,14 @@ class Projector(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the tokens [M, hidden] of merged patches [M, width]; with deepstack, those of its layers follow."""
+        deep: list[Tensor] = []
         if self.deep is not None:
-            own, *others = features.chunk(1 + len(self.deep), -1)
+            features, *others = features.chunk(1 + len(self.deep), -1)
             deep = [module(each) for module, each in zip(self.deep, others, strict=True)]
-            return torch.cat([self._tokens(own), *deep], -1)
-        return self._tokens(features)
-
-    def _tokens(self, features: Tensor) -> Tensor:
         if self.norm is not None:
             features = self.norm(features.unflatten(1, (-1, self.patch_width))).flatten(1)
-        return self.linear_2(F.gelu(self.linear_1(features)))
+        tokens = self.linear_2(F.gelu(self.linear_1(features)))
+        return torch.cat([tokens, *deep], -1) if deep else tokens
 
 
 class InsertImageTokens(nn.Module):

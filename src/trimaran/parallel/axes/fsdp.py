@@ -222,10 +222,7 @@ def experts_of(module: nn.Module, ranks: RankMesh) -> Iterator[nn.Module]:
 
 
 def set_expert_gradient_divisor(experts: nn.Module, ranks: RankMesh, *, scattered: bool) -> None:
-    """Divide the gradients of expert-parallel experts by the number of data ranks, like all other gradients.
-
-    The gradient of a rank's experts already covers the tokens of its `ep` group and is reduced over fewer ranks.
-    """
+    """Divide experts' gradients, of the tokens of their `ep` group, by the number of data ranks, like all others."""
     assert isinstance(experts, FSDPModule)
     experts.set_gradient_divide_factor(float(ranks.degrees.data))
     # A sum reduction, because the pre-multiplied sum exists only in NCCL. Without a reduce-scatter FSDP2 divides in its

@@ -191,11 +191,7 @@ def empty_streams(
 
 
 def forward_through_stages(stages: StageMap, computes: Sequence[Compute], entering: Sequence[Tensor]) -> Tensor | None:
-    """Return the last stage's output for one micro-batch, forward only; None on ranks without that stage.
-
-    For cases the schedules do not support: other shapes, and forward without backward. `computes` belong to the local
-    stages, and `entering` are tensors like their inputs.
-    """
+    """Return the last stage's output in a forward that schedules do not support; None on ranks without that stage."""
     stream_in: tuple[Tensor, ...] = ()
     for number, compute, stream in zip(stages.here, computes, entering, strict=True):
         if number > 0 and number - 1 not in stages.here:

@@ -383,10 +383,7 @@ class ExchangeTimer:
 
 
 def build_outer_step(plan: Plan, ranks: RankMesh, networks: Sequence[Network], *, last_step: int) -> OuterStep | None:
-    """Return the outer step of this rank's trained parameters; None if replicas synchronise their gradients.
-
-    Every rank must call it: an exchange that overlaps training has process groups of its own.
-    """
+    """Return this rank's outer step, collectively, as it may need groups; None if replicas synchronise gradients."""
     local = plan.comm.local
     trained = [each for network in networks for each in network.module.parameters() if each.requires_grad]
     if not local.is_on or any(each.is_meta for each in trained):

@@ -212,7 +212,7 @@ def _run(axis: str, operator: Any, *args: Any) -> Tensor:
 
 
 def _start(operator: Any, *args: Any) -> Tensor:
-    """Start a collective. Autograd, for which the functions above stand, would take as long as the rest of the call."""
+    """Start a collective without autograd, which the functions above replace: it would take as long as the call."""
     if torch.compiler.is_compiling():
         return operator(*args)
     with torch._C._AutoDispatchBelowAutograd():

@@ -28,10 +28,7 @@ def row_sums(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def row_gradients(logits: Tensor, labels: Tensor, log_sums: Tensor, factors: Tensor) -> Tensor:
-    """Return the gradient of each row's cross-entropy times its factor, in the dtype of the logits.
-
-    `log_sums` are the logarithms of the sums of exponentials over the whole vocabulary.
-    """
+    """Return the gradient of each row's cross-entropy times its factor; `log_sums` are over the whole vocabulary."""
     rows, columns = logits.shape
     gradient = torch.empty(rows, columns, device=logits.device, dtype=logits.dtype)
     if rows and columns:

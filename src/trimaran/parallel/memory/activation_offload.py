@@ -135,10 +135,7 @@ class OffloadedStorage:
 
 
 class OffloadedCall:
-    """One call of a block: the storages it offloaded, and the previous call in the same forward.
-
-    In a pipeline micro-batches overlap, so each forward has its own chain of calls.
-    """
+    """One call of a block: what it offloaded, and the call before it in the forward of the same micro-batch."""
 
     def __init__(self, block: nn.Module, number: int, previous: "OffloadedCall | None") -> None:
         self.block, self.number, self.previous = block, number, previous
@@ -227,17 +224,13 @@ class ActivationOffload:
         key = StorageWeakRef(tensor.untyped_storage())
         if key in call.weights:
             return tensor.detach()
-        storage = self._offload(call, tensor, key)
-        return PackedTensor(storage, call, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    def _offload(self, call: OffloadedCall, tensor: Tensor, key: StorageWeakRef) -> OffloadedStorage:
         reference = call.offloaded.get((key, tensor._version))
         storage = None if reference is None else reference()
         if storage is None:
             storage = OffloadedStorage(tensor.untyped_storage(), self.copies)
             call.offloaded[key, tensor._version] = ref(storage)
             call.storages.append(ref(storage))
-        return storage
+        return PackedTensor(storage, call, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _unpack(self, packed: Any) -> Any:
         if isinstance(packed, PackedSubclass):

@@ -181,10 +181,7 @@ def selective_policy(
     *args: Any,
     **_: Any,
 ) -> CheckpointPolicy:
-    """Return whether to save the operator's output. `matmuls` counts matmuls so far, in forward and in recompute.
-
-    Every `stride`-th matmul is saved. A matmul with a dimension of `rank` is an adapter's.
-    """
+    """Save every `stride`-th matmul, counted in `matmuls` by forward and recompute, but none of an adapter's `rank`."""
     counts = operator in MATMUL_OPS and not (operator is aten.mm.default and rank in args[1].shape)
     matmuls[context.is_recompute] += counts
     if operator in SAVED_OPS or (counts and matmuls[context.is_recompute] % stride == 0):

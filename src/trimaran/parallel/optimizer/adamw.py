@@ -142,10 +142,7 @@ class LowMemoryAdamW(SplitWeightsOptimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy the values of a state dict of the same parameters and formats.
-
-        Torch's own method would cast every state to its parameter's dtype and move it to its parameter's device.
-        """
+        """Copy the values of a state dict of the same parameters and formats, without torch's casts and moves."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
         for number, states in enumerate(self.state.values()):
@@ -205,10 +202,7 @@ class LowMemoryAdamW(SplitWeightsOptimizer):
 
 
 def _zeros(moments: MomentFormat, shard: Tensor, on_host: bool, store: DiskStore | None = None) -> States:
-    """Return the initial states of a parameter. States on a GPU's host are pinned, for asynchronous copies.
-
-    With a store large states are on disk. The others are on the device: they are few.
-    """
+    """Return a parameter's initial states: large ones on disk if there is a store; on a GPU's host they are pinned."""
     device = torch.device("cpu") if on_host else shard.device
     pinned = on_host and not shard.is_cpu
     return {

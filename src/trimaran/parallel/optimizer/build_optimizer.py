@@ -25,13 +25,10 @@ class EagerOptimizer(Optimizer):
 
 
 class SplitWeightsOptimizer(EagerOptimizer):
-    """An optimizer that may own split weights, and multiplies the gradients by `factor` as it updates them.
-
-    With `found_inf` 1 it skips the update. Both are tensors of one element on the weights' device.
-    """
+    """An optimizer that may own split weights, multiplies gradients by `factor`, and skips a step if `found_inf`."""
 
     split_weights: SplitWeights
-    factor: Tensor | None
+    factor: Tensor | None  # these are tensors of one element on the weights' device
     found_inf: Tensor | None
 
     def wait(self) -> None:

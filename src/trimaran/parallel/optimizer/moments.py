@@ -123,10 +123,7 @@ class Fp32Moments:
 
 
 class Bf16Moments:
-    """Both moments in bf16, rounded stochastically: 4 bytes a value.
-
-    With rounding to nearest, a second moment that should shrink by less than half a bf16 step would never shrink.
-    """
+    """Both moments in bf16, 4 bytes a value, rounded stochastically: to nearest, a second one could stop shrinking."""
 
     def layout(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
         return {"exp_avg": (shape, torch.bfloat16), "exp_avg_sq": (shape, torch.bfloat16)}

@@ -26,10 +26,7 @@ SCALES_KEY = re.compile(r"optimizer/(\w+_scale)(?:@(\d+))?/(.+)", re.DOTALL)
 
 @cache
 def codebook(device: torch.device, *, signed: bool) -> Tensor:
-    """Return the 256 values that codes stand for, in ascending order: from -1 to 1, or from 0 to 1.
-
-    They span seven decades, with more values in the higher ones. They equal those of bitsandbytes.
-    """
+    """Return the 256 ascending values of codes from -1 or 0 to 1 in seven decades; they equal those of bitsandbytes."""
     values = [0.0, 1.0]
     for decade in range(DECADES):
         edges = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)

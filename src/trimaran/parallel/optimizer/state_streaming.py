@@ -29,10 +29,7 @@ class StagingBuffer:
 
 
 class StateStream:
-    """Copies states between host and device on its own CUDA streams, in both directions at once.
-
-    On a CPU torch's placeholder streams are used: the same copies, one after another.
-    """
+    """Copies states between host and device in both directions at once, on own CUDA streams; on a CPU in turn."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._torch = device, torch.get_device_module(device)

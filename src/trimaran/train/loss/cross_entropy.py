@@ -20,9 +20,9 @@ IGNORED = -100
 def summed_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """Return the cross-entropy summed over the labels that are not `IGNORED`, in fp32."""
     if is_dtensor(logits):
-        from trimaran.parallel import vocab_parallel_cross_entropy  # noqa: PLC0415  only tp shards the vocabulary
+        from trimaran.parallel import vocab_parallel_token_losses  # noqa: PLC0415  only tp shards the vocabulary
 
-        return vocab_parallel_cross_entropy(logits, labels, ignored=IGNORED, smoothing=smoothing)
+        return vocab_parallel_token_losses(logits, labels, ignored=IGNORED, smoothing=smoothing).sum()
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum",
                            label_smoothing=smoothing)  # fmt: skip
 

@@ -5,7 +5,7 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -25,18 +25,14 @@ def first_error(error: ValidationError, model: type[BaseModel], *, code: str, wh
         message = first["msg"].removeprefix("Value error, ")
         return UserError(code, message, where=where, fix="correct that in this file")
     if first["type"] == "extra_forbidden":
-        name, names = str(first["loc"][-1]), _fields(model, first["loc"][:-1])
+        # The fields of the section that it is in; lists and unions are followed.
+        for step in first["loc"][:-1]:
+            if step in model.model_fields:
+                model = next(_models(model.model_fields[str(step)].annotation), model)
+        name, names = str(first["loc"][-1]), list(model.model_fields)
         return UserError(code, f"there is no field '{path}'{did_you_mean(name, names)}", where=where,
                          fix=f"the fields here are {', '.join(names)}")  # fmt: skip
     return UserError(code, f"{path}: {first['msg']}", where=where, fix=f"correct {path} in that file")
-
-
-def _fields(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
-    """Return the fields of the section at `path`; lists and unions are followed."""
-    for step in path:
-        if step in model.model_fields:
-            model = next(_models(model.model_fields[str(step)].annotation), model)
-    return list(model.model_fields)
 
 
 def _models(annotation: Any) -> Any:
@@ -81,19 +77,15 @@ class SourceRun(BaseModel):
 
 
 class FittedRates(BaseModel):
-    """What full steps reach, relative to the rates that were assumed or measured in single operators.
-
-    matmul: of matmuls and attention, by precision. memory: bytes a second. host: the host's time, so more is slower.
-    links: by the name of the link: NVLink, PCIe, InfiniBand, loopback.
-    """
+    """What full steps reach, relative to the rates that were assumed or measured in single operators."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     date: Text = ""
-    matmul: Annotated[dict[str, Factor], Field(max_length=8)] = {}
-    memory: Factor = 1.0
-    host: Factor = 1.0
-    links: Annotated[dict[str, LinkFactors], Field(max_length=16)] = {}
+    matmul: Annotated[dict[str, Factor], Field(max_length=8)] = {}  # also of attention, by precision
+    memory: Factor = 1.0  # bytes a second
+    host: Factor = 1.0  # its time, so more is slower
+    links: Annotated[dict[str, LinkFactors], Field(max_length=16)] = {}  # by name: NVLink, PCIe, InfiniBand, loopback
     runs: Annotated[tuple[SourceRun, ...], Field(max_length=MAX_SOURCES)] = ()
 
     @property
@@ -138,15 +130,15 @@ def _bounded(factor: float) -> float:
 
 
 def _scaled_device(cluster: Cluster, fitted: FittedRates) -> Device:
-    device, memory = cluster.device, fitted.memory
+    device, memory, unchanged = cluster.device, fitted.memory, LinkFactors()
+    near, network = cluster.levels[0].name, network_link(device, cluster.world_size).name
     device = replace(
         device,
         memory_bandwidth=device.memory_bandwidth * memory,
-        link_bandwidth=device.link_bandwidth * _bandwidth(cluster.levels[0].name, fitted),
-        network_bandwidth=device.network_bandwidth
-        * _bandwidth(network_link(device, cluster.world_size).name, fitted),
+        link_bandwidth=device.link_bandwidth * fitted.links.get(near, unchanged).bandwidth,
+        network_bandwidth=device.network_bandwidth * fitted.links.get(network, unchanged).bandwidth,
         note=f"{device.note}; {fitted.note}" if device.note else fitted.note,
-    )  # fmt: skip
+    )
     reached = {name: rate * memory if name == "memory" else rate for name, rate in device.reached.items()}
     if device.traits.has_data_sheet:
         factors = {**fitted.matmul, "host": fitted.host}
@@ -180,10 +172,6 @@ def _scaled_link(link: Link, fitted: FittedRates) -> Link:
     latency = max(latency, MIN_GLOO_LATENCY_SECONDS) if is_gloo else min(latency, MAX_NCCL_LATENCY_SECONDS)
     reached = {name: rate * factors.bandwidth for name, rate in link.reached.items()}
     return replace(link, bandwidth=link.bandwidth * factors.bandwidth, latency=Seconds(latency), reached=reached)
-
-
-def _bandwidth(name: str, fitted: FittedRates) -> float:
-    return fitted.links[name].bandwidth if name in fitted.links else 1.0
 
 
 logger = logging.getLogger(__name__)
@@ -225,14 +213,7 @@ class MeasuredDisk(BaseModel):
 
 
 class Calibration(BaseModel):
-    """Measured rates of one device; for CPU devices, of all cores of the machine together.
-
-    `launch_us` is the host time to start one small operator. `collectives` were measured inside a node, `network`
-    between nodes by `trimaran bench comm`; its latency is that of a link, of which the cost model takes a multiple for
-    a hop. `shapes` is for information: the matmuls behind the
-    rates, TFLOP/s by `bf16 8192x8192x8192` (rows, inner, columns). `fitted` are factors on all of these, and on the
-    catalogue's rates where nothing was measured, fitted to whole runs by `trimaran calibrate --from`.
-    """
+    """Measured rates of one device; for CPU devices, of all cores of the machine together."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -245,11 +226,14 @@ class Calibration(BaseModel):
     memory_gb_per_second: Positive | None = None
     pcie_gb_per_second: Positive | None = None
     host_gb_per_second: Positive | None = None
-    launch_us: Positive | None = None
-    collectives: Collectives | None = None
+    launch_us: Positive | None = None  # host time to start one small operator
+    collectives: Collectives | None = None  # inside a node
+    # Between nodes, by `bench comm`. Its latency is that of a link; the cost model takes a multiple of it for a hop.
     network: Collectives | None = None
     disk: MeasuredDisk | None = None
+    # For information: the matmuls behind the rates, TFLOP/s by `bf16 8192x8192x8192` (rows, inner, columns).
     shapes: Annotated[dict[str, Positive], Field(max_length=64)] = {}
+    # Factors on all of these, and on the catalogue's rates where nothing was measured, by `calibrate --from`.
     fitted: FittedRates | None = None
 
     @property
@@ -260,10 +244,7 @@ class Calibration(BaseModel):
 
 
 def calibration_folder(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of measurements: under TRIMARAN_CACHE, or in the user's cache; None without a home directory.
-
-    `environ` is an argument because only `app`, `launch` and `train/__main__.py` read the environment.
-    """
+    """Return the folder of measurements: under TRIMARAN_CACHE or the user's cache; None without a home directory."""
     if named := environ.get("TRIMARAN_CACHE"):
         return Path(named) / "calibration"
     cache = user_cache(environ)
@@ -314,15 +295,15 @@ def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
 
 def apply_measured(cluster: Cluster, calibration: Calibration) -> Cluster:
     """Return the cluster with measured rates, without those that were fitted to runs."""
-    host, disk = calibration.host_gb_per_second, calibration.disk
+    host, disk, rates = calibration.host_gb_per_second, calibration.disk, cluster.disk
+    if disk:
+        rates = DiskRates(read=disk.read_gb_per_second * 1e9, both=disk.both_gb_per_second * 1e9)
     return replace(
         cluster,
         device=_measured_device(cluster, calibration) if calibration.is_measured else cluster.device,
         links=_measured_links(cluster, calibration),
         host_bandwidth=host * 1e9 if host else cluster.host_bandwidth,
-        disk=DiskRates(read=disk.read_gb_per_second * 1e9, both=disk.both_gb_per_second * 1e9)
-        if disk
-        else cluster.disk,
+        disk=rates,
     )
 
 
@@ -334,11 +315,9 @@ def _measured_device(cluster: Cluster, calibration: Calibration) -> Device:
     fraction = 1 / cluster.devices_per_node if is_cpu else 1
     tflops = {each: getattr(calibration, f"{each}_tflops") for each in (PRECISIONS[:1] if is_cpu else PRECISIONS)}
     rates = {precision: Flops(rate * fraction * 1e12) for precision, rate in tflops.items() if rate}
-    if not is_cpu and device.name in DEVICES:
-        # Higher clocks explain no more than 10 % above the data sheet.
-        for precision, rate in rates.items():
-            if rate > 1.1 * (peak := device.peak(precision)):
-                raise UserError("C006", f"{precision}_tflops is {rate / 1e12:,.0f}, and {device.name} has at most "
+    for precision, rate in rates.items() if not is_cpu and device.name in DEVICES else ():
+        if rate > 1.1 * (peak := device.peak(precision)):  # higher clocks explain no more
+            raise UserError("C006", f"{precision}_tflops is {rate / 1e12:,.0f}, and {device.name} has at most "
                                 f"{peak / 1e12:,.0f}", where="calibration",
                                 fix="correct it, or measure with `trimaran bench calibrate`")  # fmt: skip
     memory, pcie = (calibration.memory_gb_per_second or 0) * fraction * 1e9, calibration.pcie_gb_per_second
@@ -352,13 +331,6 @@ def _measured_device(cluster: Cluster, calibration: Calibration) -> Device:
         pcie_bandwidth=pcie * 1e9 if pcie else device.pcie_bandwidth,
         note=f"measured{f' on {calibration.date}' if calibration.date else ''}",
     )
-
-
-def with_network(cluster: Cluster, network: Collectives | None) -> Cluster:
-    """Return the cluster with the measured link between its nodes, if it has several and the link was measured."""
-    if network is None:
-        return cluster
-    return replace(cluster, links=_measured_links(cluster, Calibration(network=network)))
 
 
 def _measured_links(cluster: Cluster, calibration: Calibration) -> tuple[Link, ...]:

@@ -24,16 +24,13 @@ LATENCY_SECONDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link between devices: how many neighbours it connects, and bytes a second per device in one direction.
-
-    `reached` holds measured bus bandwidths by collective (all_reduce, all_gather, all_to_all, send), if there are any.
-    """
+    """A link between devices."""
 
     name: str
-    devices: int
-    bandwidth: float
+    devices: int  # how many neighbours it connects
+    bandwidth: float  # bytes a second per device in one direction
     latency: Seconds
-    reached: Mapping[str, float] = field(default_factory=dict, hash=False)
+    reached: Mapping[str, float] = field(default_factory=dict, hash=False)  # measured bandwidths by collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

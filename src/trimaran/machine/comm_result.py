@@ -29,15 +29,8 @@ BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "broadcast": lambda ranks: 1.0,
     "send_recv": lambda ranks: 1.0,
 }
-# Messages that follow each other on a ring: the latency of a collective has this many hops.
-NUM_HOPS: dict[str, Callable[[int], int]] = {
-    "all_reduce": lambda ranks: 2 * (ranks - 1),
-    "all_gather": lambda ranks: ranks - 1,
-    "reduce_scatter": lambda ranks: ranks - 1,
-    "all_to_all": lambda ranks: ranks - 1,
-    "broadcast": lambda ranks: 1,
-    "send_recv": lambda ranks: 1,
-}
+# Rounds on a ring, each of as many hops as there are other ranks; collectives that are not here have one hop.
+NUM_ROUNDS_ON_RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 Positive = Annotated[float, Field(gt=0, lt=1e12, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
@@ -56,18 +49,14 @@ Point = tuple[float, float]  # bytes that cross the link, seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFit:
-    """Seconds of a message of S bytes: `alpha_seconds` + S / `bytes_per_second`.
-
-    The errors are one standard error of the estimate. `residual` is the median relative distance of the points from
-    the line. `outliers` are the sizes of the points that were left out: the line does not describe them.
-    """
+    """Seconds of a message of S bytes: `alpha_seconds` + S / `bytes_per_second`. Errors are one standard error."""
 
     alpha_seconds: float
     alpha_error_seconds: float
     bytes_per_second: float
     bandwidth_error: float  # relative
-    residual: float
-    outliers: tuple[float, ...] = ()
+    residual: float  # the median relative distance of the points from the line
+    outliers: tuple[float, ...] = ()  # sizes of the points that were left out: the line does not describe them
 
     def seconds(self, num_bytes: float) -> float:
         return self.alpha_seconds + num_bytes / self.bytes_per_second
@@ -214,7 +203,9 @@ class CommCurve(BaseModel):
 
     @property
     def num_hops(self) -> int:
-        return NUM_HOPS[self.collective](self.ranks)
+        """Messages that follow each other: the latency of the collective has this many hops."""
+        rounds = NUM_ROUNDS_ON_RING.get(self.collective)
+        return rounds * (self.ranks - 1) if rounds else 1
 
 
 class CommPair(BaseModel):
@@ -229,10 +220,7 @@ class CommPair(BaseModel):
 
 
 class CommResult(BaseModel):
-    """What `trimaran bench comm` measured. `environment` has the variables that NCCL and gloo read.
-
-    `skipped` are sizes that would have taken too long. `wrong` counts values that a collective got wrong.
-    """
+    """What `trimaran bench comm` measured."""
 
     model_config = Shape
 
@@ -246,11 +234,11 @@ class CommResult(BaseModel):
     hosts: Annotated[tuple[Text, ...], Field(max_length=1 << 20)] = ()
     torch: Text = ""
     nccl: Text = ""
-    environment: Annotated[dict[str, Text], Field(max_length=512)] = {}
+    environment: Annotated[dict[str, Text], Field(max_length=512)] = {}  # variables that NCCL and gloo read
     curves: Annotated[tuple[CommCurve, ...], Field(min_length=1, max_length=1024)]
     pairs: tuple[CommPair, ...] = ()
-    skipped: tuple[dict[str, Any], ...] = ()
-    wrong: tuple[dict[str, Any], ...] = ()
+    skipped: tuple[dict[str, Any], ...] = ()  # sizes that would have taken too long
+    wrong: tuple[dict[str, Any], ...] = ()  # counts of values that a collective got wrong
 
     def find(self, group: str, collective: str) -> CommCurve | None:
         return next((each for each in self.curves if (each.group, each.collective) == (group, collective)), None)

@@ -17,23 +17,17 @@ MAX_RATE = 1e9
 
 
 class CpuRates(NamedTuple):
-    """Rates of one rank while all ranks run, in the units of the cost model; `probe/measure_cpu.py` finds them.
-
-    extra_rows: rows that a matmul could compute while it rearranges its weight.
-    layer_us: overhead of a block's operators, forward and backward.
-    all_reduce_us, all_reduce_gb_per_second: of gloo; 0 with one rank.
-    scatter: half of the distance between the quartiles of the measurements, relative to their median.
-    """
+    """Rates of one rank while all ranks run, in the units of the cost model; `probe/measure_cpu.py` finds them."""
 
     matmul_gflops: float
-    extra_rows: float
+    extra_rows: float  # rows that a matmul could compute while it rearranges its weight
     attention_gflops: float
     attention_backward_gflops: float
     elementwise_gb_per_second: float
     update_gb_per_second: float
-    layer_us: float
-    scatter: float
-    all_reduce_us: float = 0.0
+    layer_us: float  # overhead of a block's operators, forward and backward
+    scatter: float  # half of the distance between the quartiles of the measurements, relative to their median
+    all_reduce_us: float = 0.0  # of gloo; 0 with one rank
     all_reduce_gb_per_second: float = 0.0
 
 

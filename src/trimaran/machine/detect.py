@@ -21,14 +21,7 @@ from trimaran.machine.calibration import (
 from trimaran.machine.cluster import Cluster, Link, default_links
 from trimaran.machine.cpu_rates import CpuRates, cpu_rates_path, read_cpu_rates
 from trimaran.machine.device_catalogue import CPU, DEVICES, Device, model_words
-from trimaran.machine.gpus import (
-    TOPOLOGY_MATRIX,
-    gpu_links,
-    list_gpus,
-    parse_topology,
-    read_network,
-    run_driver_tool,
-)
+from trimaran.machine.gpus import TOPOLOGY_MATRIX, gpu_links, list_gpus, parse_topology, read_network, run_driver_tool
 
 MAX_CPU_RANKS = 8
 DRIVER_FRACTION = 0.007  # of the memory that the driver lists, reserved by CUDA in every process

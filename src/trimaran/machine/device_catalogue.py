@@ -20,29 +20,24 @@ HOST_LAUNCH_SECONDS = Seconds(7e-6)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator, or one CPU rank. Bandwidths are bytes a second per device in one direction.
-
-    `memory_bytes` is what a process can see, not the nominal size. `peak_flops` is dense arithmetic by precision.
-    `achievable` is the fraction of it that the best matmul reaches; `reached` holds measurements instead: flops by
-    precision, bytes a second of `memory`, and seconds of one `launch`. `link_bandwidth` leads to a neighbour in the
-    node, `network_bandwidth` to another node, `pcie_bandwidth` to the host. `node_size` is how many devices a node has
-    by default. `cpu_rates` are measured on this machine. `fitted` are factors on what the cost model would say, fitted
-    to runs (`hardware.fitted_rates`): on the speed of matmuls and attention, by precision, and on the time of `host`.
-    """
+    """One accelerator, or one CPU rank. Bandwidths are bytes a second per device in one direction."""
 
     name: str
     kind: Literal["cuda", "cpu"]
-    memory_bytes: Bytes
-    peak_flops: Mapping[str, Flops] = field(hash=False)
-    achievable: float
+    memory_bytes: Bytes  # that a process can see, not the nominal size
+    peak_flops: Mapping[str, Flops] = field(hash=False)  # dense arithmetic, by precision
+    achievable: float  # the fraction of it that the best matmul reaches
+    # Measured: flops by precision, bytes a second of `memory`, and seconds of one `launch`.
     reached: Mapping[str, float] = field(default_factory=dict, hash=False)
     memory_bandwidth: float
-    link_bandwidth: float
-    pcie_bandwidth: float
-    network_bandwidth: float
-    node_size: int = 8
+    link_bandwidth: float  # to a neighbour in the node
+    pcie_bandwidth: float  # to the host
+    network_bandwidth: float  # to another node
+    node_size: int = 8  # how many devices a node has by default
     note: str = ""
-    cpu_rates: CpuRates | None = None
+    cpu_rates: CpuRates | None = None  # measured on this machine
+    # Factors on what the cost model would say, fitted to runs: on the speed of matmuls and attention, by precision, and
+    # on the time of `host`.
     fitted: tuple[tuple[str, float], ...] = ()
 
     @property

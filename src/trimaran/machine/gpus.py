@@ -168,8 +168,25 @@ def parse_full_query(text: str) -> tuple[tuple[Gpu, ...], str]:
         root = ElementTree.fromstring(text)
     except ElementTree.ParseError:
         return (), ""
-    gpus = tuple(_gpu(index, node) for index, node in enumerate(root.iter("gpu")))
-    return gpus, _text(root, "driver_version")
+    gpus = []
+    for index, node in enumerate(root.iter("gpu")):
+        is_broken = _text(node, "gpu_recovery_action") in RECOVERY_ACTIONS
+        gpus.append(
+            Gpu(
+                index=index,
+                name=_text(node, "product_name"),
+                uuid=_text(node, "uuid"),
+                bus=_text(node, "pci/pci_bus_id"),
+                memory=_mebibytes(_text(node, "fb_memory_usage/total")),
+                used=_mebibytes(_text(node, "fb_memory_usage/used")),
+                ecc=_ecc(node),
+                clocks=_clocks(node),
+                compute_mode=_text(node, "compute_mode"),
+                mig=_text(node, "mig_mode/current_mig"),
+                reset_required=is_broken or _text(node, "gpu_reset_status/reset_required") == "Yes",
+            )
+        )
+    return tuple(gpus), _text(root, "driver_version")
 
 
 def parse_topology(text: str) -> Matrix | None:
@@ -203,23 +220,6 @@ def parse_gpu_nic_paths(text: str) -> Matrix:
         return []
     rows = [line.split()[1:] for line in lines if re.match(rf"\s*GPU\d+\s+({PATH_KINDS})\s", line)]
     return [[row[index] for index in columns] for row in rows if len(row) > max(columns)]
-
-
-def _gpu(index: int, node: ElementTree.Element) -> Gpu:
-    return Gpu(
-        index=index,
-        name=_text(node, "product_name"),
-        uuid=_text(node, "uuid"),
-        bus=_text(node, "pci/pci_bus_id"),
-        memory=_mebibytes(_text(node, "fb_memory_usage/total")),
-        used=_mebibytes(_text(node, "fb_memory_usage/used")),
-        ecc=_ecc(node),
-        clocks=_clocks(node),
-        compute_mode=_text(node, "compute_mode"),
-        mig=_text(node, "mig_mode/current_mig"),
-        reset_required=_text(node, "gpu_reset_status/reset_required") == "Yes"
-        or _text(node, "gpu_recovery_action") in RECOVERY_ACTIONS,
-    )
 
 
 def _ecc(node: ElementTree.Element) -> Ecc | None:
@@ -300,8 +300,16 @@ def gpu_links(matrix: Matrix, device: Device) -> tuple[Link, ...]:
             size for size in sizes if all(_connected(matrix, kinds, start, size) for start in range(0, count, size))
         )
         if size > (links[-1].devices if links else 1):
-            rate = {"PCIe": device.pcie_bandwidth, "sockets": min(device.pcie_bandwidth, SOCKET_BANDWIDTH)}.get(name)
-            bandwidth = rate or _nvlink_bandwidth(matrix, device, size)
+            if name == "NVLink":
+                # All of a GPU's NVLinks. Behind a switch, nvidia-smi shows every peer with all links of the GPU, so the
+                # device's own bandwidth is the cap.
+                rows = ([entry for entry in row[:size] if entry.startswith("NV")] for row in matrix[:size])
+                num_links = min(sum(int(entry[2:]) for entry in row) for row in rows)
+                bandwidth = num_links * NVLINK_BANDWIDTH.get(device.name, DEFAULT_NVLINK_BANDWIDTH)
+                if device.link_bandwidth > device.pcie_bandwidth:
+                    bandwidth = min(bandwidth, device.link_bandwidth)
+            else:
+                bandwidth = device.pcie_bandwidth if name == "PCIe" else min(device.pcie_bandwidth, SOCKET_BANDWIDTH)
             links.append(Link(name=name, devices=size, bandwidth=bandwidth, latency=Seconds(LATENCY_SECONDS[name])))
     return tuple(links)
 
@@ -337,24 +345,11 @@ def _connected(matrix: Matrix, kinds: set[str], start: int, size: int) -> bool:
     seen, pending = {start}, [start]
     while pending:
         here = pending.pop()
-        near = {each for each in range(start, start + size) if _kind(matrix[here][each]) in kinds} - seen
+        entries = {each: matrix[here][each] for each in range(start, start + size)}
+        near = {each for each, entry in entries.items() if ("NV" if entry[:2] == "NV" else entry) in kinds} - seen
         seen |= near
         pending += near
     return len(seen) == size
-
-
-def _nvlink_bandwidth(matrix: Matrix, device: Device, size: int) -> float:
-    """Return the bandwidth of a GPU over all of its NVLinks.
-
-    Behind a switch, nvidia-smi shows every peer with all links of the GPU, so the device's own bandwidth is the cap.
-    """
-    num_links = min(sum(int(entry[2:]) for entry in row[:size] if entry.startswith("NV")) for row in matrix[:size])
-    total = num_links * NVLINK_BANDWIDTH.get(device.name, DEFAULT_NVLINK_BANDWIDTH)
-    return min(total, device.link_bandwidth) if device.link_bandwidth > device.pcie_bandwidth else total
-
-
-def _kind(entry: str) -> str:
-    return "NV" if entry.startswith("NV") else entry
 
 
 class GpuSampler:
@@ -379,28 +374,24 @@ class GpuSampler:
         nvml = self._library
         if visible is None:
             return {number: nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())}
-        found = {}
-        for number, name in enumerate(part.strip() for part in visible.split(",")):
-            by_index = name.isdigit()
-            found[number] = (
-                nvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else nvml.nvmlDeviceGetHandleByUUID(name)
-            )
-        return found
+        names = enumerate(part.strip() for part in visible.split(","))
+        by_index, by_uuid = nvml.nvmlDeviceGetHandleByIndex, nvml.nvmlDeviceGetHandleByUUID
+        return {number: by_index(int(name)) if name.isdigit() else by_uuid(name) for number, name in names}
 
     def sample(self) -> list[dict[str, Any]]:
         """Return one sample per GPU; values that it does not support are left out."""
-        return [self._sample_gpu(number, handle) for number, handle in self._handles.items()]
-
-    def _sample_gpu(self, number: int, handle: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {"index": number}
-        for query in NVML_QUERIES:
-            try:
-                found |= query(self._library, handle)
-            except Exception as error:  # many GPUs do not support all queries; one that fell off its bus supports none
-                if not self._warned:
-                    log.info("GPU %d does not report all values: %s", number, error)
-                self._warned = True
-        return found
+        samples = []
+        for number, handle in self._handles.items():
+            found: dict[str, Any] = {"index": number}
+            for query in NVML_QUERIES:
+                try:
+                    found |= query(self._library, handle)
+                except Exception as error:  # many GPUs do not support all; one that fell off its bus supports none
+                    if not self._warned:
+                        log.info("GPU %d does not report all values: %s", number, error)
+                    self._warned = True
+            samples.append(found)
+        return samples
 
     def close(self) -> None:
         if self._handles:
@@ -416,10 +407,7 @@ def _text_of(name: bytes | str) -> str:
 NVML_QUERIES: tuple[Callable[[Any, Any], dict[str, Any]], ...] = (
     lambda nvml, gpu: {"uuid": _text_of(nvml.nvmlDeviceGetUUID(gpu)), "name": _text_of(nvml.nvmlDeviceGetName(gpu))},
     lambda nvml, gpu: {"utilisation": nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100},
-    lambda nvml, gpu: {
-        "memory_used": (memory := nvml.nvmlDeviceGetMemoryInfo(gpu)).used,
-        "memory": memory.total,
-    },
+    lambda nvml, gpu: {"memory_used": (memory := nvml.nvmlDeviceGetMemoryInfo(gpu)).used, "memory": memory.total},
     lambda nvml, gpu: {"power": nvml.nvmlDeviceGetPowerUsage(gpu) / 1000},
     lambda nvml, gpu: {"power_limit": nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000},
     lambda nvml, gpu: {"power_limit_default": nvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1000},

@@ -15,13 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trimaran.core import GIB, Bytes, Recipe, Seconds, TextError, UserError, load_yaml, read_regular_bytes
 from trimaran.machine.calibration import (
+    Calibration,
     apply_calibration,
+    apply_measured,
     calibration_folder,
     find_calibration,
     first_error,
     parse_calibration,
     read_calibration,
-    with_network,
 )
 from trimaran.machine.cluster import LATENCY_SECONDS, Cluster, Link, mixed_cluster
 from trimaran.machine.detect import cpu_cluster, detect, machine_name
@@ -146,7 +147,9 @@ def _build(
         here = cpu_cluster(devices_per_node, calibrations=calibrations, threads=threads)
         cluster = replace(here, num_nodes=num_nodes)
         calibration = find_calibration(calibrations, machine_name(cluster)) if num_nodes > 1 else None
-        return with_network(cluster, calibration.network) if calibration else cluster
+        if calibration is None or calibration.network is None:
+            return cluster
+        return apply_measured(cluster, Calibration(network=calibration.network))
     cluster = Cluster(device=device, num_nodes=num_nodes, devices_per_node=devices_per_node)
     calibration = find_calibration(calibrations, machine_name(cluster))
     return apply_calibration(cluster, calibration) if calibration and calibration.fitted else cluster
@@ -203,14 +206,14 @@ def _links(file: ClusterFile, world_size: int, path: Path) -> tuple[Link, ...]:
         if inner is None or outer is None or outer <= inner or outer % inner:
             raise UserError("C007", f"a link of {inner or 'all'} devices does not fit into one of {outer or 'all'}",
                             where=f"{path}: links", fix="start with the innermost: 8, then 64")  # fmt: skip
-    return tuple(_link(each, size or world_size) for each, size in zip(file.links, sizes, strict=True))
-
-
-def _link(file: LinkFile, num_devices: int) -> Link:
-    reached = {name: rate * 1e9 for name, rate in file.reached.model_dump(exclude_none=True).items()}
-    latency = file.latency_us * 1e-6 if file.latency_us else LATENCY_SECONDS.get(file.name, LATENCY_SECONDS["network"])
-    bandwidth = file.gb_per_second * 1e9
-    return Link(name=file.name, devices=num_devices, bandwidth=bandwidth, latency=Seconds(latency), reached=reached)
+    links = []
+    for each, size in zip(file.links, sizes, strict=True):
+        reached = {name: rate * 1e9 for name, rate in each.reached.model_dump(exclude_none=True).items()}
+        usual = LATENCY_SECONDS.get(each.name, LATENCY_SECONDS["network"])
+        latency = Seconds(each.latency_us * 1e-6 if each.latency_us else usual)
+        devices, bandwidth = size or world_size, each.gb_per_second * 1e9
+        links.append(Link(name=each.name, devices=devices, bandwidth=bandwidth, latency=latency, reached=reached))
+    return tuple(links)
 
 
 def cluster_of(recipe: Recipe, world_size: int, environment: Mapping[str, str]) -> Cluster:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from statistics import median
 
-from trimaran.machine.checks.machine_facts import CheckInfo, CheckResult, Facts, Nic, Pair, PairSeconds, Problem
+from trimaran.machine.checks.machine_facts import CheckInfo, CheckResult, Facts, Pair, PairSeconds, Problem
 
 
 def network_cards(facts: Facts) -> CheckResult:
@@ -15,7 +15,17 @@ def network_cards(facts: Facts) -> CheckResult:
     interconnect = facts.interconnect
     if interconnect is None:
         return info.skipped("--quick does not read network cards")
-    problems = _unequal_cards(interconnect.nics)
+    problems: list[Problem] = []
+    infiniband = [nic for nic in interconnect.nics if nic.kind == "infiniband"]
+    down = [nic.name for nic in infiniband if not nic.is_up]
+    if down and len(down) < len(infiniband):
+        what = f"{', '.join(down)} down, {len(infiniband) - len(down)} others up"
+        problems.append(Problem(what, "check the cable and the subnet manager: `ibstat`"))
+    rates = {nic.gigabits for nic in infiniband if nic.is_up and nic.gigabits}
+    if len(rates) > 1:
+        slow = [nic.name for nic in infiniband if nic.is_up and nic.gigabits == min(rates)]
+        problems.append(Problem(f"{', '.join(slow)} at {min(rates):g} Gb/s, others at {max(rates):g}",
+                                "a ring is as slow as its slowest card: exclude them with NCCL_IB_HCA"))  # fmt: skip
     is_near = [any(path != "SYS" for path in row) for row in interconnect.gpu_nic_paths]
     far = [str(gpu) for gpu, near in enumerate(is_near) if not near]
     if 0 < len(far) < len(is_near):  # other GPUs have a card on their own socket
@@ -31,23 +41,8 @@ def network_cards(facts: Facts) -> CheckResult:
     up = [nic for nic in interconnect.nics if nic.is_up]
     if not up and not problems:
         return info.passed("no network card is up (or Linux does not show it): one node only")
-    rates = ", ".join(f"{nic.name} {nic.gigabits:g} Gb/s" if nic.gigabits else nic.name for nic in up)
-    return info.worst(problems, rates, nics=[nic.name for nic in up])
-
-
-def _unequal_cards(nics: tuple[Nic, ...]) -> list[Problem]:
-    infiniband = [nic for nic in nics if nic.kind == "infiniband"]
-    down = [nic.name for nic in infiniband if not nic.is_up]
-    found: list[Problem] = []
-    if down and len(down) < len(infiniband):
-        found.append(Problem(f"{', '.join(down)} down, {len(infiniband) - len(down)} others up",
-                             "check the cable and the subnet manager: `ibstat`"))  # fmt: skip
-    rates = {nic.gigabits for nic in infiniband if nic.is_up and nic.gigabits}
-    if len(rates) > 1:
-        slow = [nic.name for nic in infiniband if nic.is_up and nic.gigabits == min(rates)]
-        found.append(Problem(f"{', '.join(slow)} at {min(rates):g} Gb/s, others at {max(rates):g}",
-                             "a ring is as slow as its slowest card: exclude them with NCCL_IB_HCA"))  # fmt: skip
-    return found
+    cards = ", ".join(f"{nic.name} {nic.gigabits:g} Gb/s" if nic.gigabits else nic.name for nic in up)
+    return info.worst(problems, cards, nics=[nic.name for nic in up])
 
 
 def _join(nodes: Iterable[int]) -> str:

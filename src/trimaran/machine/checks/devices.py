@@ -6,7 +6,7 @@ from statistics import median
 from trimaran.core import show_bytes
 from trimaran.machine.checks.machine_facts import CheckInfo, CheckResult, Facts, Problem
 from trimaran.machine.cluster import Cluster
-from trimaran.machine.gpus import Gpu, GpuClocks, Matrix
+from trimaran.machine.gpus import Matrix
 
 MAX_USED_FRACTION = 0.05  # of a GPU's memory; more means that another program runs there, a desktop takes less
 
@@ -21,7 +21,21 @@ def usable_gpus(facts: Facts) -> CheckResult:
             return info.warn(f"the run needs {requirements.ranks} GPUs, but NVIDIA's driver reports none",
                              "see `nvidia-smi`; without GPUs: --set cluster=auto")  # fmt: skip
         return info.skipped("no NVIDIA GPU found: ranks run on CPU cores")
-    problems = [problem for gpu in gpus for problem in _gpu_problems(gpu)]
+    problems: list[Problem] = []
+    for gpu in gpus:
+        name = f"GPU {gpu.index}"
+        if gpu.memory and gpu.used > MAX_USED_FRACTION * gpu.memory:
+            problems.append(Problem(f"{name}: {show_bytes(gpu.used)} of {show_bytes(gpu.memory)} are in use",
+                                    "`nvidia-smi` lists the processes; or choose other GPUs with "
+                                    "CUDA_VISIBLE_DEVICES"))  # fmt: skip
+        if gpu.compute_mode.startswith("Prohibited"):
+            fix = f"nvidia-smi -i {gpu.index} -c DEFAULT"
+            problems.append(Problem(f"{name}: compute mode is Prohibited", fix, is_fatal=True))
+        if gpu.mig == "Enabled":
+            problems.append(Problem(f"{name} is split into MIG slices, which have no peer access",
+                                    f"nvidia-smi -i {gpu.index} -mig 0, or use one slice per run"))  # fmt: skip
+        if gpu.reset_required:
+            problems.append(Problem(f"{name} needs a reset", f"nvidia-smi -i {gpu.index} -r", is_fatal=True))
     names = sorted({gpu.name for gpu in gpus})
     if len(names) > 1:
         problems.append(Problem(f"the node mixes {' and '.join(names)}", "choose equal ones with CUDA_VISIBLE_DEVICES"))
@@ -31,50 +45,28 @@ def usable_gpus(facts: Facts) -> CheckResult:
     )
 
 
-def _gpu_problems(gpu: Gpu) -> list[Problem]:
-    name = f"GPU {gpu.index}"
-    found: list[Problem] = []
-    if gpu.memory and gpu.used > MAX_USED_FRACTION * gpu.memory:
-        fix = "`nvidia-smi` lists the processes; or choose other GPUs with CUDA_VISIBLE_DEVICES"
-        found.append(Problem(f"{name}: {show_bytes(gpu.used)} of {show_bytes(gpu.memory)} are in use", fix))
-    if gpu.compute_mode.startswith("Prohibited"):
-        found.append(Problem(f"{name}: compute mode is Prohibited",
-                             f"nvidia-smi -i {gpu.index} -c DEFAULT", is_fatal=True))  # fmt: skip
-    if gpu.mig == "Enabled":
-        found.append(Problem(f"{name} is split into MIG slices, which have no peer access",
-                             f"nvidia-smi -i {gpu.index} -mig 0, or use one slice per run"))  # fmt: skip
-    if gpu.reset_required:
-        found.append(Problem(f"{name} needs a reset", f"nvidia-smi -i {gpu.index} -r", is_fatal=True))
-    return found
-
-
 def memory_errors(facts: Facts) -> CheckResult:
     """List the GPUs with memory errors. A GPU without spare rows has to be replaced."""
     info = CheckInfo("H003", "ECC errors")
-    gpus = [gpu for gpu in facts.gpus if gpu.ecc is not None]
+    gpus = [(gpu, gpu.ecc) for gpu in facts.gpus if gpu.ecc is not None]
     if not gpus:
         return info.skipped("the driver reports no ECC state" if facts.gpus else "no NVIDIA GPU found")
-    problems = [problem for gpu in gpus for problem in _memory_problems(gpu)]
-    modes = {gpu.ecc.enabled for gpu in gpus if gpu.ecc}
-    if len(modes) > 1:
-        off = [str(gpu.index) for gpu in gpus if gpu.ecc and gpu.ecc.enabled is False]
+    problems: list[Problem] = []
+    for gpu, ecc in gpus:
+        name = f"GPU {gpu.index} ({gpu.uuid or gpu.name})"
+        if ecc.spare_rows_exhausted:
+            problems.append(Problem(f"{name} has no spare memory rows left", "have the GPU replaced", is_fatal=True))
+        if ecc.reset_pending:
+            fix = f"nvidia-smi -i {gpu.index} -r"
+            problems.append(Problem(f"{name} needs a reset to remap a bad memory row", fix))
+        if ecc.uncorrected:
+            fix = "reset it; if errors return, run `dcgmi diag -r 3` and have it replaced"
+            problems.append(Problem(f"{name} had {ecc.uncorrected} uncorrected memory errors", fix))
+    if len({ecc.enabled for _, ecc in gpus}) > 1:
+        off = [str(gpu.index) for gpu, ecc in gpus if ecc.enabled is False]
         problems.append(Problem(f"ECC is off on GPU {', '.join(off)} and on for the others",
                                 f"nvidia-smi -i {','.join(off)} -e 1, then reboot"))  # fmt: skip
     return info.worst(problems, f"no uncorrected errors on {len(gpus)} GPUs since the driver was loaded")
-
-
-def _memory_problems(gpu: Gpu) -> list[Problem]:
-    name, ecc = f"GPU {gpu.index} ({gpu.uuid or gpu.name})", gpu.ecc
-    assert ecc is not None
-    found: list[Problem] = []
-    if ecc.spare_rows_exhausted:
-        found.append(Problem(f"{name} has no spare memory rows left", "have the GPU replaced", True))
-    if ecc.reset_pending:
-        found.append(Problem(f"{name} needs a reset to remap a bad memory row", f"nvidia-smi -i {gpu.index} -r"))
-    if ecc.uncorrected:
-        found.append(Problem(f"{name} had {ecc.uncorrected} uncorrected memory errors",
-                             "reset it; if errors return, run `dcgmi diag -r 3` and have it replaced"))  # fmt: skip
-    return found
 
 
 MIN_FRACTION_OF_DEFAULT = 0.95  # below this, someone lowered the limit on purpose
@@ -93,27 +85,22 @@ def gpu_clocks(facts: Facts) -> CheckResult:
     clocks_by_gpu = {gpu.index: gpu.clocks for gpu in facts.gpus if gpu.clocks}
     if not clocks_by_gpu:
         return info.skipped("--quick does not read clocks" if facts.gpus else "no NVIDIA GPU found")
-    problems = [problem for index, clocks in clocks_by_gpu.items() for problem in _clock_problems(index, clocks)]
+    problems = []
+    for index, clocks in clocks_by_gpu.items():
+        fix = "fix cooling or power supply; see `nvidia-smi -q -d PERFORMANCE`"
+        reasons = [text for reason, text in THROTTLE_TEXTS.items() if reason in clocks.throttle_reasons]
+        problems += [Problem(f"GPU {index}: {text}", fix) for text in reasons]
+        if _is_lowered(clocks.power_limit, clocks.default_power_limit):
+            problems.append(Problem(f"GPU {index}: power limit {clocks.power_limit:.0f} W, default "
+                                    f"{clocks.default_power_limit:.0f} W",
+                                    f"nvidia-smi -i {index} -pl {clocks.default_power_limit:.0f}"))  # fmt: skip
+        if _is_lowered(clocks.clock, clocks.default_clock):
+            what = f"GPU {index}: clock set to {clocks.clock:.0f} MHz, default {clocks.default_clock:.0f} MHz"
+            problems.append(Problem(what, f"nvidia-smi -i {index} -rac"))
+        if _is_lowered(clocks.pcie_width, clocks.max_pcie_width):
+            what = f"GPU {index}: PCIe x{clocks.pcie_width} of x{clocks.max_pcie_width}"
+            problems.append(Problem(what, "reseat the card, and check the riser and the slot"))
     return info.worst(problems, f"{len(clocks_by_gpu)} GPUs at their default limits, none throttled")
-
-
-def _clock_problems(index: int, clocks: GpuClocks) -> list[Problem]:
-    found = [
-        Problem(f"GPU {index}: {text}", "fix cooling or power supply; see `nvidia-smi -q -d PERFORMANCE`")
-        for reason, text in THROTTLE_TEXTS.items()
-        if reason in clocks.throttle_reasons
-    ]
-    if _is_lowered(clocks.power_limit, clocks.default_power_limit):
-        found.append(Problem(f"GPU {index}: power limit {clocks.power_limit:.0f} W, default "
-                             f"{clocks.default_power_limit:.0f} W",
-                             f"nvidia-smi -i {index} -pl {clocks.default_power_limit:.0f}"))  # fmt: skip
-    if _is_lowered(clocks.clock, clocks.default_clock):
-        found.append(Problem(f"GPU {index}: clock set to {clocks.clock:.0f} MHz, default "
-                             f"{clocks.default_clock:.0f} MHz", f"nvidia-smi -i {index} -rac"))  # fmt: skip
-    if _is_lowered(clocks.pcie_width, clocks.max_pcie_width):
-        found.append(Problem(f"GPU {index}: PCIe x{clocks.pcie_width} of x{clocks.max_pcie_width}",
-                             "reseat the card, and check the riser and the slot"))  # fmt: skip
-    return found
 
 
 def _is_lowered(value: float | None, default: float | None) -> bool:
@@ -153,19 +140,15 @@ def gpu_links(facts: Facts) -> CheckResult:
         weak = [str(gpu) for gpu, count in enumerate(lanes) if count < max(lanes)]
         found.append(Problem(f"GPU {', '.join(weak)} has {min(lanes)} NVLinks, the others {max(lanes)}",
                              "a link is down: reset the GPU, then have the board inspected"))  # fmt: skip
-    problems = [*found, *_peers(interconnect.peers)]
+    refused = {pair: answer for pair, answer in _pairs(interconnect.peers).items() if answer in P2P_REFUSALS}
+    if refused:
+        why = ", ".join(f"{answer}: {P2P_REFUSALS[answer]}" for answer in sorted(set(refused.values())))
+        found.append(Problem(f"no peer access between {_named(list(refused))} ({why}): NCCL copies through host memory "
+                             "there", "normal for GeForce; on servers disable ACS and the IOMMU in the "
+                             "BIOS"))  # fmt: skip
     kinds = Counter(kind for row in interconnect.topology for kind in row if kind != "X")
     links = ", ".join(f"{kind} x {count // 2}" for kind, count in kinds.most_common())
-    return info.worst(problems, f"{len(interconnect.topology)} GPUs, {links}", ways=dict(kinds))
-
-
-def _peers(matrix: Matrix) -> list[Problem]:
-    refused = {pair: answer for pair, answer in _pairs(matrix).items() if answer in P2P_REFUSALS}
-    if not refused:
-        return []
-    why = ", ".join(f"{answer}: {P2P_REFUSALS[answer]}" for answer in sorted(set(refused.values())))
-    return [Problem(f"no peer access between {_named(list(refused))} ({why}): NCCL copies through host memory there",
-                    "normal for GeForce; on servers disable ACS and the IOMMU in the BIOS")]  # fmt: skip
+    return info.worst(found, f"{len(interconnect.topology)} GPUs, {links}", ways=dict(kinds))
 
 
 def _pairs(matrix: Matrix) -> dict[tuple[int, int], str]:
@@ -203,10 +186,9 @@ def matmul_speed(facts: Facts) -> CheckResult:
     ]  # fmt: skip
     expected, min_fraction, source = _expected_flops(facts)
     if expected and middle < min_fraction * expected:
-        what = (
-            f"{middle / 1e12:.3g} TFLOP/s, {_compared(middle, expected, source)}; expected at least {min_fraction:.0%}"
-        )
-        problems.append(Problem(what, "check for other programs on the device, then its clocks"))
+        what = f"{middle / 1e12:.3g} TFLOP/s, {_compared(middle, expected, source)}"
+        fix = "check for other programs on the device, then its clocks"
+        problems.append(Problem(f"{what}; expected at least {min_fraction:.0%}", fix))
     compared = f", {_compared(rates[slowest], expected, source)}" if expected else ""
     each = f" on each of {len(rates)} devices" if len(rates) > 1 else ""
     healthy = f"{rates[slowest] / 1e12:.3g} TFLOP/s in {measured.precision}{each}{compared}"

@@ -65,22 +65,15 @@ def read_fabric(
         kind = "efa" if read_text(card / "device" / "vendor") == AMAZON else kind
         cards[kind].append(card.name)
         rates.append(_leading_number(read_text(port / "rate")))
-    interface = default_interface(proc)
+    routes = [line.split() for line in read_text(proc / "net/route").splitlines()[1:]]
+    default = [row[0] for row in routes if len(row) > 3 and row[1] == "00000000" and int(row[3], 16) & ROUTE_UP]
+    interface = default[0] if default else ""
     for kind, names in cards.items():
         if names:
             return FabricFacts(fabric=kind, cards=tuple(dict.fromkeys(names)), interface=interface, gigabits=max(rates))
     speed = _leading_number(read_text(sys / "class/net" / interface / "speed")) / 1000 if interface else 0.0
     alone = has_gpus and not several_nodes
     return FabricFacts(fabric="pcie" if alone else "tcp", interface=interface, gigabits=max(speed, 0.0))
-
-
-def default_interface(proc: Path = Path("/proc")) -> str:
-    """Return the interface of the default route; '' without one."""
-    for line in read_text(proc / "net/route").splitlines()[1:]:
-        fields = line.split()
-        if len(fields) > 3 and fields[1] == "00000000" and int(fields[3], 16) & ROUTE_UP:
-            return fields[0]
-    return ""
 
 
 def preset_changes(facts: FabricFacts, environment: Mapping[str, str]) -> list[VariableChange]:

@@ -2,7 +2,7 @@
 
 import math
 
-from trimaran.core import GIB, Bytes, show_bytes, show_seconds
+from trimaran.core import GIB, show_bytes, show_seconds
 from trimaran.machine.checks.machine_facts import CheckInfo, CheckResult, Facts, Problem, RunRequirements
 
 WARN_OPEN_FILES = 1024
@@ -79,7 +79,12 @@ def plan_memory(facts: Facts) -> CheckResult:
         return info.skipped("name a recipe with --recipe")
     if requirements.refusal:
         return info.fail(requirements.refusal, requirements.remedy)
-    free = free_bytes(facts)
+    gpus = facts.gpus[: requirements.ranks_here]
+    free: int | None = None  # of the fullest device of the run
+    if not requirements.needs_gpus:
+        free = facts.host.memory_free // requirements.ranks_here
+    elif gpus and all(gpu.memory for gpu in gpus):
+        free = min(gpu.memory - gpu.used for gpu in gpus)
     if free is None or not requirements.device_bytes:
         return info.skipped("the driver reports no free memory" if free is None else "the plan has no prediction")
     need, low = requirements.device_bytes, requirements.device_bytes * (1 - requirements.error)
@@ -94,16 +99,6 @@ def plan_memory(facts: Facts) -> CheckResult:
                          "stop other programs, or make a plan that needs less: `trimaran plan`",
                          **evidence)  # fmt: skip
     return info.passed(what, **evidence)
-
-
-def free_bytes(facts: Facts) -> Bytes | None:
-    """Return the free memory of the fullest device of the run; None if the driver does not report it."""
-    requirements = facts.requirements
-    assert requirements is not None
-    if not requirements.needs_gpus:
-        return Bytes(facts.host.memory_free // requirements.ranks_here)
-    gpus = facts.gpus[: requirements.ranks_here]
-    return Bytes(min(gpu.memory - gpu.used for gpu in gpus)) if gpus and all(gpu.memory for gpu in gpus) else None
 
 
 MIN_SHM_BYTES = 1 * GIB
@@ -143,13 +138,11 @@ def disk_space(facts: Facts) -> CheckResult:
         need = show_bytes(requirements.disk_bytes)
         return info.fail(f"checkpoints and weights need {need}, {where} has {free} free", fix)
     if requirements and requirements.disk_bytes:
-        return info.passed(
-            f"{free} free at {where}, the run writes {show_bytes(requirements.disk_bytes)}", free=disk.free
-        )
+        need = show_bytes(requirements.disk_bytes)
+        return info.passed(f"{free} free at {where}, the run writes {need}", free=disk.free)
     if disk.free < MIN_FREE_BYTES:
-        return info.warn(
-            f"{free} free at {where}", "free disk space, or name a recipe with --recipe for an exact check"
-        )
+        fix = "free disk space, or name a recipe with --recipe for an exact check"
+        return info.warn(f"{free} free at {where}", fix)
     return info.passed(f"{free} free at {where}", free=disk.free)
 
 

@@ -19,49 +19,40 @@ ZERO_BYTES, ZERO_SECONDS = Bytes(0), Seconds(0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """Installed versions; '' if not installed or unknown.
-
-    `torch_cuda` is the CUDA that torch was built with, `driver_cuda` the newest that the driver supports.
-    """
+    """Installed versions; '' if not installed or unknown."""
 
     torch: str = ""
-    torch_cuda: str = ""
+    torch_cuda: str = ""  # that torch was built with
     nccl: str = ""
     driver: str = ""
-    driver_cuda: str = ""
+    driver_cuda: str = ""  # the newest that the driver supports
     arch: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interconnect:
-    """How devices are connected: `topology` and `peers` by pair of GPUs, `gpu_nic_paths` by GPU and network card.
+    """How devices are connected."""
 
-    `allowed_numa` are the NUMA nodes whose cores this process may use.
-    """
-
-    topology: Sequence[Sequence[str]] = ()
+    topology: Sequence[Sequence[str]] = ()  # by pair of GPUs, as `peers`
     peers: Sequence[Sequence[str]] = ()
-    gpu_nic_paths: Sequence[Sequence[str]] = ()
+    gpu_nic_paths: Sequence[Sequence[str]] = ()  # by GPU and network card
     nics: tuple[Nic, ...] = ()
     gpu_numa: tuple[int, ...] = ()
-    allowed_numa: frozenset[int] = frozenset()
+    allowed_numa: frozenset[int] = frozenset()  # NUMA nodes whose cores this process may use
     interfaces: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """The host. A limit of None means unlimited; `quota` is the container's CPU quota in cores.
-
-    `nofile` is the hard limit of open files: a run raises its soft limit to it.
-    """
+    """The host. A limit of None means unlimited."""
 
     cores: int
     memory_free: Bytes
     load: float = 0.0
-    quota: float | None = None
+    quota: float | None = None  # the container's CPU quota, in cores
     shm: Bytes | None = None
     shm_free: Bytes | None = None
-    nofile: int | None = None
+    nofile: int | None = None  # the hard limit of open files: a run raises its soft limit to it
     memlock: int | None = None
     core: int | None = 0
     core_pattern: str = ""
@@ -92,23 +83,19 @@ class DiskFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequirements:
-    """What a recipe needs from the machine. `refusal` is why no plan exists; the rest is unknown then.
-
-    `device_bytes` is the predicted memory of one device and `error` its relative half-width. `every` and `interval`
-    are the steps and the seconds between two checkpoints.
-    """
+    """What a recipe needs from the machine."""
 
     kind: Kind = "cpu"
     ranks: int = 1
     nodes: int = 1
-    device_bytes: Bytes = ZERO_BYTES
-    error: float = 0.0
+    device_bytes: Bytes = ZERO_BYTES  # predicted memory of one device
+    error: float = 0.0  # its relative half-width
     checkpoint_bytes: Bytes = ZERO_BYTES
     disk_bytes: Bytes = ZERO_BYTES
-    every: int = 0
-    interval: Seconds | None = None
+    every: int = 0  # steps between two checkpoints
+    interval: Seconds | None = None  # seconds between them
     ports: tuple[int, ...] = ()
-    refusal: str = ""
+    refusal: str = ""  # why no plan exists; the rest is unknown then
     remedy: str = ""
 
     @property
@@ -123,19 +110,15 @@ class RunRequirements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMeasurements:
-    """What the probe process measured with torch. `missing` is why it measured nothing.
+    """What the probe process measured with torch."""
 
-    `matmul_flops` is FLOP/s by device, `failures` the errors by device, `all_reduce` the probe's answer about it,
-    `archs` the architectures torch has kernels for, `capabilities` those of the devices.
-    """
-
-    missing: str = ""
-    matmul_flops: Mapping[str, float] = field(default_factory=dict)
-    failures: Mapping[str, str] = field(default_factory=dict)
+    missing: str = ""  # why it measured nothing
+    matmul_flops: Mapping[str, float] = field(default_factory=dict)  # FLOP/s by device
+    failures: Mapping[str, str] = field(default_factory=dict)  # errors by device
     precision: str = "fp32"
-    all_reduce: Mapping[str, Any] = field(default_factory=dict)
-    archs: tuple[str, ...] = ()
-    capabilities: tuple[str, ...] = ()
+    all_reduce: Mapping[str, Any] = field(default_factory=dict)  # the probe's answer about it
+    archs: tuple[str, ...] = ()  # architectures that torch has kernels for
+    capabilities: tuple[str, ...] = ()  # those of the devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimaran.core import DEVICE_TRAITS, ChildProcess, Seconds, UserError
+from trimaran.core import ChildProcess, Seconds, UserError
 from trimaran.machine.checks.between_nodes import first_round, second_round
 from trimaran.machine.checks.machine_facts import CheckResult, MachineMeasurements, NodeMeasurements, Pair
 from trimaran.machine.cluster import Cluster
@@ -75,7 +75,11 @@ def measure_devices(probe: ProbeProcess, cluster: Cluster) -> MachineMeasurement
         seen = probe.request("versions", within=START_SECONDS, kind=kind)
         all_reduce: Mapping[str, Any] = {}
         if ranks > 1:
-            all_reduce = _all_reduce(probe, kind, ranks, seconds)
+            try:
+                order = {"kind": kind, "ranks": ranks, "seconds": seconds}
+                all_reduce = probe.request("all_reduce", within=ANSWER_SECONDS, **order)
+            except ProbeError as error:
+                all_reduce = {"error": str(error), "ranks": ranks, "backend": cluster.device.traits.backend}
         options = {"kind": kind, "devices": devices, "cores": num_cores(), "seconds": seconds}
         matmuls = probe.request("matmuls", within=ANSWER_SECONDS, **options)
     except ProbeError as error:
@@ -108,13 +112,6 @@ def gather_results(probe: ProbeProcess, results: Sequence[CheckResult]) -> dict[
     """Send this node's results to node 0. Return those of the other nodes on node 0, nothing elsewhere."""
     others = probe.request("gather", within=ANSWER_SECONDS, value=[each.as_dict() for each in results])["others"]
     return {int(node): [CheckResult(**each) for each in theirs] for node, theirs in others.items()}
-
-
-def _all_reduce(probe: ProbeProcess, kind: str, ranks: int, seconds: float) -> Mapping[str, Any]:
-    try:
-        return probe.request("all_reduce", within=ANSWER_SECONDS, kind=kind, ranks=ranks, seconds=seconds)
-    except ProbeError as error:
-        return {"error": str(error), "ranks": ranks, "backend": DEVICE_TRAITS[kind].backend}
 
 
 def _round(probe: ProbeProcess, pairs: Sequence[Pair], kind: str, devices: int) -> dict[Pair, float | None]:

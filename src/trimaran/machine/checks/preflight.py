@@ -57,8 +57,7 @@ def check_before_run(
     error = prediction.error if prediction else 0.0
     requirements = RunRequirements(kind=kind, ranks=plan.mesh.world_size, nodes=nodes, device_bytes=need, error=error)
     facts = read_facts(environment, quick=True, gpus=requirements.needs_gpus)
-    facts = replace(facts, requirements=requirements)
-    refuse_failed_checks(facts, where=where)
+    refuse_failed_checks(replace(facts, requirements=requirements), where=where)
 
 
 def refuse_failed_checks(facts: Facts, *, where: str = THIS_MACHINE) -> None:

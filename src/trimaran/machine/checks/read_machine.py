@@ -55,12 +55,37 @@ def read_facts(environment: Mapping[str, str], *, quick: bool, gpus: bool = True
         parse, query = (parse_short_query, SHORT_QUERY) if quick else (parse_full_query, FULL_QUERY)
         found, driver = parse(run_driver_tool(query))
     found = visible(found, environment.get("CUDA_VISIBLE_DEVICES"))
+    torch = _installed("torch")
+    cuda = re.search(r"\+cu(\d+)(\d)$", torch)
+    runtime = next(filter(None, (_installed(f"nvidia-cuda-runtime{each}") for each in ("", "-cu13", "-cu12"))), "")
+    nccl = next(filter(None, (_installed(f"nvidia-nccl-cu{each}") for each in (13, 12))), "")
+    shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
     return Facts(
         environment=environment,
-        versions=read_versions(driver),
+        versions=Versions(
+            torch=torch,
+            torch_cuda=f"{cuda[1]}.{cuda[2]}" if cuda else ("" if torch.endswith("+cpu") else runtime),
+            nccl=nccl,
+            driver=driver,
+            driver_cuda=_driver_cuda() if driver else "",
+            arch=platform.machine(),
+        ),
         gpus=found,
         interconnect=read_interconnect(found, links=not quick),
-        host=read_host(),
+        host=HostFacts(
+            cores=num_cores(),
+            memory_free=Bytes(psutil.virtual_memory().available),
+            load=os.getloadavg()[0],
+            quota=cpu_quota(),
+            shm=Bytes(shm.total) if shm else None,
+            shm_free=Bytes(shm.free) if shm else None,
+            nofile=_limit(resource.RLIMIT_NOFILE, hard=True),
+            memlock=_limit(resource.RLIMIT_MEMLOCK),
+            core=_limit(resource.RLIMIT_CORE),
+            core_pattern=read_text(Path("/proc/sys/kernel/core_pattern")),
+            loopback=try_loopback(),
+            clock=Seconds(time.time()),
+        ),
         limits=ProcessLimits(
             processes=_free_processes(),
             address_bytes=_limit(resource.RLIMIT_AS),
@@ -80,41 +105,6 @@ def visible(gpus: tuple[Gpu, ...], chosen: str | None) -> tuple[Gpu, ...]:
             break  # as CUDA does: it ignores everything after an unknown entry
         selected += match
     return tuple(selected)
-
-
-def read_versions(driver: str) -> Versions:
-    """Return installed versions, from package metadata and the driver's library; torch is not imported."""
-    torch = _installed("torch")
-    cuda = re.search(r"\+cu(\d+)(\d)$", torch)
-    runtime = next(filter(None, (_installed(f"nvidia-cuda-runtime{each}") for each in ("", "-cu13", "-cu12"))), "")
-    nccl = next(filter(None, (_installed(f"nvidia-nccl-cu{each}") for each in (13, 12))), "")
-    return Versions(
-        torch=torch,
-        torch_cuda=f"{cuda[1]}.{cuda[2]}" if cuda else ("" if torch.endswith("+cpu") else runtime),
-        nccl=nccl,
-        driver=driver,
-        driver_cuda=_driver_cuda() if driver else "",
-        arch=platform.machine(),
-    )
-
-
-def read_host() -> HostFacts:
-    """Return limits, memory and load, and whether loopback works."""
-    shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
-    return HostFacts(
-        cores=num_cores(),
-        memory_free=Bytes(psutil.virtual_memory().available),
-        load=os.getloadavg()[0],
-        quota=cpu_quota(),
-        shm=Bytes(shm.total) if shm else None,
-        shm_free=Bytes(shm.free) if shm else None,
-        nofile=_limit(resource.RLIMIT_NOFILE, hard=True),
-        memlock=_limit(resource.RLIMIT_MEMLOCK),
-        core=_limit(resource.RLIMIT_CORE),
-        core_pattern=read_text(Path("/proc/sys/kernel/core_pattern")),
-        loopback=try_loopback(),
-        clock=Seconds(time.time()),
-    )
 
 
 def read_interconnect(gpus: tuple[Gpu, ...], *, links: bool, sys: Path = Path("/sys")) -> Interconnect:
@@ -139,7 +129,16 @@ def read_disk(path: Path, *, measure: bool) -> DiskFacts:
     write_error, bandwidth = "", None
     try:
         if measure:
-            bandwidth = _write_bandwidth(folder, min(MAX_WRITE_BYTES, usage.free // 4))
+            block, written = os.urandom(1 << 20), 0  # random, because a file system may compress
+            most = max(min(MAX_WRITE_BYTES, usage.free // 4), len(block))
+            with NamedTemporaryFile(dir=folder, prefix=".trimaran-doctor-") as file:
+                start = time.perf_counter()
+                while written < most and time.perf_counter() - start < MAX_WRITE_SECONDS:
+                    file.write(block)
+                    written += len(block)
+                file.flush()
+                os.fsync(file.fileno())
+                bandwidth = written / (time.perf_counter() - start)
         else:
             NamedTemporaryFile(dir=folder).close()
     except OSError as error:
@@ -175,18 +174,6 @@ def is_port_in_use(host: str, port: int) -> bool:
         except OSError:
             return True
     return False
-
-
-def _write_bandwidth(folder: Path, num_bytes: int) -> float:
-    block, written = os.urandom(1 << 20), 0  # random, because a file system may compress
-    with NamedTemporaryFile(dir=folder, prefix=".trimaran-doctor-") as file:
-        start = time.perf_counter()
-        while written < max(num_bytes, len(block)) and time.perf_counter() - start < MAX_WRITE_SECONDS:
-            file.write(block)
-            written += len(block)
-        file.flush()
-        os.fsync(file.fileno())
-        return written / (time.perf_counter() - start)
 
 
 def _driver_cuda() -> str:

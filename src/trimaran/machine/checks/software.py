@@ -120,12 +120,10 @@ def applies(row: dict[str, Any], facts: Facts) -> bool:
 def within(version: str, condition: str) -> bool:
     """Whether `version` is in a range such as `>=2.29.7,<2.30.7`; an unknown version is in no range."""
     have, bounds = version_of(version), [(sign, version_of(bound)) for sign, bound in CONDITION.findall(condition)]
-    size = max([len(have), *(len(bound) for _, bound in bounds)])  # 2.11 counts as 2.11.0
-
-    def padded(numbers: tuple[int, ...]) -> tuple[int, ...]:
-        return numbers + (0,) * (size - len(numbers))
-
-    return bool(have) and all(COMPARE[sign](padded(have), padded(bound)) for sign, bound in bounds)
+    zeros = (0,) * max([len(have), *(len(bound) for _, bound in bounds)])  # 2.11 counts as 2.11.0
+    return bool(have) and all(
+        COMPARE[sign]((have + zeros)[: len(zeros)], (bound + zeros)[: len(zeros)]) for sign, bound in bounds
+    )
 
 
 @cache
@@ -156,10 +154,9 @@ def _unusable(facts: Facts) -> list[Problem]:
         wanted = re.match(r"sm_(\d+)(\d)", name)
         if wanted and kernels:
             major, minor = int(wanted[1]), int(wanted[2])
-            runs = any(
-                (a == major and b <= minor) if kind == "sm" else (a, b) <= (major, minor) for kind, a, b in kernels
-            )
-            missing |= set() if runs else {name}
+            same = [b for kind, a, b in kernels if kind == "sm" and a == major and b <= minor]
+            if not same and not any(kind == "compute" and (a, b) <= (major, minor) for kind, a, b in kernels):
+                missing.add(name)
     if missing:
         what = f"torch has no kernels for {', '.join(sorted(missing))}, only for {', '.join(archs)}"
         return [Problem(what, "install a torch build for these GPUs", is_fatal=True)]

@@ -13,12 +13,7 @@ from typing import Any
 import torch
 
 from trimaran.machine.probe.collective_calls import START_SECONDS, run_forked, write_line
-from trimaran.machine.probe.probe_ranks import (
-    NodeRendezvous,
-    cuda_versions,
-    measure_all_reduce,
-    measure_matmuls,
-)
+from trimaran.machine.probe.probe_ranks import NodeRendezvous, cuda_versions, measure_all_reduce, measure_matmuls
 
 Fields = dict[str, Any]
 

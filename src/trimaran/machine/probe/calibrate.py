@@ -241,7 +241,11 @@ def measure_memory(device: torch.device, *, seconds: float) -> dict[str, float]:
     rate = stream_bandwidth(device, STREAM_BYTES[device.type], seconds=seconds, fresh=not is_gpu)
     measured = {"host_gb_per_second": host_rate / 1e9, "memory_gb_per_second": rate / 1e9}
     if is_gpu:
-        measured["pcie_gb_per_second"] = copy_bandwidth(device, seconds=seconds) / 1e9
+        pinned = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+        gpu = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+        copies = (lambda: gpu.copy_(pinned, non_blocking=True), lambda: pinned.copy_(gpu, non_blocking=True))
+        slower = max(seconds_per_call(copy, device, seconds=seconds / 2) for copy in copies)
+        measured["pcie_gb_per_second"] = COPY_BYTES / slower / 1e9
     tiny = torch.zeros(8, device=device)
     measured["launch_us"] = seconds_per_call(lambda: tiny.add_(1.0), device, seconds=seconds / 4) * 1e6
     return measured
@@ -301,14 +305,6 @@ def stream_bandwidth(device: torch.device, num_bytes: int, *, seconds: float, fr
     target = None if fresh else out
     moved = 3 * left.numel() * left.element_size()
     return moved / seconds_per_call(lambda: torch.add(left, right, out=target), device, seconds=seconds)
-
-
-def copy_bandwidth(device: torch.device, *, seconds: float) -> float:
-    """Return the bytes per second between pinned host memory and the GPU, in the slower direction."""
-    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    gpu = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    copies = (lambda: gpu.copy_(host, non_blocking=True), lambda: host.copy_(gpu, non_blocking=True))
-    return COPY_BYTES / max(seconds_per_call(copy, device, seconds=seconds / 2) for copy in copies)
 
 
 def main() -> int:

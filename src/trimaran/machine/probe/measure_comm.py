@@ -81,7 +81,22 @@ class CommRank:
 def run_rank(request: Fields, rank: int, store_path: str) -> Fields:
     """Join the ranks, measure everything that is requested, and return it."""
     torch.set_num_threads(1)
-    this = _open_rank(request, rank, store_path)
+    kind, world_size, limit = request["kind"], request["world_size"], request["timeout_seconds"]
+    if not DEVICE_TRAITS[kind].shares_cores:
+        for name, value in request["rank_environments"][rank - request["first_rank"]].items():
+            os.putenv(name, value)  # NCCL reads it with getenv
+    device = take_device(kind, rank - request["first_rank"] + request["first_device"])
+    store = open_store(request["address"], limit) if request["address"] else dist.FileStore(store_path, world_size)
+    # Small messages between the ranks, such as the number of rounds, go over gloo, also between GPUs.
+    backends = DEVICE_TRAITS[kind].group_backends
+    dist.init_process_group(
+        backends,
+        store=dist.PrefixStore("bench", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=limit),
+    )
+    this = CommRank(rank=rank, world_size=world_size, device=device, dtype=DTYPES[request["dtype"]], request=request)
     groups = {each["name"]: _open_groups(each["ranks"], this) for each in request["groups"]}
     curves = [(name, collective) for name in groups for collective in request["collectives"]]
     wrong, points, skipped = [], [], []
@@ -106,25 +121,6 @@ def run_rank(request: Fields, rank: int, store_path: str) -> Fields:
     versions = {"torch": torch.__version__, "nccl": nccl}
     dist.barrier()
     return {"points": points, "pairs": pairs, "skipped": skipped, "wrong": wrong, "hosts": hosts, **versions}
-
-
-def _open_rank(request: Fields, rank: int, store_path: str) -> CommRank:
-    kind, world_size, seconds = request["kind"], request["world_size"], request["timeout_seconds"]
-    if not DEVICE_TRAITS[kind].shares_cores:
-        for name, value in request["rank_environments"][rank - request["first_rank"]].items():
-            os.putenv(name, value)  # NCCL reads it with getenv
-    device = take_device(kind, rank - request["first_rank"] + request["first_device"])
-    store = open_store(request["address"], seconds) if request["address"] else dist.FileStore(store_path, world_size)
-    # Small messages between the ranks, such as the number of rounds, go over gloo, also between GPUs.
-    backends = DEVICE_TRAITS[kind].group_backends
-    dist.init_process_group(
-        backends,
-        store=dist.PrefixStore("bench", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=seconds),
-    )
-    return CommRank(rank=rank, world_size=world_size, device=device, dtype=DTYPES[request["dtype"]], request=request)
 
 
 def _open_groups(ranks: Sequence[Sequence[int]], this: CommRank) -> CommGroup | None:

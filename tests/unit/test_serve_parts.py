@@ -32,12 +32,12 @@ from trimaran.serve import (
     TokenTimes,
     VllmRequest,
     check_folder,
-    config_text,
     dump_message,
     may_have_many_values,
     output_from_json,
     output_to_json,
     parse_call,
+    plan_vllm,
     refuse_many_values,
     request_from_json,
     request_to_json,
@@ -454,7 +454,7 @@ def test_the_command_of_vllm_has_only_documented_options(tmp_path: Path) -> None
     options = vllm_options(wanted)
     assert options.keys() <= OPTIONS.keys()
     assert (options["tensor-parallel-size"], options["max-lora-rank"], options["dtype"]) == (2, 16, "bfloat16")
-    assert "tensor-parallel-size: 2\n" in config_text(options)
+    assert "tensor-parallel-size: 2\n" in plan_vllm(wanted, [])["config_text"]
     with pytest.raises(UserError, match="int4"):
         vllm_options(VllmRequest(folder=tmp_path, name="m", host="h", port=1, quantise="int4"))
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')

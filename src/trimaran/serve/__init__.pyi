@@ -4,7 +4,7 @@ from .app.serve import listen as listen
 from .app.talk import show_generation as show_generation
 from .app.trained_weights import find_weights as find_weights
 from .app.vllm import (
-    OPTIONS as OPTIONS, VllmRequest as VllmRequest, check_folder as check_folder, config_text as config_text,
+    OPTIONS as OPTIONS, VllmRequest as VllmRequest, check_folder as check_folder, plan_vllm as plan_vllm,
     vllm_options as vllm_options,
 )
 from .conversation import (

@@ -40,15 +40,12 @@ class TrainedWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How much an engine does at once: in a step at most `max_step_tokens` tokens, of at most `max_running` sequences.
+    """How much an engine does at once."""
 
-    `cache_bytes` None: what the device has left, within reason.
-    """
-
-    max_running: int = 64
-    max_step_tokens: int = 1024
+    max_running: int = 64  # sequences of a step, at most
+    max_step_tokens: int = 1024  # tokens of a step, at most
     page_size: int = 16
-    cache_bytes: int | None = None
+    cache_bytes: int | None = None  # None: what the device has left, within reason
     reuse_prefixes: bool = True
 
     def __post_init__(self) -> None:
@@ -66,10 +63,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Which weights an engine loads, and over how many ranks. `adapters` are PEFT folders by name.
-
-    `cache` is the folder of digests of base models.
-    """
+    """Which weights an engine loads, over how many ranks; PEFT folders by name; `cache` for digests of base models."""
 
     weights: TrainedWeights
     dtype: str = "auto"

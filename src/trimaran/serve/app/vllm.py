@@ -118,10 +118,6 @@ def check_folder(folder: Path) -> None:
                         )  # fmt: skip
 
 
-def config_text(options: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(options), sort_keys=False)
-
-
 def find_folder(weights: TrainedWeights) -> tuple[Path, list[str]]:
     """Return the Hugging Face folder that vLLM gets, and the command that writes it; none if it is there already."""
     if weights.step is None or weights.run is None:
@@ -140,7 +136,7 @@ def plan_vllm(request: VllmRequest, export: list[str]) -> dict[str, Any]:
     # As a person types it; the token is in the environment.
     shown = f"{API_KEY}=TOKEN {shlex.join(command)}"
     return {"export": export, "command": command, "shown": shown, "config": options,
-            "config_text": config_text(options)}  # fmt: skip
+            "config_text": yaml.safe_dump(options, sort_keys=False)}  # fmt: skip
 
 
 def serve_with_vllm(request: VllmRequest, export: list[str], token: str) -> int:
@@ -163,7 +159,7 @@ def serve_with_vllm(request: VllmRequest, export: list[str], token: str) -> int:
     check_folder(request.folder)
     with tempfile.TemporaryDirectory(prefix="trimaran-vllm-") as folder:
         config = Path(folder) / CONFIG
-        config.write_text(config_text(options), encoding="utf-8")
+        config.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
         command = [program, "serve", str(request.folder), "--config", str(config)]
         process = subprocess.Popen(command, env={**os.environ, API_KEY: token})
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 from trimaran.core import EXIT_USER, UserError, file_error
 from trimaran.runs import die_with_parent, set_process_name
 from trimaran.serve.engine.engine_loop import EngineLoop, EngineSocket
-from trimaran.serve.engine.open_engine import OpenEngine, open_engine
+from trimaran.serve.engine.open_engine import open_engine
 from trimaran.serve.settings import EngineConfig
 
 
@@ -42,12 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return EXIT_USER  # rank 0 makes the same mistake, and tells the server
     link = EngineSocket(socket.socket(fileno=options.fd))
     try:
-        opened = _open(config, options.address)
-    except UserError as error:
-        link.send({"failed": error.as_dict()})
-        return EXIT_USER
-    except OSError as error:
-        if (mistake := file_error(error)) is None:
+        if config.num_ranks > 1:
+            from trimaran.serve.engine.serving_rank import open_ranked_engine  # noqa: PLC0415 - several ranks only
+
+            opened = open_ranked_engine(config, options.address)
+        else:
+            opened = open_engine(config)
+    except (UserError, OSError) as error:
+        mistake = error if isinstance(error, UserError) else file_error(error)
+        if mistake is None:
             raise
         link.send({"failed": mistake.as_dict()})
         return EXIT_USER
@@ -57,14 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     EngineLoop(opened.engine, link, opened.load).run()
     opened.close()
     return 0
-
-
-def _open(config: EngineConfig, address: str) -> OpenEngine:
-    if config.num_ranks > 1:
-        from trimaran.serve.engine.serving_rank import open_ranked_engine  # noqa: PLC0415 - several ranks only
-
-        return open_ranked_engine(config, address)
-    return open_engine(config)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ If the runner can, the next step is planned and launched while the device comput
 step late: the surplus token is dropped. A request that needs the host in each step makes all steps wait for it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from trimaran.core import UserError
 from trimaran.serve.engine.engine_batch import ALL, EMBEDDING, LAST, BatchBuilder, part_wants
 from trimaran.serve.engine.engine_request import EngineFinish, EngineRequest, TokenConstraint, TokenOutput, TopTokens
-from trimaran.serve.engine.model_runner import LaunchingRunner, Runner, RunnerTraits, StepLogits
+from trimaran.serve.engine.model_runner import LaunchingRunner, Runner
 from trimaran.serve.engine.scheduler import BlockPool, EngineSequence, ScheduledPart, Scheduler
 from trimaran.serve.engine.token_choice import (
     MAX_LAUNCHED,
@@ -30,48 +30,6 @@ NAN_ERROR = "the network computes NaN instead of a next token: its weights have 
 MakeConstraint = Callable[[EngineRequest], TokenConstraint]
 
 
-def refuse_impossible(
-    request: EngineRequest,
-    traits: RunnerTraits,
-    *,
-    vocabulary: int,
-    max_length: int,
-    max_image_tokens: int,
-    has_constraints: bool,
-) -> None:
-    """Raise UserError if the request can never run on this model and cache."""
-    tokens = (*request.prompt, *request.generated)
-    if not request.prompt or request.max_tokens < 0 or (request.logprobs or 0) < 0:
-        raise UserError("E002", "a request needs at least one token, and no negative numbers", where="the prompt",
-                        fix="send a prompt; an empty text is the end-of-text token")  # fmt: skip
-    if len(tokens) > max_length:
-        raise UserError("E003", f"the prompt has {len(tokens)} tokens, and there is room for {max_length}",
-                        where="the prompt",
-                        fix="shorten it, or serve with a larger cache if the model has more positions")  # fmt: skip
-    if min(tokens) < 0 or max(tokens) >= vocabulary:
-        wrong = min(tokens) if min(tokens) < 0 else max(tokens)
-        raise UserError("E004", f"the model has no token {wrong}", where="the prompt",
-                        fix=f"send ids from 0 to {vocabulary - 1}")  # fmt: skip
-    if request.adapter is not None and request.adapter not in traits.adapters:
-        raise UserError("E005", f"no adapter is called {request.adapter!r}", where="model",
-                        fix=f"loaded are: {', '.join(traits.adapters) or 'none'}")  # fmt: skip
-    sizes = [image.stop - image.first for image in request.images]
-    if sizes and max(sizes) > max_image_tokens:
-        raise UserError("E006", f"an image has {max(sizes)} tokens, and a step has room for {max_image_tokens}",
-                        where="the image", fix="send a smaller image, or raise max_step_tokens")  # fmt: skip
-    expected = 0 if traits.image_token is None else request.prompt.count(traits.image_token)
-    if expected != sum(sizes):
-        raise UserError("E006", f"the prompt has {expected} image tokens, and its images have {sum(sizes)}",
-                        where="the prompt",
-                        fix="leave image tokens out of the text: an image brings its own")  # fmt: skip
-    if request.embed and not traits.embeds:
-        raise UserError("E007", "this model returns no embeddings", where="the request",
-                        fix="use a model whose attention can be paged; the log says why this one's cannot")  # fmt: skip
-    if request.grammar is not None and not has_constraints:
-        raise UserError("E008", "answers that follow a schema need a package that is not installed",
-                        where="the request", fix="install it, or leave the schema out")  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """How busy the engine is now, and what it has done since it started."""
@@ -86,23 +44,18 @@ class EngineStats:
     generated_tokens: int
 
 
+@dataclass(slots=True, eq=False)
 class _Answer:
     """What is known of a request's answer besides its tokens."""
 
-    __slots__ = ("chooser", "embedding", "has_left", "has_prompt_logprobs", "prompt_logprobs", "prompt_top",
-                 "sequence")  # fmt: skip
-
-    def __init__(self, sequence: EngineSequence, chooser: TokenChooser) -> None:
-        self.sequence, self.chooser = sequence, chooser
-        self.has_left = False  # the scheduler has forgotten it: only its last token is awaited
-        self.has_prompt_logprobs = False  # complete, and reported
-        self.embedding: Tensor | None = None
-        self.reset_prompt()
-
-    def reset_prompt(self) -> None:
-        """Forget what is known of the prompt. Nothing comes before its first token."""
-        self.prompt_logprobs: list[float | None] = [None]
-        self.prompt_top: list[TopTokens] = [()]
+    sequence: EngineSequence
+    chooser: TokenChooser
+    has_prompt_logprobs: bool  # complete, and reported
+    has_left: bool = False  # the scheduler has forgotten it: only its last token is awaited
+    embedding: Tensor | None = None
+    # Nothing comes before the prompt's first token.
+    prompt_logprobs: list[float | None] = field(default_factory=lambda: [None])
+    prompt_top: list[TopTokens] = field(default_factory=lambda: [()])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,14 +94,41 @@ class BatchingEngine:
         return bool(self._answers or self._early or self._launched)
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises UserError if it can never run."""
+        """Queue a request. Raises UserError if it can never run on this model and cache."""
         assert request.id not in self._answers, "every request has its own id"
-        traits = self.runner.traits
-        refuse_impossible(request, traits, vocabulary=self.runner.vocabulary, max_length=self.max_length,
-                          max_image_tokens=self.settings.max_image_tokens,
-                          has_constraints=self._make_constraint is not None)  # fmt: skip
+        traits, vocabulary = self.runner.traits, self.runner.vocabulary
+        tokens = (*request.prompt, *request.generated)
+        if not request.prompt or request.max_tokens < 0 or (request.logprobs or 0) < 0:
+            raise UserError("E002", "a request needs at least one token, and no negative numbers", where="the prompt",
+                            fix="send a prompt; an empty text is the end-of-text token")  # fmt: skip
+        if len(tokens) > self.max_length:
+            raise UserError("E003", f"the prompt has {len(tokens)} tokens, and there is room for {self.max_length}",
+                            where="the prompt",
+                            fix="shorten it, or serve with a larger cache if the model has more positions")  # fmt: skip
+        if min(tokens) < 0 or max(tokens) >= vocabulary:
+            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+            raise UserError("E004", f"the model has no token {wrong}", where="the prompt",
+                            fix=f"send ids from 0 to {vocabulary - 1}")  # fmt: skip
+        if request.adapter is not None and request.adapter not in traits.adapters:
+            raise UserError("E005", f"no adapter is called {request.adapter!r}", where="model",
+                            fix=f"loaded are: {', '.join(traits.adapters) or 'none'}")  # fmt: skip
+        sizes = [image.stop - image.first for image in request.images]
+        if sizes and max(sizes) > (room := self.settings.max_image_tokens):
+            raise UserError("E006", f"an image has {max(sizes)} tokens, and a step has room for {room}",
+                            where="the image", fix="send a smaller image, or raise max_step_tokens")  # fmt: skip
+        expected = 0 if traits.image_token is None else request.prompt.count(traits.image_token)
+        if expected != sum(sizes):
+            raise UserError("E006", f"the prompt has {expected} image tokens, and its images have {sum(sizes)}",
+                            where="the prompt",
+                            fix="leave image tokens out of the text: an image brings its own")  # fmt: skip
+        if request.embed and not traits.embeds:
+            fix = "use a model whose attention can be paged; the log says why this one's cannot"
+            raise UserError("E007", "this model returns no embeddings", where="the request", fix=fix)
         constraint = None
-        if request.grammar is not None and self._make_constraint is not None:
+        if request.grammar is not None:
+            if self._make_constraint is None:
+                raise UserError("E008", "answers that follow a schema need a package that is not installed",
+                                where="the request", fix="install it, or leave the schema out")  # fmt: skip
             constraint = self._make_constraint(request)
             for token in request.generated:
                 constraint.advance(token)
@@ -157,8 +137,8 @@ class BatchingEngine:
             self._early.append(TokenOutput(request=request.id, finish=finish))
             return
         chooser = TokenChooser(request.sampling, constraint, num_drawn=len(request.generated))
-        answer = self._answers[request.id] = _Answer(sequence, chooser)
-        answer.has_prompt_logprobs = bool(request.generated)  # they came with the first token
+        # With tokens generated before, the log-probabilities of the prompt came with the first one.
+        self._answers[request.id] = _Answer(sequence, chooser, has_prompt_logprobs=bool(request.generated))
         # The host needs a step's logits, or its token, before the next step can be launched.
         asks = request.logprobs is not None or request.prompt_logprobs or request.embed
         if asks or request.grammar is not None or not request.max_tokens:
@@ -197,7 +177,21 @@ class BatchingEngine:
         result = self.runner.run(self._builder.build(parts, self._scheduler.take_ended(), wants))
         starts = [part.sequence.num_computed for part in parts]
         self._scheduler.commit(parts)
-        outputs = self._embedding_outputs(parts, wants, result)
+        outputs: list[TokenOutput] = []
+        if result.embeddings is not None:
+            embedded = [part for part, want in zip(parts, wants, strict=True) if want == EMBEDDING]
+            for part, summed in zip(embedded, result.embeddings, strict=True):
+                answer, sequence = self._answer(part), part.sequence
+                is_first = sequence.num_computed == part.num_tokens  # also after it was preempted
+                answer.embedding = summed if is_first or answer.embedding is None else answer.embedding + summed
+                if sequence.num_left:
+                    continue
+                values, name = answer.embedding / torch.linalg.vector_norm(answer.embedding), sequence.request.id
+                if values.isnan().any():
+                    outputs.append(TokenOutput(request=name, finish="error", error=NAN_ERROR))
+                else:
+                    outputs.append(TokenOutput(request=name, finish="stop", embedding=tuple(values.tolist())))
+                self._remove(name)
         # The answers whose next token is chosen now, and their rows of the logits; keep those of prompts.
         rows, row = [], 0
         for part, want, start in zip(parts, wants, starts, strict=True):
@@ -205,10 +199,19 @@ class BatchingEngine:
                 rows.append((self._answer(part), row))
                 row += 1
             elif want == ALL:
-                answer = self._answer(part)
-                _keep_prompt_logprobs(answer, start, result.logits[row : row + part.num_tokens])
+                answer, sequence = self._answer(part), part.sequence
+                logits = result.logits[row : row + part.num_tokens]
+                if not start:  # also after it was preempted
+                    answer.prompt_logprobs = [None]
+                    answer.prompt_top = [()]
+                following = sequence.tokens[start + 1 : min(start + 1 + len(logits), sequence.num_prompt)]
+                if following:
+                    num_top = [sequence.request.logprobs or 0] * len(following)
+                    found = logprobs_of(logits[: len(following)], following, num_top)
+                    answer.prompt_logprobs += [each.logprob for each in found]
+                    answer.prompt_top += [each.top for each in found]
                 row += part.num_tokens
-                if not part.sequence.num_left:
+                if not sequence.num_left:
                     rows.append((answer, row - 1))
         return [*outputs, *self._token_outputs(rows, result.logits)]
 
@@ -226,7 +229,7 @@ class BatchingEngine:
         for answer, number in wanted:
             sequence = answer.sequence
             sequence.in_flight.append(number)
-            if self._length_finish(sequence.request, sequence.length):
+            if self._finish_of(sequence.request, None, sequence.length):
                 # Others may have its pages now: the device computes their steps after this one.
                 self._scheduler.remove(sequence)
                 answer.has_left = True
@@ -270,37 +273,14 @@ class BatchingEngine:
         self._on_host.discard(request_id)
         self._builder.forget(request_id)
 
-    def _embedding_outputs(
-        self, parts: Sequence[ScheduledPart], wants: Sequence[int], result: StepLogits
-    ) -> list[TokenOutput]:
-        if result.embeddings is None:
-            return []
-        embedded, outputs = [part for part, want in zip(parts, wants, strict=True) if want == EMBEDDING], []
-        for part, summed in zip(embedded, result.embeddings, strict=True):
-            answer, sequence = self._answer(part), part.sequence
-            is_first = sequence.num_computed == part.num_tokens  # also after it was preempted
-            answer.embedding = summed if is_first or answer.embedding is None else answer.embedding + summed
-            if sequence.num_left:
-                continue
-            values = answer.embedding / torch.linalg.vector_norm(answer.embedding)
-            is_nan = bool(values.isnan().any())
-            outputs.append(
-                TokenOutput(request=sequence.request.id, finish="error", error=NAN_ERROR)
-                if is_nan
-                else TokenOutput(request=sequence.request.id, finish="stop", embedding=tuple(values.tolist()))
-            )
-            self._remove(sequence.request.id)
-        return outputs
-
     def _token_outputs(self, rows: Sequence[tuple[_Answer, int]], logits: Tensor) -> list[TokenOutput]:
         outputs = []
-        for answer in [
-            answer for answer, _ in rows if not answer.sequence.request.max_tokens
-        ]:  # only its prompt matters
+        for answer, _ in rows:
             request = answer.sequence.request
-            self._remove(request.id)
-            outputs.append(TokenOutput(request=request.id, finish="length", prompt_top=tuple(answer.prompt_top),
-                                       prompt_logprobs=tuple(answer.prompt_logprobs)))  # fmt: skip
+            if not request.max_tokens:  # only its prompt matters
+                self._remove(request.id)
+                outputs.append(TokenOutput(request=request.id, finish="length", prompt_top=tuple(answer.prompt_top),
+                                           prompt_logprobs=tuple(answer.prompt_logprobs)))  # fmt: skip
         rows = [each for each in rows if each[0].sequence.request.max_tokens]
         if not rows:
             return outputs
@@ -308,7 +288,14 @@ class BatchingEngine:
         if len(rows) != len(logits):
             logits = logits[torch.tensor([row for _, row in rows], device=logits.device)]
         tokens = choose_tokens(logits, [each.chooser for each in answers], excluded=self.runner.traits.image_token)
-        logprobs = _wanted_logprobs(answers, tokens, logits)
+        numbers = [number for number, (answer, token) in enumerate(zip(answers, tokens, strict=True))
+                   if answer.sequence.request.logprobs is not None and token != NOT_A_TOKEN]  # fmt: skip
+        logprobs: dict[int, TokenLogprobs] = {}
+        if numbers:
+            wanted = logits[torch.tensor(numbers, device=logits.device)]
+            num_top = [answers[number].sequence.request.logprobs or 0 for number in numbers]
+            found = logprobs_of(wanted, [tokens[number] for number in numbers], num_top)
+            logprobs = dict(zip(numbers, found, strict=True))
         self._generated_tokens += len(tokens)
         for number, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
             outputs.append(self._with_token(answer, token, logprobs.get(number)))
@@ -335,36 +322,10 @@ class BatchingEngine:
             output = output._replace(prompt_logprobs=of_prompt, prompt_top=top)
         return output
 
-    def _finish_of(self, request: EngineRequest, token: int, length: int) -> EngineFinish | None:
-        """Return why a sequence of this length ends after this token, its last; None if it goes on."""
-        return "stop" if token in request.stop_ids else self._length_finish(request, length)
-
-    def _length_finish(self, request: EngineRequest, length: int) -> EngineFinish | None:
-        """Return why a sequence ends at this length, whatever its last token is; None if it may go on."""
+    def _finish_of(self, request: EngineRequest, token: int | None, length: int) -> EngineFinish | None:
+        """Return why a sequence of this length ends after `token` (None: any); None if it goes on."""
+        if token in request.stop_ids:
+            return "stop"
         if length - len(request.prompt) >= request.max_tokens:
             return "length"
         return "context" if length > self.max_length else None
-
-
-def _keep_prompt_logprobs(answer: _Answer, start: int, logits: Tensor) -> None:
-    sequence, request = answer.sequence, answer.sequence.request
-    if not start:  # also after it was preempted
-        answer.reset_prompt()
-    following = sequence.tokens[start + 1 : min(start + 1 + len(logits), sequence.num_prompt)]
-    if following:
-        found = logprobs_of(logits[: len(following)], following, [request.logprobs or 0] * len(following))
-        answer.prompt_logprobs += [each.logprob for each in found]
-        answer.prompt_top += [each.top for each in found]
-
-
-def _wanted_logprobs(answers: Sequence[_Answer], tokens: Sequence[int], logits: Tensor) -> dict[int, TokenLogprobs]:
-    numbers = [
-        number
-        for number, answer in enumerate(answers)
-        if answer.sequence.request.logprobs is not None and tokens[number] != NOT_A_TOKEN
-    ]
-    if not numbers:
-        return {}
-    rows = logits[torch.tensor(numbers, device=logits.device)]
-    num_top = [answers[number].sequence.request.logprobs or 0 for number in numbers]
-    return dict(zip(numbers, logprobs_of(rows, [tokens[number] for number in numbers], num_top), strict=True))

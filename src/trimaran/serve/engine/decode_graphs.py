@@ -145,10 +145,6 @@ class GraphInputs:
         tables = self.staged[start:stop].view(num_sequences, width)
         self.tables[:num_sequences, :width].copy_(tables)
 
-    def pad_all(self, size: GraphSize, unused_slot: int) -> None:
-        self.staged[: self.num_inputs(size)].zero_()
-        self.split(self.staged, size)[0][2].fill_(unused_slot)
-
 
 class EngineGraphs:
     """The CUDA graphs of a runner, and the memory that they share."""
@@ -193,7 +189,9 @@ class EngineGraphs:
         """Capture the graph of this size, unless it is; return False if the network's steps cannot be captured."""
         if size in self._graphs or self.impossible:
             return not self.impossible
-        self._inputs.pad_all(size, self._unused_slot)
+        inputs = self._inputs
+        inputs.staged[: inputs.num_inputs(size)].zero_()
+        inputs.split(inputs.staged, size)[0][2].fill_(self._unused_slot)
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
         try:

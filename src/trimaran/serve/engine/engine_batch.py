@@ -33,27 +33,19 @@ class StepImages:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EngineBatch:
-    """N new tokens of S sequences side by side, i64 arrays on the host. Sequences with one new token come first.
+    """N new tokens of S sequences side by side, i64 arrays on the host. Sequences with one new token come first."""
 
-    A token -1 - s is the one that sequence s of the step before has chosen, and that only the device knows.
-    Sequence s has the tokens from `query_starts[s]` to `query_starts[s + 1]`, and `context_lengths[s]` keys with them.
-    Its keys are in the pages `page_tables[s]`; entries after its last page repeat its first. `slots` are where the new
-    keys go: page times page size plus offset. `positions` are those in the sequence; `grid` [3, N] are time, row and
-    column for a model that has them. `adapters` [S] are numbers of adapters, 0 for none. `sequences` [S] are unique
-    numbers, and `finished` are the numbers of those that ended, or were preempted, since the last step.
-    """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    query_starts: np.ndarray
-    context_lengths: np.ndarray
-    page_tables: np.ndarray
-    slots: np.ndarray
-    wants: np.ndarray
-    adapters: np.ndarray
-    sequences: np.ndarray
-    finished: np.ndarray
-    grid: np.ndarray | None = None
+    tokens: np.ndarray  # [N]; -1 - s: what sequence s of the step before has chosen, and only the device knows
+    positions: np.ndarray  # [N], in the sequence
+    query_starts: np.ndarray  # [S + 1]: sequence s has the tokens from `query_starts[s]` to `query_starts[s + 1]`
+    context_lengths: np.ndarray  # [S]: keys of each sequence, with those of its new tokens
+    page_tables: np.ndarray  # [S, pages]; entries after a sequence's last page repeat its first
+    slots: np.ndarray  # [N], where the new keys go: page times page size plus offset
+    wants: np.ndarray  # [S]
+    adapters: np.ndarray  # [S], numbers of adapters; 0 for none
+    sequences: np.ndarray  # [S], unique numbers
+    finished: np.ndarray  # numbers of sequences that ended, or were preempted, since the last step
+    grid: np.ndarray | None = None  # [3, N]: time, row and column, for a model that has them
     images: StepImages | None = None
 
     @property

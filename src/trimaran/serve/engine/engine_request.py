@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -21,27 +21,22 @@ ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One text to continue, or with `embed` to embed.
-
-    `prompt` has all tokens of each of its `images`. `generated` are tokens that an earlier engine already produced:
-    they follow the prompt, count as new tokens, and as many draws of the seed are skipped. `logprobs` k asks for the
-    log-probability of each new token and of the k likeliest ones; `prompt_logprobs` for those of the prompt. `adapter`
-    names a loaded adapter, `grammar` is the text of a JSON schema that the answer must match. `embed` generates
-    nothing: the answer is the mean of the last layer's outputs over the prompt, with norm 1.
-    """
+    """One text to continue, or with `embed` to embed."""
 
     id: str
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # with all tokens of each of its `images`
     sampling: Sampling
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
+    # Tokens of an earlier engine: they follow the prompt, count as new ones, and as many draws of the seed are skipped.
     generated: tuple[int, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: bool = False
-    adapter: str | None = None
+    logprobs: int | None = None  # k: log-probabilities of each new token, and of the k likeliest ones
+    prompt_logprobs: bool = False  # also those of the prompt
+    adapter: str | None = None  # the name of a loaded one
     images: tuple[PlacedImage, ...] = ()
+    # Generates nothing: the answer is the mean of the last layer's outputs over the prompt, with norm 1.
     embed: bool = False
-    grammar: str | None = None
+    grammar: str | None = None  # the text of a JSON schema that the answer must match
 
 
 class TokenOutput(NamedTuple):
@@ -146,15 +141,11 @@ def output_from_json(values: list[Any] | Mapping[str, Any]) -> TokenOutput:
     found: dict[str, Any] = dict(values)
     for name in ("top", "embedding", "prompt_logprobs"):
         if name in found:
-            found[name] = _as_tuple(found[name])
+            found[name] = tuple(tuple(each) if isinstance(each, list) else each for each in found[name])
     if "prompt_top" in found:
-        found["prompt_top"] = tuple(_as_tuple(each) for each in found["prompt_top"])
+        found["prompt_top"] = tuple(tuple(tuple(each) for each in top) for top in found["prompt_top"])
     return TokenOutput(**found)
 
 
 def error_from_json(values: Mapping[str, str]) -> UserError:
     return UserError(values["code"], values["what"], where=values["where"], fix=values["fix"])
-
-
-def _as_tuple(values: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(tuple(each) if isinstance(each, list) else each for each in values)

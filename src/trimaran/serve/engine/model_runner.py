@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from trimaran.core import DEVICE_TRAITS, UserError
 from trimaran.nets import AdapterBank, KeyValueCache, Network, PagedCache, PagedExtension, output_head
 from trimaran.serve.engine.engine_batch import ALL, EMBEDDING, LAST, EngineBatch
-from trimaran.serve.engine.token_choice import ChosenTokens, PendingTokens, TokenChooser, choose_on_device, moved
+from trimaran.serve.engine.token_choice import (
+    ChosenTokens,
+    PendingTokens,
+    TokenChooser,
+    choose_on_device,
+    chosen_or_given,
+    moved,
+)
 
 PAGE_SIZE = 16  # tokens
 log = logging.getLogger(__name__)
@@ -23,31 +30,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerTraits:
-    """What the engine must know of a model.
+    """What the engine must know of a model."""
 
-    `has_grid`: positions are time, row and column; `image_token`: the id that stands for a part of an image;
-    `reuses_prefixes`: pages may be shared by sequences that begin alike; `embeds`: it returns embeddings; `overlaps`:
-    the next step is planned and launched while this one is computed. `adapters` are the names of the loaded adapters:
-    the first has number 1.
-    """
-
-    has_grid: bool = False
-    image_token: int | None = None
-    reuses_prefixes: bool = True
-    embeds: bool = True
-    overlaps: bool = False
-    adapters: tuple[str, ...] = ()
+    has_grid: bool = False  # positions are time, row and column
+    image_token: int | None = None  # the id that stands for a part of an image
+    reuses_prefixes: bool = True  # pages may be shared by sequences that begin alike
+    embeds: bool = True  # it returns embeddings
+    overlaps: bool = False  # the next step is planned and launched while this one is computed
+    adapters: tuple[str, ...] = ()  # names of the loaded ones; the first has number 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogits:
-    """What a step computed, on the runner's device.
+    """What a step computed, on the runner's device, in fp32."""
 
-    `logits` fp32 [K, vocabulary] belong to `EngineBatch.logit_rows`. `embeddings` fp32 [sequences that are embedded,
-    hidden] are the sums of the last layer's outputs at their new tokens; None if there are none.
-    """
-
-    logits: Tensor
+    logits: Tensor  # [K, vocabulary], of `EngineBatch.logit_rows`
+    # [sequences that are embedded, hidden]: sums of the last layer's outputs at their new tokens
     embeddings: Tensor | None = None
 
 
@@ -115,7 +113,8 @@ class ModelRunner:
             if len(embedded):
                 return self._run_with_embeddings(batch, rows, embedded)
             extension, inputs = step_inputs(batch, self.cache, self.device, rows)
-            inputs["tokens"] = self._chosen.filled_in(inputs["tokens"], batch)
+            if batch.tokens.min() < 0:  # tokens that the last step has chosen
+                inputs["tokens"] = chosen_or_given(inputs["tokens"], self._chosen.tokens)
             return StepLogits(self.network.extend_pages(extension, inputs)[0].float())
 
     def launch(self, batch: EngineBatch, choosers: Sequence[TokenChooser | None]) -> PendingTokens:
@@ -161,7 +160,13 @@ def step_inputs(
     new_pages = batch.slots[batch.positions % cache.page_size == 0] // cache.page_size
     arrays = [batch.tokens, batch.positions, batch.slots, batch.page_tables, batch.context_lengths,
               batch.query_starts, kept, new_pages, *([] if batch.grid is None else [batch.grid])]  # fmt: skip
-    tokens, positions, slots, tables, contexts, starts, kept_rows, new_rows, *grid = _moved_together(arrays, device)
+    if DEVICE_TRAITS[device.type].has_own_memory:  # one copy for all of them
+        flat = moved(np.concatenate([each.reshape(-1) for each in arrays]), device)
+        parts = flat.split([each.size for each in arrays])
+        tensors = [part.view(each.shape) for part, each in zip(parts, arrays, strict=True)]
+    else:
+        tensors = [torch.from_numpy(each) for each in arrays]
+    tokens, positions, slots, tables, contexts, starts, kept_rows, new_rows, *grid = tensors
     keeps_all = len(kept) == batch.num_tokens
     extension = PagedExtension(
         cache=cache,
@@ -185,23 +190,13 @@ def step_inputs(
     return extension, inputs
 
 
-def _moved_together(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return i64 arrays as tensors on `device`, with one copy for all of them."""
-    if not DEVICE_TRAITS[device.type].has_own_memory:
-        return [torch.from_numpy(each) for each in arrays]
-    flat = moved(np.concatenate([each.reshape(-1) for each in arrays]), device)
-    parts = flat.split([each.size for each in arrays])
-    return [part.view(each.shape) for part, each in zip(parts, arrays, strict=True)]
-
-
+@dataclass(slots=True, eq=False)
 class _CachedSequence:
     """The tokens of one sequence. Those from `num_cached` on are not in its cache yet."""
 
-    __slots__ = ("cache", "num_cached", "tokens")
-
-    def __init__(self, cache: KeyValueCache | None) -> None:
-        self.cache, self.num_cached = cache, 0
-        self.tokens: list[int] = []
+    cache: KeyValueCache | None
+    num_cached: int = 0
+    tokens: list[int] = field(default_factory=list)
 
 
 class SequenceRunner:
@@ -238,26 +233,19 @@ class SequenceRunner:
                     self._sequences[number] = _CachedSequence(self.network.new_cache() if self._has_cache else None)
                 sequence = self._sequences[number]
                 sequence.tokens += new
-                if want == LAST:
-                    rows.append(self._last_logits(sequence))
-                elif want == ALL:
-                    rows.append(self._all_logits(sequence)[-len(new) :])
+                if want == LAST and sequence.cache is not None:
+                    if sequence.num_cached <= self._long_after < len(sequence.tokens):
+                        # its keys were rotated by other angles
+                        sequence.cache, sequence.num_cached = self.network.new_cache(), 0
+                    tokens = torch.tensor(sequence.tokens[sequence.num_cached :], device=self.device)
+                    sequence.num_cached = len(sequence.tokens)
+                    rows.append(self.network.extend(sequence.cache, {"tokens": tokens[None]})[0])
+                elif want in (LAST, ALL):  # of the whole sequence, without the cache
+                    tokens = torch.tensor(sequence.tokens, device=self.device)
+                    logits = self.network.forward({"tokens": tokens[None]})[0][0]
+                    rows.append(logits[-1 if want == LAST else -len(new) :])
         empty = torch.empty(0, self.vocabulary, device=self.device)
         return StepLogits(torch.cat([empty, *(each.float() for each in rows)]))
-
-    def _last_logits(self, sequence: _CachedSequence) -> Tensor:
-        if sequence.cache is None:
-            return self._all_logits(sequence)[-1:]
-        if sequence.num_cached <= self._long_after < len(sequence.tokens):  # its keys were rotated by other angles
-            sequence.cache, sequence.num_cached = self.network.new_cache(), 0
-        new = torch.tensor(sequence.tokens[sequence.num_cached :], device=self.device)
-        sequence.num_cached = len(sequence.tokens)
-        return self.network.extend(sequence.cache, {"tokens": new[None]})[0]
-
-    def _all_logits(self, sequence: _CachedSequence) -> Tensor:
-        """Return the logits [length, vocabulary] after every token, without the cache."""
-        tokens = torch.tensor(sequence.tokens, device=self.device)
-        return self.network.forward({"tokens": tokens[None]})[0][0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,4 @@
-"""Builds the engine of one process or of rank 0: loads weights and adapters, and chooses the size of the cache.
-
-Also guides output by a JSON schema, with llguidance.
-"""
+"""Builds the engine of one process or of rank 0: weights, adapters, cache, and output guided by llguidance."""
 
 import logging
 from collections.abc import Callable
@@ -13,7 +10,7 @@ import numpy as np
 import psutil
 import torch
 
-from trimaran.core import DEVICE_TRAITS, AdapterSection, ModelSection, UserError
+from trimaran.core import DEVICE_TRAITS, AdapterSection, UserError
 from trimaran.data import ByteTokenizer, JsonTokenizer, Tokenizer
 from trimaran.nets import AdapterBank, Network, attach_adapter, output_head
 from trimaran.serve.engine.batching_engine import BatchingEngine
@@ -109,10 +106,7 @@ def new_engine(runner: Runner, config: EngineConfig) -> BatchingEngine:
 
 
 def cache_settings(network: Network, device: torch.device, config: EngineConfig) -> CacheSettings:
-    """Return how large the key-value cache is: what is asked for, or a part of the memory that is free now.
-
-    It never has more tokens than all running sequences could have.
-    """
+    """Return the size of the cache: what is asked for, or a part of the free; at most for all running sequences."""
     sizes = config.sizes
     most = sizes.max_running * network.max_seq_len
     if sizes.cache_bytes is not None:
@@ -122,15 +116,6 @@ def cache_settings(network: Network, device: torch.device, config: EngineConfig)
     else:
         free = min(int(psutil.virtual_memory().available * CPU_FRACTION), MAX_CPU_BYTES)
     return CacheSettings(max_bytes=free, max_tokens=most, page_size=sizes.page_size)
-
-
-def section_and_folder(weights: TrainedWeights) -> tuple[ModelSection, Path]:
-    """Return the model section of weights without an adapter, and their folder. Ranks load their own slices of it."""
-    if has_adapter(weights):
-        raise UserError("U014", "weights with an adapter are merged in one process, and cannot be split over ranks",
-                        where="--tp, --pp", fix="serve the base with --adapter NAME=FOLDER, or merge it first: "
-                        "trimaran export RUN --merge, and serve that folder")  # fmt: skip
-    return section_of(weights), weights.path
 
 
 def adapter_folders(config: EngineConfig) -> dict[str, Path]:

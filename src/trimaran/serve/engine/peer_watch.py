@@ -71,9 +71,17 @@ class PeerWatch:
             for key, _ in self._selector.select(timeout=BEAT_SECONDS / 4):
                 assert isinstance(key.fileobj, socket.socket)
                 self._hear(key.fileobj)
-            if (now := time.monotonic()) >= due:
-                due = now + BEAT_SECONDS
-                self._beat(now)
+            if (now := time.monotonic()) < due:
+                continue
+            due = now + BEAT_SECONDS
+            for key in list(self._selector.get_map().values()):
+                peer = key.fileobj
+                assert isinstance(peer, socket.socket)
+                with contextlib.suppress(OSError):  # a full buffer, or an end that `_hear` reads
+                    peer.send(BEAT)
+                if now - self._heard[peer] > self._max_silent:
+                    self._selector.unregister(peer)
+                    self._report(self._peers[peer], f"it said nothing for {self._max_silent:.0f} s")
 
     def _hear(self, peer: socket.socket) -> None:
         try:
@@ -90,16 +98,6 @@ class PeerWatch:
             self._selector.unregister(peer)
             self._report(self._peers[peer], "its process ended")
 
-    def _beat(self, now: float) -> None:
-        for key in list(self._selector.get_map().values()):
-            peer = key.fileobj
-            assert isinstance(peer, socket.socket)
-            with contextlib.suppress(OSError):  # a full buffer, or an end that `_hear` reads
-                peer.send(BEAT)
-            if now - self._heard[peer] > self._max_silent:
-                self._selector.unregister(peer)
-                self._report(self._peers[peer], f"it said nothing for {self._max_silent:.0f} s")
-
     def _report(self, rank: int, why: str) -> None:
         if not self._closed.is_set():
             self._lost(rank, why)
@@ -113,17 +111,12 @@ def end_process(rank: int, why: str) -> None:
 
 def watch_peers(store: Store, *, rank: int, world: int, host: str, timeout: float) -> PeerWatch:
     """Connect this rank and return its watch. Every rank must call it. `host` is an address of rank 0."""
-    if rank == 0:
-        return PeerWatch(_accept_all(store, world, host, timeout))
-    address, port, token = store.get(ADDRESS_KEY).decode().split(" ")
-    peer = socket.create_connection((address, int(port)), timeout=timeout)
-    peer.sendall(f"{token} {rank:08d}".encode())
-    return PeerWatch({peer: 0})
-
-
-def _accept_all(store: Store, world: int, host: str, timeout: float) -> dict[socket.socket, int]:
-    """Return a connection from each other rank. Nobody else is accepted: the store has the token."""
-    token = secrets.token_hex(16)
+    if rank > 0:
+        address, port, token = store.get(ADDRESS_KEY).decode().split(" ")
+        peer = socket.create_connection((address, int(port)), timeout=timeout)
+        peer.sendall(f"{token} {rank:08d}".encode())
+        return PeerWatch({peer: 0})
+    token = secrets.token_hex(16)  # the store has it: nobody else is accepted
     peers: dict[socket.socket, int] = {}
     deadline = time.monotonic() + timeout
     with socket.create_server((host, 0), backlog=world) as listener:
@@ -135,19 +128,15 @@ def _accept_all(store: Store, world: int, host: str, timeout: float) -> dict[soc
             except TimeoutError:
                 missing = sorted({*range(1, world)} - {*peers.values()})
                 raise TimeoutError(f"ranks {missing} did not connect within {timeout:.0f} s") from None
-            if (rank := _rank_of(peer, token)) is None or not 0 < rank < world or rank in peers.values():
+            peer.settimeout(HELLO_SECONDS)
+            hello, size = b"", len(token) + 9
+            with contextlib.suppress(OSError):
+                while len(hello) < size and (part := peer.recv(size - len(hello))):
+                    hello += part
+            said, _, number = hello.decode(errors="replace").partition(" ")
+            other = int(number) if hmac.compare_digest(said, token) and number.isdigit() else 0
+            if not 0 < other < world or other in peers.values():
                 peer.close()
             else:
-                peers[peer] = rank
-    return peers
-
-
-def _rank_of(peer: socket.socket, token: str) -> int | None:
-    """Return the rank that a connection says it is; None if it does not have the token."""
-    peer.settimeout(HELLO_SECONDS)
-    hello, size = b"", len(token) + 9
-    with contextlib.suppress(OSError):
-        while len(hello) < size and (part := peer.recv(size - len(hello))):
-            hello += part
-    said, _, number = hello.decode(errors="replace").partition(" ")
-    return int(number) if hmac.compare_digest(said, token) and number.isdigit() else None
+                peers[peer] = other
+    return PeerWatch(peers)

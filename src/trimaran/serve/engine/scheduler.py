@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from trimaran.serve.engine.engine_request import EngineRequest
 from trimaran.serve.settings import EngineSettings
-from trimaran.train import PlacedImage
 
 DIGEST_BYTES = 16
 
@@ -135,11 +134,6 @@ class EngineSequence:
         """How many tokens are not computed yet; 1 while it generates."""
         return self.length - self.num_computed
 
-    @property
-    def may_reuse(self) -> bool:
-        """Whether it needs nothing of its prompt but keys and values."""
-        return not self.request.embed and not self.request.prompt_logprobs
-
     def whole_images(self, stop: int) -> int:
         """Return the last index up to `stop` that is inside no image."""
         for image in self.request.images:
@@ -147,26 +141,19 @@ class EngineSequence:
                 return image.first
         return stop
 
-    def part_end(self, budget: int) -> int:
-        """Return the end of the next part of at most `budget` tokens."""
-        return self.whole_images(min(self.num_computed + budget, self.length))
-
     def digest(self, page: int, page_size: int) -> bytes:
         """Return the digest of a full page; those of all pages before it are computed first."""
         while len(self.digests) <= page:
             start = len(self.digests) * page_size
             before = self.digests[-1] if self.digests else self._salt
-            images = b"".join(
-                image_digest(each) for each in self.request.images if start <= each.first < start + page_size
-            )
-            self.digests.append(page_digest(before, self.tokens[start : start + page_size], images))
+            images = []
+            for image in self.request.images:
+                if start <= image.first < start + page_size:
+                    digest = blake2b(image.patches.tobytes(), digest_size=16)
+                    digest.update(image.grids.tobytes())
+                    images.append(digest.digest())
+            self.digests.append(page_digest(before, self.tokens[start : start + page_size], b"".join(images)))
         return self.digests[page]
-
-
-def image_digest(image: PlacedImage) -> bytes:
-    digest = blake2b(image.patches.tobytes(), digest_size=16)
-    digest.update(image.grids.tobytes())
-    return digest.digest()
 
 
 class ScheduledPart(NamedTuple):
@@ -272,7 +259,8 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.number < 0 or sequence.number in planned or budget < 1:
                 continue
-            start, wanted = sequence.num_computed, sequence.part_end(budget)
+            start = sequence.num_computed
+            wanted = sequence.whole_images(min(start + budget, sequence.length))
             if wanted == start:
                 continue  # the next image is larger than what is left of this step
             while True:  # as far as the free pages go
@@ -301,7 +289,7 @@ class Scheduler:
                 break  # preempted just now
             self._share_prefix(sequence)
             needed = -(-sequence.length // self.page_size) - len(sequence.pages)
-            stop = sequence.part_end(budget)
+            stop = sequence.whole_images(min(sequence.num_computed + budget, sequence.length))
             # One page for each of the others, so that the new one is not preempted at once.
             is_short = bool(self.running) and needed + len(self.running) > self.pool.num_free
             if is_short or stop == sequence.num_computed:
@@ -319,7 +307,8 @@ class Scheduler:
 
     def _share_prefix(self, sequence: EngineSequence) -> None:
         """Begin a sequence with the pages of others that have the same prefix; at least one token stays to compute."""
-        if not self.settings.reuse_prefixes or not sequence.may_reuse:
+        request = sequence.request  # these need more of their prompt than keys and values
+        if not self.settings.reuse_prefixes or request.embed or request.prompt_logprobs:
             return
         for page in range((len(sequence.tokens) - 1) // self.page_size):
             shared = self.pool.share(sequence.digest(page, self.page_size))

@@ -29,13 +29,12 @@ from trimaran.serve.engine.open_engine import (
     cache_settings,
     new_engine,
     refuse_other_bases,
-    section_and_folder,
 )
 from trimaran.serve.engine.peer_watch import PeerWatch, watch_peers
 from trimaran.serve.engine.sharded_weights import ServedModel, agreed, check_weights, open_part, refuse_unservable
 from trimaran.serve.serving_layers import refuse_device
 from trimaran.serve.settings import EngineConfig
-from trimaran.serve.trained_model import usual_dtype
+from trimaran.serve.trained_model import has_adapter, section_of, usual_dtype
 
 # Numbers in the first broadcast, enough for a decode step of dozens of sequences. A longer message needs a second one.
 FIRST_NUMBERS = 8192
@@ -86,54 +85,38 @@ class StepChannel:
 
 
 @dataclass(frozen=True, slots=True)
-class StageLinks:
-    """Where a rank is in the pipeline, and how it exchanges streams and logits. `dtype` is that of the stream."""
+class StagedNetwork(Network):
+    """A stage of a network, or a slice of its layers; all ranks compute each step. `dtype`: of the stream."""
 
+    part: Network
     ranks: RankMesh
-    hidden: int
-    vocabulary: int
     dtype: torch.dtype
 
-    @property
-    def is_first(self) -> bool:
-        return self.ranks.rank("pp") == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.ranks.rank("pp") == self.ranks.degrees.pp - 1
-
-    @property
-    def is_source(self) -> bool:
-        """Whether this is rank 0, which wants the logits."""
-        return self.is_first and self.ranks.rank("tp") == 0
-
-    def receive_stream(self, num_tokens: int) -> tuple[Tensor, ...]:
-        """Return the stream [1, num_tokens, hidden] of the stage before; nothing in the first stage."""
-        if self.is_first:
-            return ()
-        stream = torch.empty(1, num_tokens, self.hidden, dtype=self.dtype, device=self.ranks.device)
-        dist.recv(stream, group=self.ranks.group("pp"), group_src=self.ranks.rank("pp") - 1)
-        return (stream,)
-
-    def pass_on(self, out: Tensor, num_logits: int) -> Tensor:
-        """Give a stage's output to those who need it: a stream to the next stage, logits to rank 0.
-
-        Returns the logits [1, num_logits, vocabulary] on rank 0, and none of them elsewhere.
-        """
-        pipe, pp_rank, first_tp = self.ranks.group("pp"), self.ranks.rank("pp"), self.ranks.rank("tp") == 0
-        if not self.is_last:
+    def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:
+        """Pass the stream from stage to stage. Return the logits [1, wanted, vocabulary] on rank 0, else none."""
+        pipe, stage, num_stages = self.ranks.group("pp"), self.ranks.rank("pp"), self.ranks.degrees.pp
+        is_first_tp, device = self.ranks.rank("tp") == 0, self.ranks.device
+        num_tokens = inputs["tokens"].shape[1]
+        num_logits = num_tokens if extension.kept is None else len(extension.kept)
+        before: list[Tensor] = []
+        if stage > 0:
+            assert self.part.spec is not None, "pipeline stages are for our own networks"
+            before.append(torch.empty(1, num_tokens, self.part.spec.hidden, dtype=self.dtype, device=device))
+            dist.recv(before[0], group=pipe, group_src=stage - 1)
+        out, logits = self.part.extend_pages(extension, inputs, *before), None
+        if stage < num_stages - 1:
             assert out.dtype == self.dtype, "the next stage expects this dtype"
-            dist.send(out.contiguous(), group=pipe, group_dst=pp_rank + 1)
-        logits = self._gathered(out) if self.is_last else None
-        if self.ranks.degrees.pp > 1 and num_logits and first_tp:
+            dist.send(out.contiguous(), group=pipe, group_dst=stage + 1)
+        else:
+            logits = self._gathered(out)
+        if num_stages > 1 and num_logits and is_first_tp:
             if logits is not None:
                 dist.send(logits.contiguous(), group=pipe, group_dst=0)
-            elif self.is_first:
-                logits = torch.empty(1, num_logits, self.vocabulary, dtype=self.dtype, device=self.ranks.device)
-                dist.recv(logits, group=pipe, group_src=self.ranks.degrees.pp - 1)
-        if logits is None or not self.is_source:
-            return torch.empty(1, 0, self.vocabulary, device=self.ranks.device)
-        return logits
+            elif stage == 0:
+                logits = torch.empty(1, num_logits, self.vocabulary, dtype=self.dtype, device=device)
+                dist.recv(logits, group=pipe, group_src=num_stages - 1)
+        is_source = stage == 0 and is_first_tp  # rank 0, which wants the logits
+        return logits if logits is not None and is_source else torch.empty(1, 0, self.vocabulary, device=device)
 
     def _gathered(self, out: Tensor) -> Tensor | None:
         """Return the logits of all columns on the first tensor-parallel rank of the last stage, None on the others."""
@@ -147,19 +130,6 @@ class StageLinks:
         parts = [torch.empty_like(padded) for _ in range(size)] if self.ranks.rank("tp") == 0 else None
         dist.gather(padded, parts, group=self.ranks.group("tp"), group_dst=0)
         return None if parts is None else torch.cat(parts, dim=-1)[..., :width]
-
-
-@dataclass(frozen=True, slots=True)
-class StagedNetwork(Network):
-    """A stage of a network, or a slice of all its layers, with its links. Every rank must compute each step."""
-
-    part: Network
-    links: StageLinks
-
-    def extend_pages(self, extension: PagedExtension, inputs: Mapping[str, Tensor], *stream: Tensor) -> Tensor:
-        num_tokens = inputs["tokens"].shape[1]
-        out = self.part.extend_pages(extension, inputs, *self.links.receive_stream(num_tokens))
-        return self.links.pass_on(out, num_tokens if extension.kept is None else len(extension.kept))
 
     @property
     def head(self) -> nn.Module | None:
@@ -293,9 +263,7 @@ class OpenRank:
         dist.destroy_process_group()
 
     def _linked(self, part: Network) -> StagedNetwork:
-        hidden = part.spec.hidden if part.spec is not None and self.ranks.degrees.pp > 1 else 0
-        links = StageLinks(self.ranks, hidden, part.vocabulary, self.model.dtype)
-        return StagedNetwork(part.module, part.blocks, part.spec, part, links)
+        return StagedNetwork(part.module, part.blocks, part.spec, part, self.ranks, self.model.dtype)
 
 
 def open_ranked_runner(place: RankPlace, model: ServedModel) -> RankedRunner:
@@ -335,10 +303,9 @@ def serve_rank(place: RankPlace, model: ServedModel) -> int:
 def join_ranks(place: RankPlace) -> tuple[RankMesh, PeerWatch]:
     """Return the mesh of all ranks, and the watch over them. Every rank must call it."""
     host, _, port = place.address.rpartition(":")
-    traits = DEVICE_TRAITS[place.device.type]
+    traits, backend = DEVICE_TRAITS[place.device.type], DEVICE_TRAITS[place.device.type].group_backends
     if not traits.shares_cores:
         torch.cuda.set_device(place.device)
-    backend = traits.group_backends
     store = dist.TCPStore(
         host, int(port), place.world, is_master=place.rank == 0, timeout=timedelta(seconds=START_SECONDS)
     )
@@ -363,12 +330,16 @@ def place_and_model(config: EngineConfig, rank: int, address: str) -> tuple[Rank
     if 0 < num_gpus < num_ranks:
         raise UserError("U014", f"{num_ranks} ranks need as many GPUs, and this machine has {num_gpus}",
                         where="--tp, --pp", fix=f"split the model over at most {num_gpus}")  # fmt: skip
-    section, folder = section_and_folder(config.weights)
+    if has_adapter(config.weights):
+        raise UserError("U014", "weights with an adapter are merged in one process, and cannot be split over ranks",
+                        where="--tp, --pp", fix="serve the base with --adapter NAME=FOLDER, or merge it first: "
+                        "trimaran export RUN --merge, and serve that folder")  # fmt: skip
+    section = section_of(config.weights)
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     name = config.dtype
     if name == "auto":
         name = usual_dtype(config.weights, section) if DEVICE_TRAITS[device.type].prefers_16_bits else "fp32"
-    dtype = DTYPES[name]
+    dtype = DTYPES[name]  # each rank loads its own slices
 
     def num_pages(network: Network, on: torch.device) -> int:
         settings = cache_settings(network, on, config)
@@ -378,7 +349,7 @@ def place_and_model(config: EngineConfig, rank: int, address: str) -> tuple[Rank
     if config.quantise is not None:
         refuse_device(config.quantise, device)
     place = RankPlace(rank=rank, tp=config.tp, pp=config.pp, address=address, device=device)
-    model = ServedModel(section=section, folder=folder, step=config.weights.step, dtype=dtype,
+    model = ServedModel(section=section, folder=config.weights.path, step=config.weights.step, dtype=dtype,
                         quantise=config.quantise, adapters=adapter_folders(config),
                         check_adapters=lambda: refuse_other_bases(config), page_size=config.sizes.page_size,
                         num_pages=num_pages)  # fmt: skip

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -52,23 +52,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServedModel:
-    """What to serve: weights, how each rank holds them, and the pages of the cache.
+    """What to serve: weights, how each rank holds them, and the pages of the cache."""
 
-    `folder` is a Hugging Face folder, or with a `step` the checkpoint of a run; `section` is the run's or the folder's
-    model section. `dtype` is fp32 or bf16, as `compute_in_bf16` has them. `adapters` are PEFT folders by name, which
-    stay unmerged; rank 0 calls `check_adapters`, which raises UserError if one was trained on another base. `num_pages`
-    may be a function of the loaded part and its device, such as one that measures free memory; every rank calls it, so
-    it may compute a step, and the smallest answer counts.
-    """
-
-    section: ModelSection
-    folder: Path
+    section: ModelSection  # the run's or the folder's
+    folder: Path  # a Hugging Face folder, or with a `step` the checkpoint of a run
     step: int | None = None
-    dtype: torch.dtype
+    dtype: torch.dtype  # fp32 or bf16, as `compute_in_bf16` has them
     quantise: Quantisation | None = None
-    adapters: Mapping[str, Path] = field(default_factory=dict)
-    check_adapters: Callable[[], None] = lambda: None
+    adapters: Mapping[str, Path] = field(default_factory=dict)  # PEFT folders by name, which stay unmerged
+    check_adapters: Callable[[], None] = lambda: None  # rank 0 calls it; raises UserError for another base
     page_size: int
+    # A function of the loaded part and its device may measure free memory: every rank calls it, so that it may
+    # compute a step, and the smallest answer counts.
     num_pages: int | Callable[[Network, torch.device], int]
 
     @property
@@ -107,7 +102,7 @@ def _describe_adapters(whole: Network, model: ServedModel, ranks: RankMesh) -> l
     return found
 
 
-def _attach_and_fill(network: Network, adapter: DescribedAdapter) -> bool:
+def _attach_and_fill(network: Network, adapter: DescribedAdapter) -> None:
     for path, layer in list(network.module.named_modules()):
         if path in adapter.layout.targets and isinstance(layer, nn.Linear):  # else it is in another stage
             kind = type(layer)
@@ -118,23 +113,16 @@ def _attach_and_fill(network: Network, adapter: DescribedAdapter) -> bool:
                 shard_adapter(layer, layer.weight.device_mesh, take_adapter(layer))
     load_peft_adapter(network, adapter.folder, adapter.section, adapter.whole)
     network.module.requires_grad_(False)
-    return True
 
 
-def refuse_inexact_slices(network: Network, kind: Quantisation) -> int:
-    """Return how many layers of this rank's part would be quantised. Raises UserError if a slice cannot be.
-
-    A layer that one process would quantise must not stay as it is: ranks would answer otherwise.
-    """
-    count = 0
+def refuse_inexact_slices(network: Network, kind: Quantisation) -> None:
+    """Raise UserError if a slice cannot be quantised: left as it is, ranks would answer otherwise than one process."""
     for name, layer in _layers(network):
         outputs, inputs = local_part(layer.weight).shape
         if inputs % GROUP or outputs % OUTPUTS:
             raise UserError("U020", f"a rank's slice of {name} has {inputs} inputs and {outputs} outputs, and {kind} "
                             f"weights need multiples of {GROUP} and {OUTPUTS}", where="--tp, --quantise",
                             fix="use a lower --tp, or --pp instead, or leave --quantise out")  # fmt: skip
-        count += 1
-    return count
 
 
 @torch.no_grad()
@@ -219,21 +207,16 @@ def agreed(act: Callable[[], Result]) -> Result:
     if (rank := int(failed)) >= 0:
         raise UserError("S053", f"rank {rank} could not load its part of the weights", where=f"rank {rank}",
                         fix="see the message of that rank")  # fmt: skip
-    assert result is not None
-    return result
+    return cast(Result, result)
 
 
-def check_weights(weights: ServedModel) -> bool:
-    """Return True if there are weights to load. Raises UserError if not, or if a checkpoint is damaged.
-
-    Each rank verifies a share of the files of a checkpoint.
-    """
+def check_weights(weights: ServedModel) -> None:
+    """Raise UserError if there are no weights to load, or if a checkpoint is damaged: each rank verifies a share."""
     if weights.step is not None:
         refuse_damaged_weights(weights.folder, share=slice(dist.get_rank(), None, dist.get_world_size()))
     elif not weight_files(weights.folder):
         raise UserError("M020", "the folder holds no weights", where=str(weights.folder),
                         fix="name a folder with safetensors")  # fmt: skip
-    return True
 
 
 def refuse_unservable(section: ModelSection, mesh: Mesh) -> None:

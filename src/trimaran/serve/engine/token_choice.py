@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from trimaran.core import DEVICE_TRAITS
-from trimaran.serve.engine.engine_batch import EngineBatch
 from trimaran.serve.engine.engine_request import TokenConstraint, TopTokens
 from trimaran.train import FEW_TOKENS, Sampling
 
@@ -56,7 +55,15 @@ def choose_on_device(logits: Tensor, choosers: Sequence[TokenChooser], *, exclud
 
     `excluded` is a token that no sequence may choose. Only a request with top-p and no top-k waits for the device.
     """
-    logits = _allowed_logits(logits, choosers, excluded)
+    constrained = [row for row, chooser in enumerate(choosers) if chooser.constraint is not None]
+    if excluded is not None or constrained:
+        logits = logits.clone()
+    if excluded is not None:
+        logits[:, excluded] = float("-inf")
+    if constrained:
+        masks = np.stack([each.constraint.allowed() for each in choosers if each.constraint is not None])
+        index = moved(np.array(constrained), logits.device)
+        logits[index] = logits[index].masked_fill(~moved(masks, logits.device), float("-inf"))
     chosen = likeliest_tokens(logits)
     by_rule: dict[int, list[int]] = {}
     for row, chooser in enumerate(choosers):
@@ -96,21 +103,6 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -
         TokenLogprobs(own, tuple(zip(row_ids[:number], row_values[:number], strict=True)))
         for own, row_ids, row_values, number in zip(chosen, ids, values, num_top, strict=True)
     ]
-
-
-def _allowed_logits(logits: Tensor, choosers: Sequence[TokenChooser], excluded: int | None) -> Tensor:
-    rows = [row for row, chooser in enumerate(choosers) if chooser.constraint is not None]
-    if excluded is None and not rows:
-        return logits
-    logits = logits.clone()
-    if excluded is not None:
-        logits[:, excluded] = float("-inf")
-    if rows:
-        masks = np.stack([each.constraint.allowed() for each in choosers if each.constraint is not None])
-        index = moved(np.array(rows), logits.device)
-        forbidden = ~moved(masks, logits.device)
-        logits[index] = logits[index].masked_fill(forbidden, float("-inf"))
-    return logits
 
 
 def _draw_tokens(logits: Tensor, choosers: Sequence[TokenChooser], num_candidates: int) -> Tensor:
@@ -161,10 +153,6 @@ class ChosenTokens:
         # Two: that of a step is written before that of the step before is read.
         self._host = [torch.zeros(MAX_LAUNCHED, dtype=torch.int64, pin_memory=self._is_gpu) for _ in range(2)]
         self._steps = 0
-
-    def filled_in(self, tokens: Tensor, batch: EngineBatch) -> Tensor:
-        """Return the tokens of a batch, on the device, with those that the last step has chosen."""
-        return chosen_or_given(tokens, self.tokens) if batch.tokens.min() < 0 else tokens
 
     def put(self, found: Tensor, sequences: np.ndarray, num_sequences: int) -> None:
         """Take the tokens of these sequences of a step; the others keep what they have."""

@@ -53,36 +53,31 @@ class AccessMiddleware:
             if not is_own_origin(headers, host):
                 raise UserError("U006", "the request comes from a page of another site", where="the header Origin",
                                 fix="send it from a program, or through a server of that site")  # fmt: skip
-            if scope["path"] not in OPEN_PATHS and not self._has_token(headers):
+            given = [value for name, value in headers if name == b"authorization"]
+            kind, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
+            has_token = hmac.compare_digest(token.strip(), self._token) and kind.lower() == b"bearer"
+            if scope["path"] not in OPEN_PATHS and not has_token:
                 raise UserError("U005", "the token is missing or wrong", where="the header Authorization",
                                 fix="send 'Authorization: Bearer TOKEN' with the token that the server printed"
                                 )  # fmt: skip
-            body = await self._read_body(scope["headers"], incoming.receive)
+            lengths = [value for name, value in headers if name == b"content-length"]
+            try:
+                if lengths and lengths[0].isdigit() and int(lengths[0]) > self._max_body_bytes:
+                    raise OverflowError
+                async with asyncio.timeout(BODY_SECONDS):
+                    body = await read_body(incoming.receive, self._max_body_bytes)
+            except OverflowError:
+                raise UserError("U007", f"the body has more than {self._max_body_bytes:,} bytes", where="the body",
+                                fix="send less, or start the server with a larger --max-body-mb") from None  # fmt: skip
+            except TimeoutError:
+                raise UserError("U018", f"the body did not arrive within {BODY_SECONDS:.0f} seconds", where="the body",
+                                fix="send it faster, or in smaller requests") from None  # fmt: skip
         except UserError as error:
             self._on_refusal(error)
             await self._refuse(error, incoming, send)
             return
         if body is not None:
             await self._app(scope, _replayed(body, receive), send)
-
-    def _has_token(self, headers: RawHeaders) -> bool:
-        given = [value for name, value in headers if name == b"authorization"]
-        kind, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
-        return hmac.compare_digest(token.strip(), self._token) and kind.lower() == b"bearer"
-
-    async def _read_body(self, headers: RawHeaders, receive: Receive) -> bytes | None:
-        """Return the body; None if the client has gone."""
-        lengths = [value for name, value in headers if name == b"content-length"]
-        if lengths and lengths[0].isdigit() and int(lengths[0]) > self._max_body_bytes:
-            raise self._too_large()
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                return await read_body(receive, self._max_body_bytes)
-        except OverflowError:
-            raise self._too_large() from None
-        except TimeoutError:
-            raise UserError("U018", f"the body did not arrive within {BODY_SECONDS:.0f} seconds", where="the body",
-                            fix="send it faster, or in smaller requests") from None  # fmt: skip
 
     async def _refuse(self, error: UserError, incoming: "_Incoming", send: Send) -> None:
         """Answer with an error, read the rest of the request, within bounds, and close the connection.
@@ -99,10 +94,6 @@ class AccessMiddleware:
                 while not incoming.is_over and dropped <= DRAIN_BODIES * self._max_body_bytes:
                     dropped += len((await incoming.receive()).get("body", b""))
         await send({"type": "http.response.body"})
-
-    def _too_large(self) -> UserError:
-        return UserError("U007", f"the body has more than {self._max_body_bytes:,} bytes", where="the body",
-                         fix="send less, or start the server with a larger --max-body-mb")  # fmt: skip
 
 
 class _Incoming:

@@ -39,7 +39,7 @@ class PendingAnswer:
     async def whole(self) -> dict[str, Any]:
         """Return the answer when all of it is there. A stop sequence is looked for in each output when it comes."""
         num_awaited = 1 if any(choice.has_stops for choice in self.choices) else WHOLE_OUTPUTS
-        while not self._is_finished():
+        while not all(choice.is_finished for choice in self.choices):
             await self._take(num_awaited)
         return self.format.whole(self.choices, self.fingerprint(self.ticket.weights))
 
@@ -56,7 +56,7 @@ class PendingAnswer:
                         bodies.append(first)
                 if delta.text or delta.tokens or delta.finish:
                     bodies.append(self.format.part(number, delta))
-            is_finished = self._is_finished()
+            is_finished = all(choice.is_finished for choice in self.choices)
             if include_usage and is_finished:
                 bodies.append(self.format.last(self.choices))
             if weights != self.ticket.weights:
@@ -66,10 +66,7 @@ class PendingAnswer:
                 yield b"".join(event_of(each, head) for each in bodies)
 
     async def _take(self, num_awaited: int) -> list[tuple[int, ChoiceDelta]]:
-        """Wait for so many outputs or the end of an answer, and return what they add, with the numbers of the answers.
-
-        An answer that a stop sequence has ended gets no more: the engine had not heard of it yet.
-        """
+        """Wait for outputs or an answer's end; return what they add by number. A stopped answer gets no more."""
         added: list[tuple[int, ChoiceDelta]] = []
         for number, new in (await self.ticket.take(num_awaited)).items():
             choice = self.choices[number]
@@ -79,9 +76,6 @@ class PendingAnswer:
             if choice.is_finished and new[-1].finish is None:
                 self.client.cancel(self.ticket, number)
         return added
-
-    def _is_finished(self) -> bool:
-        return all(choice.is_finished for choice in self.choices)
 
     def cancel(self) -> None:
         self.client.cancel(self.ticket)
@@ -113,9 +107,8 @@ class AnswerResponse(Response):
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        produce = self._send_stream if self._stream else self._send_whole
         gone = asyncio.create_task(_wait_for_disconnect(receive))
-        work = asyncio.create_task(produce(scope, receive, send))
+        work = asyncio.create_task(self._produce(scope, receive, send))
         try:
             while not gone.done() and not work.done():
                 waited = 0.0 if self._send_began is None else time.monotonic() - self._send_began
@@ -138,25 +131,19 @@ class AnswerResponse(Response):
         if not work.cancelled() and (error := work.exception()) is not None:
             raise error
 
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events, metrics = self._answer.events(include_usage=self._include_usage), self._answer.metrics
+        first, response = b"", None
         try:
-            response = json_response(await self._answer.whole())
+            if self._stream:
+                first = await anext(events)
+            else:
+                response = json_response(await self._answer.whole())
         except UserError as error:
-            response = self._failed(error)
-        self._answer.metrics.observe_answer(self._path, response.status_code)
-        await response(scope, receive, send)
-
-    def _failed(self, error: UserError) -> Response:
-        self._answer.metrics.observe_error(error.code)
-        return error_response(error)
-
-    async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = self._answer.events(include_usage=self._include_usage)
-        try:
-            first = await anext(events)
-        except UserError as error:
-            response = self._failed(error)
-            self._answer.metrics.observe_answer(self._path, response.status_code)
+            metrics.observe_error(error.code)
+            response = error_response(error)
+        if response is not None:
+            metrics.observe_answer(self._path, response.status_code)
             await response(scope, receive, send)
             return
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
@@ -166,9 +153,9 @@ class AnswerResponse(Response):
             async for each in events:
                 await self._send_events(send, each)
         except UserError as error:
-            self._answer.metrics.observe_error(error.code)
+            metrics.observe_error(error.code)
             await self._send_events(send, event_of(error_body(error)))
-        self._answer.metrics.observe_answer(self._path, 200)
+        metrics.observe_answer(self._path, 200)
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
     async def _send_events(self, send: Send, events: bytes) -> None:

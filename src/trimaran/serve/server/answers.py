@@ -55,14 +55,12 @@ class AnswerText:
             self.is_stopped = True
             shown, self._waiting = self._waiting[: min(found)], ""
             return shown
-        keep = 0 if is_last else max((_overlap(self._waiting, stop) for stop in self._stops), default=0)
+        keep = 0  # characters at the end that are the beginning of a stop sequence
+        for stop in () if is_last else self._stops:
+            lengths = range(min(len(stop) - 1, len(self._waiting)), keep, -1)
+            keep = next((length for length in lengths if self._waiting.endswith(stop[:length])), keep)
         shown, self._waiting = self._waiting[: len(self._waiting) - keep], self._waiting[len(self._waiting) - keep :]
         return shown
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` are the beginning of `stop`."""
-    return next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,21 +196,20 @@ class CompletionFormat:
         return {"choices": [], "usage": usage_of(choices, num_per_prompt=self.num_per_prompt)}
 
     def _choice(self, number: int, delta: ChoiceDelta, offset: int) -> dict[str, Any]:
-        logprobs = self._logprobs(delta.tokens, offset) if self.logprobs else None
+        logprobs = None
+        if self.logprobs:
+            texts = [token_text(self.tokenizer, each.token) for each in delta.tokens]
+            starts = itertools.accumulate((len(each) for each in texts[:-1]), initial=offset)
+            logprobs = {
+                "tokens": texts,
+                "token_logprobs": [each.logprob for each in delta.tokens],
+                "top_logprobs": [
+                    {token_text(self.tokenizer, token): value for token, value in each.top} if each.top else None
+                    for each in delta.tokens
+                ],
+                "text_offset": list(starts)[: len(texts)],
+            }
         return {"index": number, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
-
-    def _logprobs(self, records: Sequence[TokenRecord], offset: int) -> dict[str, Any]:
-        texts = [token_text(self.tokenizer, each.token) for each in records]
-        starts = itertools.accumulate((len(each) for each in texts[:-1]), initial=offset)
-        return {
-            "tokens": texts,
-            "token_logprobs": [each.logprob for each in records],
-            "top_logprobs": [
-                {token_text(self.tokenizer, token): value for token, value in each.top} if each.top else None
-                for each in records
-            ],
-            "text_offset": list(starts)[: len(texts)],
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from trimaran.serve.server.api_error import error_response, json_response, stopp
 from trimaran.serve.server.calls import (
     MAX_SEED,
     Call,
-    CallFields,
     ChatCall,
     CompletionCall,
     EmbeddingCall,
@@ -133,7 +132,9 @@ class OpenAiApi:
             raise UserError("U001", "top_logprobs needs logprobs: true", where="top_logprobs",
                             fix="send logprobs: true, or leave top_logprobs out")  # fmt: skip
         self._client.check_count(call.n or 1)
-        texts = list(self._reader.texts_of(call.messages))
+        texts: list[str] = []
+        for each in call.messages:
+            texts += [each.content] if isinstance(each.content, str) else [part.text or "" for part in each.content]
         await self._in_thread(partial(self._reader.refuse_much_too_long, texts, limits, where="messages"))
         prompt = await self._in_thread(lambda: self._reader.read_chat(call.messages))
         _refuse_long(prompt, limits)
@@ -294,9 +295,8 @@ class _EmbeddingFormat:
         return {"object": "list", "data": rows, "model": self.model, "usage": usage, "system_fingerprint": weights}
 
 
-def _sampling(call: CallFields) -> Sampling:
+def _sampling(call: GenerationFields) -> Sampling:
     """Return how tokens are chosen. Without a seed every request has its own."""
-    assert isinstance(call, GenerationFields)
     return Sampling(
         temperature=1.0 if call.temperature is None else call.temperature,
         top_p=1.0 if call.top_p is None else call.top_p,

@@ -49,15 +49,13 @@ def error_body(error: UserError) -> dict[str, Any]:
     return {"error": openai_fields | {"what": error.what, "where": error.where, "fix": error.fix}}
 
 
-def error_headers(error: UserError, retry_seconds: int = 1) -> dict[str, str]:
-    status = status_of(error)
-    if status in RETRY_STATUSES:
-        return {"retry-after": str(retry_seconds)}
-    return {"www-authenticate": "Bearer"} if status == 401 else {}
-
-
 def error_response(error: UserError, retry_seconds: int = 1) -> Response:
-    return json_response(error_body(error), status=status_of(error), headers=error_headers(error, retry_seconds))
+    status, headers = status_of(error), {}
+    if status in RETRY_STATUSES:
+        headers = {"retry-after": str(retry_seconds)}
+    elif status == 401:
+        headers = {"www-authenticate": "Bearer"}
+    return json_response(error_body(error), status=status, headers=headers)
 
 
 def json_response(body: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

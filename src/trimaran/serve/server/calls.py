@@ -4,7 +4,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, TypeVar
@@ -196,26 +196,22 @@ def parse_call(kind: type[Call], body: bytes) -> Call:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:  # members of a union each report a mistake; the first is shown
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-        raise _wrong_field(kind, found[0]) from None
-
-
-def _wrong_field(kind: type[BaseModel], first: Mapping[str, Any]) -> UserError:
-    where = ".".join(str(each) for each in first["loc"]) or "the body"
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place, where = first["loc"], ".".join(str(each) for each in first["loc"]) or "the body"
+    fix = "leave it out"
     if first["type"] == "json_invalid":
-        return UserError("U001", f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}",
-                         where="the body", fix="send one JSON object in UTF-8")  # fmt: skip
-    if first["type"] == "extra_forbidden":
-        name = str(first["loc"][-1])
-        near = did_you_mean(name, kind.model_fields) if len(first["loc"]) == 1 else ""
-        return UserError("U001", f"there is no field {name!r} here{near}", where=where,
-                         fix="leave it out, or correct its name; see docs/guides/serve.md for the fields")  # fmt: skip
-    if len(first["loc"]) > 0 and first["loc"][0] in NeutralFields.model_fields.keys() - CallFields.model_fields.keys():
-        return UserError("U001", f"{first['loc'][0]} is not supported by this server", where=where,
-                         fix="leave it out")  # fmt: skip
-    message = first["msg"][:1].lower() + first["msg"][1:]
-    return UserError("U001", f"{where} is wrong: {message}", where=where,
-                     fix="send a value of the right type and within its limits")  # fmt: skip
+        what, where = f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}", "the body"
+        fix = "send one JSON object in UTF-8"
+    elif first["type"] == "extra_forbidden":
+        name = str(place[-1])
+        what = f"there is no field {name!r} here{did_you_mean(name, kind.model_fields) if len(place) == 1 else ''}"
+        fix = "leave it out, or correct its name; see docs/guides/serve.md for the fields"
+    elif place and place[0] in NeutralFields.model_fields.keys() - CallFields.model_fields.keys():
+        what = f"{place[0]} is not supported by this server"
+    else:
+        what = f"{where} is wrong: {first['msg'][:1].lower()}{first['msg'][1:]}"
+        fix = "send a value of the right type and within its limits"
+    raise UserError("U001", what, where=where, fix=fix)
 
 
 def schema_of(wanted: ResponseFormat | None) -> str | None:
@@ -310,14 +306,6 @@ class PromptReader:
                             ) from None  # fmt: skip
         placed_ids, placed = place_images(ids, images, self._texts.rules)
         return PreparedPrompt(tuple(placed_ids), self._builder.stop_ids, tuple(placed))
-
-    @staticmethod
-    def texts_of(messages: Sequence[ChatMessage]) -> Iterator[str]:
-        for message in messages:
-            if isinstance(message.content, str):
-                yield message.content
-            else:
-                yield from (part.text or "" for part in message.content)
 
     def _image(self, part: ContentPart, where: str) -> PromptImage:
         if self._texts.rules is None:

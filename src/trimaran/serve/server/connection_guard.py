@@ -69,10 +69,7 @@ class ConnectionGuard:
         self._count = 0
 
     def add(self, connection: "GuardedProtocol") -> bool:
-        """Count a new connection; return whether there is room for it.
-
-        The oldest connection of a client that waits for a request makes room: an attacker only displaces itself.
-        """
+        """Count a connection; return whether there is room. A client's oldest waiting one makes room for its own."""
         own = self._clients.setdefault(connection.address, {})
         own[connection] = None
         self._count += 1

@@ -43,15 +43,6 @@ class EngineProcess:
         with contextlib.suppress(OSError, RuntimeError):
             self.writer.write(dump_message(message))
 
-    async def wait_any(self) -> None:
-        """Return when a rank has ended. After that the engine is not usable."""
-        waits = [asyncio.ensure_future(rank.wait()) for rank in self.ranks]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for each in waits:
-                each.cancel()
-
     async def end(self, *, seconds: float = 0.0) -> list[int]:
         """End all ranks and return their exit codes. They have `seconds` to end by themselves."""
         with contextlib.suppress(OSError, RuntimeError):
@@ -223,11 +214,11 @@ class EngineClient:
     async def _hear(self, process: EngineProcess) -> list[int]:
         """Handle messages until the engine has exited, and return the exit codes. No message follows."""
         reading = asyncio.create_task(self._read(process))
-        ended = asyncio.create_task(process.wait_any())
+        ended = [asyncio.ensure_future(rank.wait()) for rank in process.ranks]
         self._last_heard = time.monotonic()
         try:
-            while not reading.done() and not ended.done():
-                await asyncio.wait({reading, ended}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+            while not any(each.done() for each in (reading, *ended)):
+                await asyncio.wait({reading, *ended}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                 silent = time.monotonic() - self._last_heard
                 if self._queue.num_running and silent > self._policy.stall_seconds:
                     LOG.error("the engine has work and sent no message for %.0f s; it is killed", silent)
@@ -236,9 +227,9 @@ class EngineClient:
             await asyncio.wait({reading}, timeout=5.0)  # what it sent before it died
             return codes
         finally:
-            for task in (reading, ended):
+            for task in (reading, *ended):
                 task.cancel()
-            await asyncio.gather(reading, ended, return_exceptions=True)
+            await asyncio.gather(reading, *ended, return_exceptions=True)
 
     async def _read(self, process: EngineProcess) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):

@@ -44,10 +44,7 @@ def newest_weights(run: RunDirectory, *, besides: Collection[int | None] = ()) -
 
 
 def damage_of(weights: TrainedWeights) -> str:
-    """Return what is wrong with the weights of a checkpoint, by their checksums; empty if nothing is.
-
-    The files of the optimizer are not read.
-    """
+    """Return what checksums say is wrong with a checkpoint's weights, not its optimizer; empty if nothing is."""
     try:
         refuse_damaged_weights(weights.path, num_threads=1)
     except DamagedError as error:
@@ -58,10 +55,7 @@ def damage_of(weights: TrainedWeights) -> str:
 
 
 async def follow_run(run: RunDirectory, client: EngineClient, *, after: int, seconds: float = 1.0) -> None:
-    """Load every checkpoint newer than step `after`, until this task is cancelled. One that fails is not tried again.
-
-    If several came while one was loaded, only the newest of them is loaded.
-    """
+    """Load the newest checkpoint after step `after`, until cancelled. One that fails is not tried again."""
     while True:
         await asyncio.sleep(seconds)
         found = await asyncio.to_thread(newest_weights, run)
@@ -135,7 +129,14 @@ class Server:
             await asyncio.wait({http, engine}, return_when=asyncio.FIRST_COMPLETED)
             return 0 if self._draining is not None else EXIT_ENGINE_GONE
         finally:
-            await self._close(http, [starting, *others])
+            for task in (starting, *others):
+                task.cancel()
+            await asyncio.gather(starting, *others, return_exceptions=True)
+            await self.client.stop()
+            self._http.should_exit = True
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(http, 2 * CLOSE_SECONDS)
+            self.api.close()
 
     def _count_refusal(self, error: UserError) -> None:
         self.metrics.observe_error(error.code)
@@ -161,16 +162,6 @@ class Server:
         stopped.cancel()
         await self.client.stop()
         self._http.should_exit = True
-
-    async def _close(self, http: "asyncio.Task[None]", others: "list[asyncio.Task[Any]]") -> None:
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await self.client.stop()
-        self._http.should_exit = True
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(http, 2 * CLOSE_SECONDS)
-        self.api.close()
 
 
 def http_config(application: Application, guard: ConnectionGuard) -> uvicorn.Config:

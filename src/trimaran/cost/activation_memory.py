@@ -55,20 +55,14 @@ class RecomputeMode(NamedTuple):
     length: int  # positions that attend to each other
 
 
-class ContextMemory(NamedTuple):
-    """How context parallelism reaches keys."""
-
-    parts: int = 1  # how many sequence parts gather their keys and values on this rank
-    mask_bytes: float = 0.0  # of a mask for documents, per token and layer
-    is_ring: bool = False  # whether keys arrive from one rank after the other
-
-
 class LayerView(NamedTuple):
     """All that activation memory depends on besides the rank's layers. Hashable, so that results can be cached."""
 
     saved: Saved
     element_bytes: int
-    context: ContextMemory
+    parts: int  # how many sequence parts gather their keys and values on this rank
+    mask_bytes: float  # of a mask for documents, per token and layer
+    is_ring: bool  # keys arrive from one rank after the other
     cpu: bool
     gathered_bytes: float
     exchanged_bytes: float
@@ -223,16 +217,14 @@ def saved_on_rank(inputs: MemoryInputs, part: RankPart, *, gathered: float) -> S
         positions, recompute = job.positions(tower, plan), job.recompute_of(tower, plan)
         length = tower.sample_positions(job.seq_len)[1]
         modes[tower.name] = RecomputeMode(positions, recompute, cast_bytes, job.tp_of(tower, plan), length)
-    context = ContextMemory()  # other stacks than ours pass keys around a ring
-    if is_ours and plan.mesh.cp > 1 and plan.comm.context == "gather":
+    parts, mask_bytes, has_cp = 1, 0.0, is_ours and plan.mesh.cp > 1  # other stacks pass keys around a ring
+    if has_cp and plan.comm.context == "gather":
         # Documents need a mask. torch turns it into one number for each query and key, and saves it with every layer.
-        mask_bytes = float(inputs.element_bytes * job.seq_len * job.isolates_documents)
-        context = ContextMemory(plan.mesh.cp, mask_bytes)
-    elif is_ours and plan.mesh.cp > 1:
-        context = ContextMemory(is_ring=plan.comm.context == "ring")
+        parts, mask_bytes = plan.mesh.cp, float(inputs.element_bytes * job.seq_len * job.isolates_documents)
     is_joint = inputs.saved is JOINT_PROJECTIONS
     view = LayerView(
-        inputs.saved, inputs.element_bytes, context, inputs.cpu and not is_joint, gathered,
+        inputs.saved, inputs.element_bytes, parts, mask_bytes, has_cp and plan.comm.context == "ring",
+        inputs.cpu and not is_joint, gathered,
         inputs.profile.gathered_input_bytes[1] if inputs.tp > 1 else 0, plan.micro_batch, plan.mesh.ep,
         tuple(modes.items()), BACKWARD_FFN_TENSORS[is_joint] if is_ours else 0,
         # All micro-batches in flight share one copy of a weight. Compiled blocks cast for each of them.
@@ -270,38 +262,33 @@ def _saved_by_part(part: RankPart, view: LayerView) -> SavedActivations:
 
 def _layer_group(view: LayerView, group: LayerGroup, layer: OutlineLayer, mode: RecomputeMode) -> SavedActivations:
     count, tp, positions, recompute = group.count, mode.tp, mode.positions, mode.recompute
-    one = layer_bytes(layer, view.saved, view.element_bytes, tp, view.context.parts, view.cpu)
+    one = layer_bytes(layer, view.saved, view.element_bytes, tp, view.parts, view.cpu)
     kept, in_backward = (each * mode.length / tp for each in score_bytes(layer, view.element_bytes))
-    masks = view.context.mask_bytes if layer.heads else 0.0
+    masks = view.mask_bytes if layer.heads else 0.0
     one = one._replace(none=one.none + masks + kept)
     ring = 0.0
-    if view.context.is_ring:
+    if view.is_ring:
         # Gradients are added up in fp32, those of queries also by the kernel. Keys and values of two ranks are here or
         # on their way, and those of this rank are sent; so are gradients of theirs. The kernel gets packed copies of
         # its inputs.
         queries, keys = layer.heads * layer.head_dim, layer.kv_heads * (layer.head_dim + layer.value_dim)
         ring = (queries * (8 + 4 * view.element_bytes) + keys * (8 + 5 * view.element_bytes)) / tp
     recomputed = num_recomputed(recompute, count)
-    matrices = (
-        layer.dense_weights // tp
-        + layer.router_weights
-        + layer.joining_weights
-        + layer.expert_weights // (tp * view.ep)
-    )
+    matrices = layer.dense_weights // tp + layer.router_weights + layer.joining_weights
+    matrices += layer.expert_weights // (tp * view.ep)
     if group.tower.compact:  # only adapters are fp32
         matrices = layer.adapter_parameters(tp)
     gradients = view.backward_tensors * layer.active_ffn + 2 * layer.hidden
     gathered_bytes, exchanged_bytes = (view.gathered_bytes, view.exchanged_bytes) if tp > 1 else (0.0, 0.0)
     outputs = (layer.heads + 2 * layer.kv_heads) * layer.head_dim + (layer.matrices - 1) * layer.active_ffn
     again = layer.hidden if tp > 1 and view.saved.tp_splits == "all" and recomputed < count else 0
+    backward = max(ring, view.element_bytes * (gradients / tp + again) + in_backward) if view.backward_tensors else 0
     return SavedActivations(
         layers=positions * (saved_layer_bytes(one, recompute, count) + count * gathered_bytes * layer.hidden),
         one_layer=positions * saved_layer_bytes(one, recompute, 1),
         recomputed=positions * one.none if recomputed else 0,
         casts=mode.cast_bytes * (count - recomputed) * matrices,
         exchanged=positions * layer.hidden * exchanged_bytes,
-        backward=positions * max(ring, view.element_bytes * (gradients / tp + again) + in_backward)
-        if view.backward_tensors
-        else 0,
+        backward=positions * backward,
         deferred=positions * view.element_bytes * count * (outputs / tp + 4 * layer.hidden),
     )

@@ -1,6 +1,7 @@
 """Compute time of one block on one rank: its matmuls, its attention, and the memory traffic of its other operators."""
 
 import math
+import operator
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -165,15 +166,8 @@ def _with_adapters(passes: Passes, layer: OutlineLayer, split: BlockSplit, rates
     weights = sum(math.prod(linear.on_rank(split.tp)) for linear in packed_linears(layer))
     unpack = (PACKED_BYTES + rates.element_bytes) * weights / rates.bandwidth
     forward, input_grad = forward + unpack, input_grad + unpack
-    return Passes(
-        passes.forward + forward,
-        passes.input_grad + input_grad,
-        passes.weight_grad,
-        passes.full + forward,
-        passes.selective + forward,
-        passes.elementwise + forward,
-        weight_grad,
-    )
+    more = Passes(forward, input_grad, 0.0, forward, forward, forward, weight_grad)
+    return Passes(*map(operator.add, passes, more))
 
 
 def head_passes(tower: Tower, split: BlockSplit, rates: DeviceRates, profile: TimeProfile) -> Passes:
@@ -214,7 +208,7 @@ def context_copy_seconds(
     Backward fills and adds a full-length gradient of them for each of the rank's two chunks. An exchange copies
     queries, keys, values and the output before and after. What a ring merges is in `layer_attention`.
     """
-    if cp == 1 or not layer.heads or rates.generation == "cpu" or context == "ring":
+    if cp == 1 or not layer.heads or not rates.traits.has_kernels or context == "ring":
         return 0.0, 0.0
     element = rates.element_bytes * positions / tp
     query, keys = layer.heads * layer.value_dim * element, layer.kv_heads * layer.head_dim * element
@@ -234,10 +228,10 @@ def opaque_passes(block: Opaque, samples: int, rates: DeviceRates) -> Passes:
     """
     flops, moved = samples * block.sample_flops / rates.matmul_flops, samples * block.moved_bytes / rates.bandwidth
     forward = max(flops, moved)
-    if block.norm_row_bytes and rates.generation != "cpu":
+    if block.norm_row_bytes and rates.traits.has_kernels:
         forward = flops + moved / STRIDED_BANDWIDTH_FRACTION
     passes = Passes(forward, forward, forward, forward, forward, forward)
-    rows = block.norm_row_bytes / NORM_ROW_BANDWIDTH if rates.generation != "cpu" else 0.0
+    rows = block.norm_row_bytes / NORM_ROW_BANDWIDTH if rates.traits.has_kernels else 0.0
     return passes._replace(forward=forward + rows, full=forward + rows) if rows else passes
 
 
@@ -290,18 +284,12 @@ def layer_attention(
     """Return the times of a layer's attention without its projections, forward and backward."""
     if not layer.heads:
         return 0.0, 0.0
-    flops = (
-        2.0
-        * split.positions
-        * layer.heads
-        / split.tp
-        * (layer.head_dim + layer.value_dim)
-        * layer.mean_attended_keys(split.length)
-    )
+    flops = 2.0 * split.positions * layer.heads / split.tp * (layer.head_dim + layer.value_dim)
+    flops *= layer.mean_attended_keys(split.length)
     is_ampere = split.ampere_attention or split.ring > 1
     kernel = "flash-2" if is_ampere and profile.attention == "torch" else profile.attention
     length = min(split.length, layer.window) if layer.window and not layer.causal else split.length
-    if layer.operators and layer.operators.biased and rates.generation != "cpu":
+    if layer.operators and layer.operators.biased and rates.traits.has_kernels:
         flops /= BIASED_ATTENTION_RATE
     if layer.operators and layer.operators.keeps_scores and rates.cpu is None:
         # Operators of its own for scores, mask, softmax and cast, over all pairs.
@@ -321,7 +309,7 @@ def _traffic(layer: OutlineLayer, rates: DeviceRates, profile: TimeProfile, kind
     if kind.compiled:
         return profile.compiled
     is_joint = kind.joint and layer.operators is None and not layer.qk_norm and layer.experts is None
-    return EAGER_JOINT if is_joint and rates.generation != "cpu" else profile.eager
+    return EAGER_JOINT if is_joint and rates.traits.has_kernels else profile.eager
 
 
 def elementwise_bytes(
@@ -335,14 +323,12 @@ def elementwise_bytes(
     Tensor parallelism splits all of it, but the residual stream only with sequence parallelism.
     """
     elementwise = _traffic(layer, rates, profile, kind)
-    operators = layer.operators if not kind.compiled and rates.generation != "cpu" else None
+    operators = layer.operators if not kind.compiled and rates.traits.has_kernels else None
     plain = operators.activation_bytes if operators else GELU_BYTES
     gate = (elementwise.gate if layer.gated else plain) * (2 if rates.element_bytes == 4 else 1)
     is_rotary = operators.rotary if operators else layer.gated
-    rotary = (elementwise.rotary * is_rotary + elementwise.residual / 3 * layer.qk_norm) * (
-        layer.heads + layer.kv_heads
-    )
-    moved = rotary * layer.head_dim + gate * layer.active_ffn
+    rotary = elementwise.rotary * is_rotary + elementwise.residual / 3 * layer.qk_norm
+    moved = rotary * (layer.heads + layer.kv_heads) * layer.head_dim + gate * layer.active_ffn
     if layer.experts:
         moved += elementwise.routed * layer.experts.top_k * layer.hidden
     residual = (operators.residual_bytes if operators else 0) or elementwise.residual

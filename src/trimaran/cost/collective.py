@@ -29,10 +29,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "send")
 
 
 class Ring(NamedTuple):
-    """A group of ranks and its bus bandwidth per collective, in bytes per second.
-
-    inside, near_bandwidth: how many of the ranks share an inner link, and its bandwidth.
-    """
+    """A group of ranks and its bus bandwidth per collective, in bytes per second."""
 
     num_ranks: int
     link: str  # the outermost link that the ring crosses
@@ -42,8 +39,8 @@ class Ring(NamedTuple):
     exchange_bandwidth: float
     send_bandwidth: float
     tree_bandwidth: float = 0.0  # 0 where there is no tree; only NCCL's networks have them
-    inside: int = 1
-    near_bandwidth: float = math.inf
+    inside: int = 1  # how many of the ranks share an inner link
+    near_bandwidth: float = math.inf  # of that link
     reduce_hop: float = REDUCE_HOP_FACTOR  # the latency of one hop of an all-reduce, as a fraction of `latency`
     is_tcp: bool = False  # whether Gloo connects the ranks over a network
 
@@ -103,10 +100,7 @@ def all_reduce_seconds(num_bytes: float, ring: Ring) -> Seconds:
 
 
 def all_gather_seconds(num_bytes: float, ring: Ring) -> Seconds:
-    """Return the time until every rank holds all `num_bytes`, of which it had one shard.
-
-    A reduce-scatter takes as long.
-    """
+    """Return the time until every rank holds all `num_bytes`, of which it had a shard; also of a reduce-scatter."""
     return Seconds((ring.num_ranks - 1) * (ring.latency + num_bytes / ring.num_ranks / ring.gather_bandwidth))
 
 

@@ -22,14 +22,11 @@ class Faults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """The fraction of wall-clock time spent on new steps, and the checkpoint interval that maximises it.
+    """The goodput with the checkpoint interval that maximises it."""
 
-    `lost` has the fractions of failures, checkpoints and late data. With `fraction` they add up to 1.
-    """
-
-    fraction: float
-    interval: Seconds
-    lost: dict[str, float]
+    fraction: float  # of wall-clock time, spent on new steps
+    interval: Seconds  # between checkpoints
+    lost: dict[str, float]  # to failures, checkpoints and late data; with `fraction` they add up to 1
 
 
 def best_interval(write: Seconds, between: Seconds, *, restart: Seconds) -> Seconds:

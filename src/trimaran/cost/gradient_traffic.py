@@ -64,7 +64,6 @@ def traffic_path_of(levels: tuple[Link, ...], plan: Plan, rates: DeviceRates, jo
         # What every rank receives from each other one goes around once per rank; an all-reduce goes around twice.
         fraction = fraction * (mesh.data / 2 if plan.comm.compression_settings.is_gathered else 1.0)
     gradient_bytes = profile.parameter_bytes.gradient * fraction
-    hides_nothing = rates.generation == "cpu"
     if is_sharded:
         shards = max(1, mesh.expert_ranks // mesh.ep)
         dense, spread = (mesh.shards, mesh.dp_replicate), (shards, max(1, mesh.data // (shards * mesh.ep)))
@@ -77,7 +76,7 @@ def traffic_path_of(levels: tuple[Link, ...], plan: Plan, rates: DeviceRates, jo
         1 if gathers_fp8(job, plan) else rates.element_bytes,
         gradient_bytes,
         0.0 if plan.comm.local.is_on else gradient_bytes,
-        0.0 if hides_nothing else profile.dp_overlap[is_sharded],
+        0.0 if rates.traits.shares_cores else profile.dp_overlap[is_sharded],
         RING_EFFICIENCY * levels[0].bandwidth,
         mesh.pp if profile.comm.overlaps_chunks and plan.num_stages > mesh.pp else 1,
     )
@@ -104,12 +103,23 @@ def exposed_traffic(path: TrafficPath, plan: Plan, stage: StageTime) -> dict[str
         count = max(1, math.ceil(num_bytes / LATE_BUCKET_BYTES))
         return {f"gradients on {ring.link}": count * all_reduce_seconds(num_bytes / count, ring)}
     gathers = reductions = hidden = 0.0
+    count, fraction = plan.grad_accum, path.overlap_fraction * path.num_windows
     for unit in stage.units:
-        in_forward, in_backward = _transfers(path, plan, unit)
-        for times, seconds, window in (in_forward, *in_backward):
+        sharding = unit.sharding or plan.sharding
+        gather, reduce = unit_seconds(path, unit, sharding)
+        is_freed = frees_weights(plan, sharding)
+        regather = gather if is_freed else 0.0
+        not_last = regather + reduce if sharding in ("gradients", "parameters") and plan.mesh.pp == 1 else regather
+        # Transfers: how often in a step, how long, and the compute that hides it. In forward, in the last backward, and
+        # in the other ones.
+        times, window = (count if is_freed else 1) * unit.count, fraction * unit.forward
+        hidden += times * min(gather, window)
+        gathers += times * max(0.0, gather - window)
+        window = fraction * unit.backward
+        in_backward = (unit.count, regather + reduce), ((count - 1) * unit.count, not_last)
+        for times, seconds in in_backward:
             hidden += times * min(seconds, window)
-        gathers += in_forward.times * max(0.0, in_forward.seconds - in_forward.window)
-        reductions += sum(each.times * max(0.0, each.seconds - each.window) for each in in_backward)
+        reductions += sum(times * max(0.0, seconds - window) for times, seconds in in_backward)
     if path.overlap_fraction:
         first = stage.units[0]
         gather, reduce = unit_seconds(path, first, first.sharding or plan.sharding)
@@ -127,35 +137,13 @@ def exposed_traffic(path: TrafficPath, plan: Plan, stage: StageTime) -> dict[str
 
 def copy_seconds(job: Job, plan: Plan, stage: StageTime, rates: DeviceRates) -> float:
     """Return the time of a step in which our FSDP only copies gathered weights and reduced gradients; 0 on a CPU."""
-    if plan.sharding == "none" or rates.generation == "cpu" or job.stack.name != "trimaran":
+    if plan.sharding == "none" or not rates.traits.has_own_memory or job.stack.name != "trimaran":
         return 0.0
     *blocks, root = stage.units
     sharded = [unit for unit in (*blocks, root) if (unit.sharding or plan.sharding) != "none"]
     times = plan.grad_accum if frees_weights(plan, plan.sharding) else 1
     moved = times * COPIED_BYTES * sum(unit.count * (unit.dense + unit.experts) for unit in sharded)
     return (moved + COPIED_ROOT_BYTES * root.dense) / rates.bandwidth
-
-
-class Transfer(NamedTuple):
-    """A transfer that happens `times` per step. At most `window` seconds of compute can hide each one."""
-
-    times: int
-    seconds: float
-    window: float
-
-
-def _transfers(path: TrafficPath, plan: Plan, unit: TimeUnit) -> tuple[Transfer, tuple[Transfer, Transfer]]:
-    """Return a unit's transfers: weights in forward, then those of the last backward and of the other backwards."""
-    sharding, count = unit.sharding or plan.sharding, plan.grad_accum
-    gather, reduce = unit_seconds(path, unit, sharding)
-    is_freed = frees_weights(plan, sharding)
-    regather = gather if is_freed else 0.0
-    not_last = regather + reduce if sharding in ("gradients", "parameters") and plan.mesh.pp == 1 else regather
-    fraction = path.overlap_fraction * path.num_windows
-    forward, backward = fraction * unit.forward, fraction * unit.backward
-    in_forward = Transfer((count if is_freed else 1) * unit.count, gather, forward)
-    last = Transfer(unit.count, regather + reduce, backward)
-    return in_forward, (last, Transfer((count - 1) * unit.count, not_last, backward))
 
 
 def unit_seconds(path: TrafficPath, unit: TimeUnit, sharding: str) -> tuple[float, float]:

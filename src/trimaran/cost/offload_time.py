@@ -42,9 +42,8 @@ def update_seconds(job: Job, cluster: Cluster, plan: Plan, num_owned: float) -> 
         return host_update_seconds(moved, cluster)
     if job.stack.time.update == "torch" or not plan.engine_traits.updates_by_kernel:
         return moved / (cluster.device.memory_bandwidth * UPDATE_EFFICIENCY[kind])
-    per_parameter = (
-        KERNEL_UPDATE_BYTES["split" if splits_weights(job, plan) else "fp32"] + KERNEL_MOMENT_BYTES[job.state_bytes]
-    )
+    how = "split" if splits_weights(job, plan) else "fp32"
+    per_parameter = KERNEL_UPDATE_BYTES[how] + KERNEL_MOMENT_BYTES[job.state_bytes]
     return per_parameter * num_owned / (cluster.device.memory_bandwidth * KERNEL_EFFICIENCY)
 
 
@@ -97,9 +96,8 @@ def offload_seconds(
         return plan.grad_accum * (_slowdown(moved / copies, stage.forward) + _slowdown(moved / copies, stage.backward))
     gathers = plan.grad_accum if frees_weights(plan, plan.sharding) else 1
     weights = owned_weight_bytes(job, plan, stage.part)
-    return gathers * (
-        _slowdown(weights / copies, stage.forward) + _slowdown(max(weights, 4 * num_owned) / both, stage.backward)
-    )
+    backward = _slowdown(max(weights, 4 * num_owned) / both, stage.backward)
+    return gathers * (_slowdown(weights / copies, stage.forward) + backward)
 
 
 def _slowdown(copying: float, computing: float) -> float:

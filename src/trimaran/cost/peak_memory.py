@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from trimaran.core import Bytes, Plan
-from trimaran.cost.activation_memory import SavedActivations, saved_on_rank
+from trimaran.cost.activation_memory import saved_on_rank
 from trimaran.cost.job import FP32_BYTES, Job, MemoryInputs, chunk_rows, loss_of, memory_inputs_of
 from trimaran.cost.rank_part import RankPart, distinct_parts, parts_of
 from trimaran.cost.states import PINNED_OVERHEAD, States, states_of
@@ -31,18 +31,14 @@ GRAPH_BYTES = 2**25
 
 
 class Memory(NamedTuple):
-    """Bytes of one rank.
-
-    reserved, device: of the fullest rank: what its allocator reserves, and what its device needs in total.
-    host, disk: what one node needs for offloaded tensors, in its memory and in files.
-    """
+    """Bytes of one rank."""
 
     terms: dict[str, Bytes]  # add up to `peak`, the figure that the stack's own log would show
     peak: Bytes
-    reserved: Bytes
-    device: Bytes
-    host: Bytes
-    disk: Bytes = Bytes(0)
+    reserved: Bytes  # of the fullest rank, by its allocator
+    device: Bytes  # of the fullest rank, in total
+    host: Bytes  # of one node, for offloaded tensors
+    disk: Bytes = Bytes(0)  # the same in files
     runs: bool = True  # False if a pipeline rank would have no layers, or if the stack rejects so few micro-batches
 
 
@@ -143,9 +139,20 @@ def _load(inputs: MemoryInputs, part: RankPart, gathered: float) -> RankLoad:
     """
     states, saved, in_flight = states_of(inputs, part), saved_on_rank(inputs, part, gathered=gathered), part.in_flight
     head, casts, host = head_memory(inputs, part), saved.casts, states.host
-    in_pipeline = pipeline_memory(inputs, part, saved)
-    alive = saved.layers * in_flight + in_pipeline.alive
-    others = saved.layers * max(0, in_flight - 1 / in_pipeline.rounds) + in_pipeline.alive
+    job, plan = inputs.job, inputs.plan
+    rounds = max(1, plan.num_stages // inputs.pp)  # the stages of the rank
+    in_pipeline = pipeline_casts = 0.0
+    if inputs.pp > 1 and job.stack.name == "trimaran" and inputs.offload != "activations":
+        # Messages that it receives, and, until its backward, what it sent.
+        main = job.outline.main
+        message = job.positions(main, plan) * inputs.element_bytes * main.hidden / inputs.tp
+        num_sent = part.in_flight * (rounds - (part.head_tower is not None))
+        in_pipeline = (EARLY_MESSAGES * part.received + num_sent) * message + part.deferred * saved.deferred
+        # 16-bit copies of weights, which all micro-batches share, and the gradients of those of one stage. They are
+        # added to the weights' own only after all of its layers.
+        pipeline_casts = 0.0 if plan.compile or inputs.cpu else saved.casts * (1 + 1 / rounds)
+    alive = saved.layers * in_flight + in_pipeline
+    others = saved.layers * max(0, in_flight - 1 / rounds) + in_pipeline
     if inputs.offload == "activations":  # only the current layer's activations are on the device
         host, alive, others, casts = host + PINNED_OVERHEAD * alive, saved.one_layer, saved.one_layer, 0
     at_loss, cast = alive + head.activations + saved.exchanged, casts + head.casts
@@ -161,9 +168,9 @@ def _load(inputs: MemoryInputs, part: RankPart, gathered: float) -> RankLoad:
     moment = max(
         (at_loss, head.logits, cast, states.gathered_at_loss, states.gradients_at_loss + head.gradients, 0),
         (alive + current - later, 0, cast + unpacked, states.gathered_in_backward, states.gradients_at_loss + left, 0),
-        (others + current, 0, in_pipeline.casts + unpacked, states.gathered_in_backward, reduced, 0),
-        (others, 0, in_pipeline.casts, states.gathered_in_reduction, reduced, 0),
-        (others, 0, in_pipeline.casts, 0, states.gradients + states.duplicate_gradients, 0),
+        (others + current, 0, pipeline_casts + unpacked, states.gathered_in_backward, reduced, 0),
+        (others, 0, pipeline_casts, states.gathered_in_reduction, reduced, 0),
+        (others, 0, pipeline_casts, 0, states.gradients + states.duplicate_gradients, 0),
         (0, 0, 0, 0, states.gradients, states.update),
         key=sum,
     )
@@ -181,34 +188,6 @@ def _load(inputs: MemoryInputs, part: RankPart, gathered: float) -> RankLoad:
     reserved = peak + SEGMENT_BYTES + (states.update - moment.update if inputs.is_captured else 0)
     worst = typical if inputs.pp * inputs.tp * inputs.data == 1 else max(typical, worst)
     return RankLoad(states, moment, peak, reserved + typical * temporary, reserved + worst * temporary, host)
-
-
-class PipelineMemory(NamedTuple):
-    """What a pipeline holds besides the activations of its layers: in every moment, and at the end of a backward.
-
-    casts: 16-bit copies of weights, which all micro-batches share, and the gradients of those of one stage. They are
-        added to the weights' own only after all of its layers.
-    """
-
-    rounds: int = 1  # the stages of the rank
-    alive: float = 0
-    casts: float = 0
-
-
-def pipeline_memory(inputs: MemoryInputs, part: RankPart, saved: SavedActivations) -> PipelineMemory:
-    """Return what a pipeline's rank holds besides: messages that it receives, and, until its backward, what it sent."""
-    if inputs.pp == 1:
-        return PipelineMemory()
-    plan, job = inputs.plan, inputs.job
-    rounds = max(1, plan.num_stages // inputs.pp)
-    if job.stack.name != "trimaran" or inputs.offload == "activations":
-        return PipelineMemory(rounds)
-    main = job.outline.main
-    message = job.positions(main, plan) * inputs.element_bytes * main.hidden / inputs.tp
-    num_sent = part.in_flight * (rounds - (part.head_tower is not None))
-    alive = (EARLY_MESSAGES * part.received + num_sent) * message + part.deferred * saved.deferred
-    shares_casts = not plan.compile and not inputs.cpu
-    return PipelineMemory(rounds, alive, saved.casts * (1 + 1 / rounds) if shares_casts else 0)
 
 
 def head_memory(inputs: MemoryInputs, part: RankPart) -> PeakMoment:

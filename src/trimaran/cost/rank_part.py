@@ -275,20 +275,16 @@ def _frozen_and_trained(held: Holding, blocks: list[LayerGroup], ends: tuple[int
     adapter = sum(count * layer.adapter_parameters(tp) for layer, count in layers)
     adapter += tower.head_rank * (tower.hidden + tower.head_rows(tp)) if head else 0
     routers = sum(count * layer.hidden * layer.experts.num_experts for layer, count in layers if layer.experts)
-    is_compact = tower.compact
-    holdings = [
-        held._replace(dense=held.dense - root - packed, root=held.root - root, is_compact=is_compact, routers=routers)
-    ]
+    rest = {"dense": held.dense - root - packed, "root": held.root - root}
+    holdings = [held._replace(**rest, is_compact=tower.compact, routers=routers)]
     if packed:
         largest = max(size for size, _ in sizes)
         held = Holding(tower, packed, 0, 0, held.layers, is_trained=False, is_compact=True, largest_packed=largest)
         holdings.append(held)
     if adapter + root:
+        with_magnitude = [pair for pair in layers if pair[0].adapter and pair[0].adapter.has_magnitude]
         magnitudes = sum(
-            count * linear.on_rank(tp)[1]
-            for layer, count in layers
-            for linear in layer.adapted_linears
-            if layer.adapter and layer.adapter.has_magnitude
+            count * each.on_rank(tp)[1] for layer, count in with_magnitude for each in layer.adapted_linears
         )
         holdings.append(Holding(tower, adapter + root, 0, root, held.layers, magnitudes=magnitudes))
     return holdings

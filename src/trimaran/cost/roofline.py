@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple, TypeVar
 
-from trimaran.core import Plan, Seconds
+from trimaran.core import DEVICE_TRAITS, DeviceTraits, Plan, Seconds
 from trimaran.cost.job import ELEMENT_BYTES, Job
 from trimaran.machine import HOST_LAUNCH_SECONDS, Cluster, CpuRates, Device
 
@@ -65,16 +65,13 @@ CPU_LENGTH, CPU_RAMP, CPU_HEAD_DIM, CPU_HEAD_RAMP = 128, 180, 32, 32
 
 
 class AttentionKernel(NamedTuple):
-    """The fraction of the best matmul's rate that an attention kernel reaches on long sequences with head_dim 128.
-
-    ramp, backward_ramp: the sequence length at which the rate is half of that.
-    """
+    """The fraction of the best matmul's rate that an attention kernel reaches on long sequences with head_dim 128."""
 
     forward: float
     backward: float
     narrow: float  # factor for head_dim 64, which spends more time on exponentials
-    ramp: int
-    backward_ramp: int
+    ramp: int  # the sequence length at which the rate is half of that
+    backward_ramp: int  # the same in backward
 
 
 Generation = Literal["cpu", "ampere", "hopper", "blackwell", "cdna"]
@@ -124,18 +121,18 @@ class DeviceRates(NamedTuple):
     sustained: float = 1.0
     power_slope: float = 0.0
 
+    @property
+    def traits(self) -> DeviceTraits:
+        return DEVICE_TRAITS["cpu" if self.generation == "cpu" else "cuda"]
+
 
 @lru_cache(maxsize=256)
 def rates_of(device: Device, precision: str, own_fractions: tuple[tuple[str, float], ...] = ()) -> DeviceRates:
-    """Return the rates of a device in a precision.
-
-    `own_fractions`: SUSTAINED_FRACTION of those devices with this software.
-    """
+    """Return the rates of a device in a precision, with the software's own SUSTAINED_FRACTION of some devices."""
     kind, name, rate = device.kind, device.name, rate_name(device, precision)
     if (cpu := device.cpu_rates) is not None:
-        flops, bandwidth = (
-            CPU_SUSTAINED_FRACTION * rate * 1e9 for rate in (cpu.matmul_gflops, cpu.elementwise_gb_per_second)
-        )
+        flops = CPU_SUSTAINED_FRACTION * cpu.matmul_gflops * 1e9
+        bandwidth = CPU_SUSTAINED_FRACTION * cpu.elementwise_gb_per_second * 1e9
         return DeviceRates("cpu", flops, flops, flops, bandwidth, 1, TILE_DEPTH["cpu"], ELEMENT_BYTES[precision], cpu)
     # A rate measured on this machine needs no correction. Without tensor cores power is not the limit.
     is_sustained = "bf16" in device.reached or rate == "fp32"
@@ -255,7 +252,7 @@ def host_wait(device_seconds: float, host_seconds: float) -> float:
 
 def kernel_gaps(num_launches: float, rates: DeviceRates) -> float:
     """Return the time between so many kernels on the device; 0 on a CPU."""
-    return 0.0 if rates.generation == "cpu" else num_launches * KERNEL_GAP_SECONDS
+    return num_launches * KERNEL_GAP_SECONDS if rates.traits.runs_async else 0.0
 
 
 def positions_to_hide_launches(job: Job, rates: DeviceRates, *, is_captured: bool) -> float:

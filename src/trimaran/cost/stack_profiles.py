@@ -52,33 +52,27 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
-    """The bytes that one training system holds in 16-bit precision. In fp32, weights and gradients take 4 bytes.
-
-    bucket_bytes: a second copy of the gradients: bytes per parameter on replicas, total bytes on sharded ranks.
-    update_bytes: temporary bytes of the optimizer update: per parameter of a sharded model, per parameter the rank
-        owns.
-    fsdp: where FSDP gathers embedding and head: in one root unit, each at its own end, or no FSDP at all.
-    logit_bytes: per logit: while the loss is computed, while it waits for backward, and while the loss is computed by
-        ranks that split the vocabulary (0: only logits and their gradient, in the precision of the matmul).
-    gathered_input_bytes: per token and feature under tensor parallelism: gathered inputs that a rank saves, and
-        buffers that ranks exchange.
-    fragmentation: allocator overhead as a fraction of temporary memory: unsharded, sharded, on the worst of many ranks.
-    logged: the rank and the figure that this system's log shows.
-    saved: what a layer saves, by how it runs (eager, compiled, precision, sharded).
-    """
+    """The bytes that one training system holds in 16-bit precision. In fp32, weights and gradients take 4 bytes."""
 
     weight_bytes: int = 4  # per parameter. With 2 bytes there is also an fp32 master weight.
     gradient_bytes: int = 4  # per parameter, while gradients accumulate
     extra_gradient_bytes: int = 0  # per parameter, 16-bit gradients held beside the accumulated ones
+    # A second copy of the gradients: bytes per parameter on replicas, total bytes on sharded ranks.
     bucket_bytes: tuple[int, int] = (0, 0)
+    # Temporary bytes of the optimizer update: per parameter of a sharded model, per parameter that the rank owns.
     update_bytes: tuple[int, int] = (0, 0)
-    fsdp: Literal["root", "ends", "no"] = "root"
+    fsdp: Literal["root", "ends", "no"] = "root"  # gathers embedding and head in one root unit, or each at its own end
+    # Per logit: while the loss is computed, while it waits for backward, and while the loss is computed by ranks that
+    # split the vocabulary (0: only logits and their gradient, in the precision of the matmul).
     logit_bytes: tuple[int, int, int] = (12, 8, 12)
+    # Per token and feature under tensor parallelism: gathered inputs that a rank saves, buffers that ranks exchange.
     gathered_input_bytes: tuple[float, float] = (0, 0)
+    # Allocator overhead as a fraction of temporary memory: unsharded, sharded, on the worst of many ranks.
     fragmentation: tuple[float, float, float] = (0.10, 0.25, 0.25)
+    # The rank and the figure that this system's log shows.
     logged: tuple[Literal["fullest", "first", "last"], Literal["allocated", "reserved"]] = ("fullest", "allocated")
     split: Split = "cheapest"  # how layers are split into pipeline stages
-    saved: Mapping[str, Saved] = field(hash=False)
+    saved: Mapping[str, Saved] = field(hash=False)  # by a layer, by how it runs (eager, compiled, precision, sharded)
 
     @property
     def keeps_full_weights(self) -> bool:
@@ -178,7 +172,7 @@ ENGINE_PROFILES = {
         saved=_by_execution(Saved(norm_bytes=4, projection_bytes=4)),
         weight_bytes=2,
         fsdp="no",
-    ),
+    )
 }
 # Our trainer on a single device (`Plan.splits_weights`): matmuls read the upper 16 bits of each matrix, the lower 16
 # bits lie beside it, and gradients stay in 16 bits as the matmuls produce them.
@@ -223,13 +217,10 @@ FUSED = ElementwiseBytes(20, 4, 10, 12)
 
 
 class Launches(NamedTuple):
-    """How many kernels a step launches, memory fills and copies included.
+    """How many kernels a step launches, memory fills and copies included."""
 
-    eager, compiled: of a layer's forward and backward, per micro-batch.
-    """
-
-    eager: float = 0
-    compiled: float = 0
+    eager: float = 0  # of a layer's forward and backward, per micro-batch
+    compiled: float = 0  # the same of a compiled one
     micro_batch: float = 0  # of embedding, head and loss, per micro-batch
     step: float = 0  # of the update, the counters and the metrics, per step
 
@@ -286,18 +277,15 @@ PARAMETER_BYTES = ParameterBytes()
 
 
 class CommProfile(NamedTuple):
-    """What a system sends between the ranks that share a micro-batch, and what it overlaps.
-
-    splits_sequence: tensor parallelism also splits the residual stream (sequence parallelism): ranks gather the
-        sequence and scatter the sum. If not, they reduce it, and each computes all norms and additions.
-    hops: latency of the hops of gathers and reductions between data ranks (`collective.ring_of`).
-    overlaps_chunks: with several stages per rank, gathers and reductions of one stage's weights run beside the
-        micro-batches of the others, and so do messages between stages.
-    """
+    """What a system sends between the ranks that share a micro-batch, and what it overlaps."""
 
     tp_overlap: float = 0.0  # fraction of tensor parallelism's communication that compute hides
+    # Tensor parallelism also splits the residual stream (sequence parallelism): ranks gather the sequence and scatter
+    # the sum. If not, they reduce it, and each computes all norms and additions.
     splits_sequence: bool = True
-    hops: Literal["network", "own"] = "network"
+    hops: Literal["network", "own"] = "network"  # latency of those between data ranks (`collective.ring_of`)
+    # With several stages per rank, gathers and reductions of one stage's weights run beside the micro-batches of the
+    # others, and so do messages between stages.
     overlaps_chunks: bool = False
     sends_once_per_node: bool = False  # a token is sent once to each node that has experts for it, and forwarded inside
     expert_imbalance: float = 1.2  # tokens of the busiest expert-parallel rank, relative to the mean
@@ -308,30 +296,22 @@ USUAL_COMM = CommProfile()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeProfile:
-    """The kernels that a system runs, and what it overlaps.
-
-    eager, compiled: memory traffic of elementwise operators; with joint projections eager is EAGER_JOINT.
-    moved_logit_bytes: bytes moved per logit, forward and backward.
-    recompute: torch's stops before a layer's last matmul and, if selective, saves every second matmul; a complete
-        one repeats the full layer or, if selective, attention.
-    dp_overlap: fraction of compute that can hide gradients of replicas, and communication of shards.
-    crowded_fraction: above this fraction of device memory the allocator retries and steps get slower.
-    sustained: `roofline.SUSTAINED_FRACTION` with this software, by device, where it differs.
-    update: on a GPU, torch's optimizer, or one kernel per parameter that also clips.
-    """
+    """The kernels that a system runs, and what it overlaps."""
 
     attention: Literal["torch", "flash-1", "flash-2"] = "torch"
-    eager: ElementwiseBytes = EAGER_FP32_RESIDUAL
+    eager: ElementwiseBytes = EAGER_FP32_RESIDUAL  # with joint projections it is EAGER_JOINT
     compiled: ElementwiseBytes = COMPILED_FP32_RESIDUAL
     moved_logit_bytes: float = 36  # cast to fp32, log-softmax and its gradient as separate operators
+    # torch's stops before a layer's last matmul and, if selective, saves every second matmul; a complete one repeats
+    # the full layer or, if selective, attention.
     recompute: Literal["torch", "complete"] = "torch"
     host: HostOverhead = TORCH_HOST
     parameter_bytes: ParameterBytes = PARAMETER_BYTES
     comm: CommProfile = USUAL_COMM
-    dp_overlap: tuple[float, float] = (1.0, 1.0)
-    crowded_fraction: float = 0.94  # assumed: between the published ones
-    sustained: tuple[tuple[str, float], ...] = ()
-    update: Literal["torch", "kernel"] = "torch"
+    dp_overlap: tuple[float, float] = (1.0, 1.0)  # of compute, that hides gradients of replicas, and traffic of shards
+    crowded_fraction: float = 0.94  # of the memory, above which the allocator retries; assumed, between published ones
+    sustained: tuple[tuple[str, float], ...] = ()  # `roofline.SUSTAINED_FRACTION` by device, where it differs
+    update: Literal["torch", "kernel"] = "torch"  # torch's, or one kernel per parameter that also clips
 
 
 _TORCHTITAN = TimeProfile()
@@ -379,10 +359,7 @@ TIME_PROFILES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """One training system: the constants of its memory and of its step time.
-
-    gathers_fp8: an fp8 plan gathers sharded weights of the layers in one byte (torchao's FSDP all-gather).
-    """
+    """One training system: the constants of its memory and of its step time."""
 
     name: str
     memory: MemoryProfile
@@ -390,7 +367,7 @@ class Stack:
     joins_projections: bool = False  # projections of the same input are one matmul, if `Plan.joins_projections`
     joins_blocks: bool = False  # small blocks share FSDP units (`core/engine_rules.py`)
     default_sharding: str = "none"  # what its data ranks shard unless a log says so
-    gathers_fp8: bool = False
+    gathers_fp8: bool = False  # an fp8 plan gathers sharded weights of the layers in one byte (torchao)
 
 
 STACKS = {name: Stack(name=name, memory=MEMORY_PROFILES[name], time=TIME_PROFILES[name]) for name in MEMORY_PROFILES}
@@ -400,10 +377,7 @@ STACKS["megatron"] = replace(STACKS["megatron"], default_sharding="optimizer")  
 
 # Our trainer with the blocks of a Hugging Face model, whose own code launches the kernels of a layer.
 HF_MODELS = replace(
-    STACKS["trimaran"],
-    time=replace(STACKS["trimaran"].time, host=HF_HOST),
-    joins_projections=False,
-    joins_blocks=False,
+    STACKS["trimaran"], time=replace(STACKS["trimaran"].time, host=HF_HOST), joins_projections=False, joins_blocks=False
 )
 
 

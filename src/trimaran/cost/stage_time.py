@@ -17,23 +17,10 @@ from trimaran.cost.block_time import (
     layer_passes,
     opaque_passes,
 )
-from trimaran.cost.collective import (
-    all_gather_seconds,
-    all_reduce_seconds,
-    all_to_all_seconds,
-    ring_of,
-    send_seconds,
-)
+from trimaran.cost.collective import all_gather_seconds, all_reduce_seconds, all_to_all_seconds, ring_of, send_seconds
 from trimaran.cost.job import Job, captures_steps, joins_projections, loss_of, regathers, splits_weights
 from trimaran.cost.rank_part import LayerGroup, RankPart, packed_linears, parts_of
-from trimaran.cost.roofline import (
-    FORWARD_HOST_FRACTION,
-    DeviceRates,
-    host_wait,
-    kernel_gaps,
-    matmul_seconds,
-    rates_for,
-)
+from trimaran.cost.roofline import FORWARD_HOST_FRACTION, DeviceRates, host_wait, kernel_gaps, matmul_seconds, rates_for
 from trimaran.cost.stack_profiles import TORCH_HOST
 from trimaran.machine import Cluster, Link
 from trimaran.models import Opaque, OutlineLayer
@@ -89,10 +76,7 @@ class TimeUnit(NamedTuple):
 
 
 class StageTime(NamedTuple):
-    """One rank's micro-batch: compute seconds, exposed communication by what is sent and where, and its blocks.
-
-    host_forward, host_backward: seconds that the host needs to launch it.
-    """
+    """One rank's micro-batch: compute seconds, exposed communication by what is sent and where, and its blocks."""
 
     part: RankPart
     forward: float
@@ -100,8 +84,8 @@ class StageTime(NamedTuple):
     waits: dict[str, float]
     units: tuple[TimeUnit, ...]
     seconds: float
-    host_forward: float
-    host_backward: float
+    host_forward: float  # seconds that the host needs to launch it
+    host_backward: float  # the same of backward
     has_waited: bool  # the seconds already contain the wait for the host
 
 
@@ -199,9 +183,9 @@ def _stage_time(inputs: StageInputs, plan: Plan, part: RankPart) -> StageTime:
     host, num_stages = job.stack.time.host, plan.num_stages // plan.mesh.pp
     if rates.cpu is not None:
         host_forward += CPU_EDGE_BLOCKS * rates.cpu.layer_us * 1e-6
-    elif rates.generation != "cpu" and inputs.is_captured:  # a few calls
+    elif rates.traits.runs_async and inputs.is_captured:  # a few calls
         host_forward = host_backward = rates.host_factor * host.replay / 2
-    elif rates.generation != "cpu":
+    elif rates.traits.runs_async:
         outside = rates.host_factor * (num_stages * host.micro_batch)
         host_forward, host_backward = host_forward + outside / 2, host_backward + outside / 2
     forward = sum(unit.count * unit.forward for unit in units)
@@ -213,7 +197,7 @@ def _stage_time(inputs: StageInputs, plan: Plan, part: RankPart) -> StageTime:
     root, ends = _root_unit(inputs, part)
     for key, seconds in _edge_waits(inputs, plan, part):
         waits[key] += seconds
-    runs_ahead = host.runs_ahead and inputs.degrees[1] == 1 and rates.generation != "cpu"
+    runs_ahead = host.runs_ahead and inputs.degrees[1] == 1 and rates.traits.runs_async
     if busy and not runs_ahead:
         # A CPU whose rates are measured computes while no operator is being started: both times add up.
         wait = host_forward + host_backward
@@ -366,7 +350,7 @@ def _ring_wait(inputs: StageInputs, plan: Plan, group: LayerGroup, block_bytes: 
     layer, ring = group.block, ring_of(inputs.levels, inputs.degrees[2], inputs.degrees[0])
     assert isinstance(layer, OutlineLayer), "only its communication is known"
     moved = (ring.num_ranks - 1) * (ring.latency + block_bytes / ring.exchange_bandwidth)
-    if inputs.rates.generation == "cpu":
+    if inputs.rates.traits.shares_cores:
         return 1.5 * moved
     beside = layer_attention(layer, _block_split(inputs, plan, group), inputs.rates, inputs.job.stack.time)
     exposed = [max(EXPOSED_GATHER_FRACTION * seconds, seconds - hidden)
@@ -427,7 +411,7 @@ def _block_host_seconds(inputs: StageInputs, block: OutlineLayer | Opaque) -> fl
         return rates.host_factor * block.num_kernels * KERNEL_LAUNCH_SECONDS / FORWARD_HOST_FRACTION
     if rates.cpu is not None:
         return CPU_BLOCK_OVERHEAD * rates.cpu.layer_us * 1e-6
-    if rates.generation == "cpu":
+    if not rates.traits.runs_async:
         host = TORCH_HOST
     tp_seconds = 0.0
     if tp > 1:

@@ -71,20 +71,14 @@ def states_of(inputs: MemoryInputs, part: RankPart) -> States:
 
 
 def streamed_bytes(job: Job, plan: Plan) -> float:
-    """Return the bytes per parameter that an update reads from disk, and writes: moments, and weights in fp32 or half.
-
-    The upper halves of split weights are on the device.
-    """
+    """Return the bytes per parameter that an update reads from disk, and writes: moments, and weights."""
     if plan.offload == "parameters":
         return job.state_bytes + MASTER_BYTES
-    return job.state_bytes + (HALF_BYTES if splits_weights(job, plan) else 0)
+    return job.state_bytes + (HALF_BYTES if splits_weights(job, plan) else 0)  # upper halves are on the device
 
 
 def num_owned(mesh: Mesh, holding: Holding, sharding: str, image_ranks: int = 1) -> float:
-    """Return how many parameters of the holding have their optimizer state on this rank: all, or one shard.
-
-    image_ranks: tensor-parallel ranks that encode different images, which hold shards, too.
-    """
+    """Return how many parameters have their optimizer state on this rank. `image_ranks` hold shards, too."""
     if sharding == "none":
         return holding.dense + holding.experts
     return holding.dense / (mesh.shards * image_ranks) + holding.experts / max(1, mesh.expert_ranks // mesh.ep)
@@ -156,9 +150,8 @@ def _tower_states(inputs: MemoryInputs, part: RankPart, holding: Holding) -> Sta
     update_full, update_owned = profile.update_bytes
     update = trained * (update_full * count * (owned < count) + update_owned * owned)
     adds = accumulates or holding.tower.tied  # a tied head's gradient is there before the embedding's
-    duplicate_gradients = (
-        trained * adds * 4 * holding.root if sharding == "none" and not profile.keeps_full_weights else 0
-    )
+    whole = sharding == "none" and not profile.keeps_full_weights
+    duplicate_gradients = trained * adds * 4 * holding.root if whole else 0
     gradients = accumulated + extra, gradients_at_loss + extra, duplicate_gradients
     states = States(weights, masters, optimizer, *gradients, *gathered)
     unreduced = 0 if stays else accumulated * _unreduced_fraction(inputs, part, holding, sharding)

@@ -101,19 +101,15 @@ def allocator_slowdown(memory: Memory, cluster: Cluster, job: Job) -> float:
 def error_of(job: Job, cluster: Cluster, plan: Plan) -> float:
     """Return the expected relative error of a prediction (half-width)."""
     towers = job.outline.towers
-    is_dense = all(
-        isinstance(block, OutlineLayer) and block.experts is None for tower in towers for block, _ in tower.runs
-    )
+    blocks = [block for tower in towers for block, _ in tower.runs]
+    is_dense = all(isinstance(block, OutlineLayer) and block.experts is None for block in blocks)
     if cluster.device.traits.shares_cores:
         is_usual = is_dense and len(towers) == 1 and not job.outline.adapter
         kind = "dense" if is_usual and plan.sharding != "parameters" else "other"
         splits_layers = plan.mesh.tp * plan.mesh.pp * plan.mesh.cp * plan.mesh.ep > 1
-        if cluster.device.cpu_rates is None:
+        if (rates := cluster.device.cpu_rates) is None:
             return CPU_ERROR["uncalibrated"]
-        return min(
-            CPU_ERROR["uncalibrated"],
-            CPU_ERROR["split" if splits_layers else kind] + 2 * cluster.device.cpu_rates.scatter,
-        )
+        return min(CPU_ERROR["uncalibrated"], CPU_ERROR["split" if splits_layers else kind] + 2 * rates.scatter)
     known_rates = {*cluster.device.reached, *dict(cluster.device.fitted)}
     if cluster.device.name not in STEADY_DEVICES and "bf16" not in known_rates:
         return RELATIVE_ERROR["unknown rate"]

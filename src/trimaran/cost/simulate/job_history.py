@@ -68,14 +68,11 @@ ACTIVITIES: tuple[Activity, ...] = ("train", "replay", "save", "detect", "restar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTerms:
-    """Checkpoints: after how many steps, seconds that each stops training, and seconds until it can be restored.
+    """Checkpoints. Training continues while one is written. The next one waits for it."""
 
-    Training continues while one is written. The next one waits for it.
-    """
-
-    every: int
-    stall: float
-    write: float = 0.0
+    every: int  # so many steps
+    stall: float  # seconds that each stops training
+    write: float = 0.0  # seconds until it can be restored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +86,9 @@ class SlowNodeTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTerms:
-    """Everything about a job but its steps.
+    """Everything about a job but its steps."""
 
-    num_devices, devices_per_node: devices that train. Spare nodes come on top.
-    planned_per_second: interruptions by people, which save a checkpoint first.
-    """
-
-    num_devices: int
+    num_devices: int  # that train; spare nodes come on top
     devices_per_node: int = 8
     spares: int = 0
     save: SaveTerms
@@ -104,7 +97,7 @@ class JobTerms:
     repair: float = DAY_SECONDS  # mean seconds until a broken node is a spare again
     failures: tuple[FailureClass, ...] = LLAMA_FAILURES
     failure_scale: float = 1.0  # how much more often things fail than `failures` say
-    planned_per_second: float = LLAMA_PLANNED / (LLAMA_DAYS * DAY_SECONDS)
+    planned_per_second: float = LLAMA_PLANNED / (LLAMA_DAYS * DAY_SECONDS)  # by people, after a checkpoint
     slow: SlowNodeTerms = SlowNodeTerms()
 
     @property
@@ -189,10 +182,7 @@ class StepTimes:
 
 
 def draw_interruptions(terms: JobTerms, seconds: float, seed: int) -> list[Interruption]:
-    """Return all interruptions of so many seconds, in order. They do not depend on spares and checkpoints.
-
-    So two jobs that differ only in those are compared under the same failures.
-    """
+    """Return all interruptions of so many seconds, in order. They do not depend on spares and checkpoints."""
     random = np.random.default_rng([seed, 1])
     causes: list[FailureClass | None] = [*terms.failures, None]
     rates = [terms.failure_scale * terms.num_devices * each.per_device_second for each in terms.failures]

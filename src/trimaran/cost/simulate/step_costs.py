@@ -63,9 +63,8 @@ class Demands(NamedTuple):
 
     def send_slowdown(self, here: int, there: int) -> float:
         """Return the slowdown of messages between two pipeline ranks."""
-        return max(
-            1.0, self.card * self.send_card, self.send_uplink if self.pod_of(here) != self.pod_of(there) else 0.0
-        )
+        uplink = self.send_uplink if self.pod_of(here) != self.pod_of(there) else 0.0
+        return max(1.0, self.card * self.send_card, uplink)
 
     def pod_of(self, rank: int) -> int:
         """Return the pod of a pipeline rank, among those of one pipeline."""
@@ -141,17 +140,14 @@ DATA_TRAFFIC = ("all-gather of weights", "gradients", "computing slowed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Seconds of one stage: passes of a micro-batch, and what its data ranks gather and reduce once per step.
-
-    first_gather, last_reduce: the parts that nothing can hide: weights of the first block, gradients of the last.
-    """
+    """Seconds of one stage: passes of a micro-batch, and what its data ranks gather and reduce once per step."""
 
     forward: float
     backward: float
     gather: float = 0.0
-    first_gather: float = 0.0
+    first_gather: float = 0.0  # that nothing can hide: weights of the first block
     reduce: float = 0.0
-    last_reduce: float = 0.0
+    last_reduce: float = 0.0  # the same: gradients of the last block
 
     def seconds(self, kind: str) -> float:
         """Return the time of a pass."""
@@ -161,14 +157,11 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """What a step consists of.
-
-    send: seconds of a message from each stage to the next one; a gradient to the previous stage takes as long.
-    """
+    """What a step consists of."""
 
     order: Order
     stages: tuple[StageCost, ...]
-    send: tuple[float, ...]
+    send: tuple[float, ...]  # seconds of a message from each stage to the next one, and of a gradient back
     overlap: float  # the fraction of a pass that can hide a collective
     update: float  # seconds of the optimizer, after all gradients are there
     demands: Demands
@@ -303,7 +296,5 @@ def _sends(job: Job, cluster: Cluster, plan: Plan, order: Order, demands: Demand
     if isinstance(last := main.runs[-1][0], Opaque):
         sent = last.output_bytes * plan.micro_batch
     seconds = send_seconds(sent, ring_of(levels, plan.mesh.pp, max(1, levels[-1].devices // plan.mesh.pp)))
-    owners = order.rank_of_stage
-    return tuple(
-        0.0 if here == there else demands.send_slowdown(here, there) * seconds for here, there in pairwise(owners)
-    )
+    pairs = pairwise(order.rank_of_stage)
+    return tuple(0.0 if here == there else demands.send_slowdown(here, there) * seconds for here, there in pairs)

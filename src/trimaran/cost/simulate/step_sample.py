@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from trimaran.core import Mesh
 from trimaran.cost.simulate.pipeline_order import Order, Pass
 from trimaran.cost.simulate.step_costs import StepCosts
-from trimaran.cost.simulate.step_simulation import Message, SimulatedStep, input_of, message_of
+from trimaran.cost.simulate.step_simulation import Message, SimulatedStep, Track, input_of, message_of
 from trimaran.machine import Cluster
 
 # How much the time of the same work varies from node to node and from step to step: the standard deviation of its
@@ -23,16 +23,9 @@ NODE_JITTER = 0.02 / 1.2
 MAX_ARRAY = 1 << 16  # replicas and steps that are computed together
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfers:
-    """Seconds of each stage's messages, gathers and reductions, as they took under contention."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    gather: tuple[float, ...]
-    reduce: tuple[float, ...]
+# Seconds of each stage's messages (`forward`, `backward`), gathers of `weights` and reductions of `gradients`, as they
+# took under contention.
+Transfers = dict[str, list[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +49,8 @@ def sample_steps(costs: StepCosts, step: SimulatedStep, speeds: "NodeSpeeds", *,
     as long as `step`.
     """
     random, stages = np.random.default_rng(seed), range(costs.order.num_stages)
-    transfers = Transfers(
-        forward=tuple(step.mean_seconds("send", stage, "forward") for stage in stages),
-        backward=tuple(step.mean_seconds("send", stage, "backward") for stage in stages),
-        gather=tuple(step.mean_seconds("gather", stage, "weights") for stage in stages),
-        reduce=tuple(step.mean_seconds("reduce", stage, "gradients") for stage in stages),
-    )
+    tracks: dict[str, Track] = {"forward": "send", "backward": "send", "weights": "gather", "gradients": "reduce"}
+    transfers = {name: [step.mean_seconds(track, stage, name) for stage in stages] for name, track in tracks.items()}
     per_round = max(1, MAX_ARRAY // speeds.num_replicas)
     rounds = [
         _step_seconds(costs, transfers, speeds.draw(random, min(per_round, count - start)))
@@ -111,7 +100,7 @@ def _step_seconds(costs: StepCosts, transfers: Transfers, factors: list[Array]) 
         seconds = cost.seconds(final.kind) * factors[rank]
         done = ends[stage]
         # All replicas take part in a reduction: it starts when the last one does.
-        reduced = (done - costs.overlap * seconds).max(axis=1) + transfers.reduce[stage]
+        reduced = (done - costs.overlap * seconds).max(axis=1) + transfers["gradients"][stage]
         last = np.maximum(last, np.maximum(reduced, done.max(axis=1) + cost.last_reduce))
     return last + costs.update
 
@@ -135,10 +124,9 @@ class _Mail:
         kind, stage, _ = message
         if message in self._computed:
             source = stage - 1 if kind == "forward" else stage + 1
-            seconds = (self._transfers.forward if kind == "forward" else self._transfers.backward)[source]
             leaves = self._computed.pop(message)
             leaves = leaves if self._order.posts_early else np.maximum(leaves, receiver_free)
-            self._received[message] = leaves + seconds, 2 if holds else 1
+            self._received[message] = leaves + self._transfers[kind][source], 2 if holds else 1
         time, left = self._received.pop(message)
         if left > 1:
             self._received[message] = time, left - 1
@@ -155,7 +143,7 @@ def _pass_ends(costs: StepCosts, transfers: Transfers, factors: list[Array]) -> 
     # When the weights of each stage are there: of its first block, and all. A rank gathers stage by stage.
     first_weights, all_weights, so_far = list[float](), list[float](), [0.0] * costs.ranks
     for stage, cost in enumerate(costs.stages):
-        rank, gather = order.rank_of_stage[stage], transfers.gather[stage]
+        rank, gather = order.rank_of_stage[stage], transfers["weights"][stage]
         share = cost.first_gather / cost.gather if cost.gather else 0.0
         first_weights.append(so_far[rank] + share * gather)
         so_far[rank] += gather

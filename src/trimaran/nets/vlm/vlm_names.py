@@ -175,7 +175,13 @@ def _qwen(name: str, spec: VlmSpec) -> DiskTensor:
 def _qwen_3(name: str, spec: VlmSpec) -> DiskTensor:
     tower, _, rest = name.partition(".")
     if tower == "language" and ".experts." in rest:
-        return _qwen_3_experts(f"model.language_model.{rest}", spec)
+        # The tensor of all experts: transposed, unless it is square, which transformers takes as it is.
+        experts, (owner, _, leaf) = spec.language.block.experts, f"model.language_model.{rest}".rpartition(".")
+        assert experts is not None
+        if leaf == "down_proj":
+            return DiskTensor(f"{owner}.{leaf}", stacked=True, transposed=experts.ffn != spec.hidden)
+        part, is_square = ("gate_proj", "up_proj").index(leaf), 2 * experts.ffn == spec.hidden
+        return DiskTensor(f"{owner}.gate_up_proj", part=part, parts=2, stacked=True, transposed=not is_square)
     if tower == "language":
         return DiskTensor(rest if rest.startswith("lm_head") else f"model.language_model.{rest}")
     linears = {"linear_1": "linear_fc1", "linear_2": "linear_fc2"}
@@ -192,18 +198,6 @@ def _qwen_3(name: str, spec: VlmSpec) -> DiskTensor:
         return DiskTensor(f"model.visual.{where}", shape=shape if rest == "stem.patch_embed.weight" else None)
     stored = _qwen(name, spec)
     return replace(stored, name=f"model.{stored.name}")
-
-
-def _qwen_3_experts(name: str, spec: VlmSpec) -> DiskTensor:
-    """Return the tensor of all experts: transposed, unless it is square, which transformers takes as it is."""
-    experts = spec.language.block.experts
-    assert experts is not None
-    owner, _, leaf = name.rpartition(".")
-    if leaf == "down_proj":
-        return DiskTensor(name, stacked=True, transposed=experts.ffn != spec.hidden)
-    part = ("gate_proj", "up_proj").index(leaf)
-    square = 2 * experts.ffn == spec.hidden
-    return DiskTensor(f"{owner}.gate_up_proj", part=part, parts=2, stacked=True, transposed=not square)
 
 
 def _llava(name: str, spec: VlmSpec) -> DiskTensor:

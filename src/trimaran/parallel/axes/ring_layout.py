@@ -88,7 +88,13 @@ def ring_layout(
             first = received[0]
             shifted = [replace(each, keys=(each.keys[0] - first, each.keys[1] - first)) for each in pairs[rank]]
             steps.append(RingStep(shift, _joined(shifted, rows), received, sent))
-    return RingLayout(ring, rank, _joined([*_own(documents, ring, rank)], rows), tuple(steps))
+    own = []  # causal rectangles of the rank's own keys: one for each document that it has a part of
+    for row, spans in enumerate(documents):
+        for start, end in spans:
+            local = ring.num_before(rank, start), ring.num_before(rank, end)
+            if local[0] < local[1]:
+                own.append(Rectangle(row, local, local))
+    return RingLayout(ring, rank, _joined(own, rows), tuple(steps))
 
 
 def tiles(
@@ -109,15 +115,6 @@ def tiles(
 
 def _tile_spans(span: Span) -> Iterator[Span]:
     yield from ((start, min(start + TILE, span[1])) for start in range(*span, TILE))
-
-
-def _own(documents: list[list[Span]], ring: RingChunks, rank: int) -> Iterator[Rectangle]:
-    """Yield the causal rectangles of the rank's own keys: one for each document that it has a part of."""
-    for row, spans in enumerate(documents):
-        for start, end in spans:
-            local = ring.num_before(rank, start), ring.num_before(rank, end)
-            if local[0] < local[1]:
-                yield Rectangle(row, local, local)
 
 
 def _pair(documents: list[list[Span]], ring: RingChunks, ranks: Span, window: int | None) -> list[Rectangle]:

@@ -36,10 +36,8 @@ class DurableDisk:
             self.num_pieces += 1
 
     def reserve(self, fd: int, num_bytes: int) -> None:
-        """Allocate a new file, so that a full disk is an OSError now, and threads can write to it at once.
-
-        On a file system that cannot, `os.posix_fallocate` would write to every block: minutes for a large file.
-        """
+        """Allocate a new file, so that a full disk is an OSError now, and threads can write to it at once."""
+        # On a file system that cannot, `os.posix_fallocate` would write to every block: minutes for a large file.
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)) != 0:
             number = ctypes.get_errno()

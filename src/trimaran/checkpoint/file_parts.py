@@ -213,10 +213,8 @@ class _PartFile:
         return self._is_direct and not self._disk.reads_back_all
 
     def sample(self, part: tuple[int, int]) -> None:
-        """Read back the end of each write of a part and the beginning of the next. Raises OSError if they differ.
-
-        This is done after all writes: while they are queued, each read waits long.
-        """
+        """Read back the end of each write of a part and the beginning of the next. Raises OSError if they differ."""
+        # This is done after all writes: while they are queued, each read waits long.
         edges = [*(at for at, _ in _chunks(self._content, *part)), part[1] // BLOCK_BYTES * BLOCK_BYTES]
         for at in edges:
             around = max(part[0], at - BLOCK_BYTES), min(part[1], at + BLOCK_BYTES)

@@ -159,10 +159,8 @@ def _views(pieces: Sequence[SentRegion], buffer: Tensor, held: HeldState) -> Ite
 
 
 def _rounds(pieces: Sequence[SentRegion]) -> Iterator[list[SentRegion]]:
-    """Yield the pieces in rounds in which no rank sends or receives more than `ROUND_BYTES`, or one larger piece.
-
-    Targets take turns, so that the ranks send and receive at the same time. All ranks make the same rounds.
-    """
+    """Yield the pieces in rounds in which no rank sends or receives more than `ROUND_BYTES`, or one larger piece."""
+    # Targets take turns, so that the ranks send and receive at the same time. All ranks make the same rounds.
     by_target: dict[int, list[SentRegion]] = defaultdict(list)
     for each in reversed(pieces):
         by_target[each.target].append(each)

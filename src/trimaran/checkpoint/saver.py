@@ -288,10 +288,8 @@ class Saver:
         return self._rank_layout.rank == (self._rank_layout.node if self._own_disk else 0)
 
     def _damages(self, final: Path, *, is_new: bool) -> list[str]:
-        """Return what is wrong with the files that this rank has to verify.
-
-        Each rank has read back what it wrote. If the step was there already, the files are those of its manifest.
-        """
+        """Return what is wrong with the files that this rank has to verify."""
+        # Each rank has read back what it wrote. If the step was there already, the files are those of its manifest.
 
         def count_verified() -> None:
             self._num_verified += 1

@@ -193,10 +193,8 @@ def _header(items: Sequence[ShareItem]) -> bytes:
 def _link_previous(
     path: Path, content: Sequence[memoryview], previous: Path | None, disk: DurableDisk
 ) -> FileRecord | None:
-    """Link the file in `previous` if it holds `content`, and return its record; None if it cannot be linked.
-
-    The contents of the file are compared, not only its checksum, so that damage on the disk is not passed on.
-    """
+    """Link the file in `previous` if it holds `content`, and return its record; None if it cannot be linked."""
+    # The contents of the file are compared, not only its checksum, so that damage on the disk is not passed on.
     if previous is None:
         return None
     try:

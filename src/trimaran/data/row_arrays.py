@@ -132,13 +132,10 @@ class RowArrays:
     def write_row(
         self, number: int, lengths: np.ndarray, samples: Sequence[PackedSample], sources: Sequence[int]
     ) -> None:
-        """Write a row. Each sample is a document of its own; the padding at the end is one more document.
-
-        With `bucket`, all samples of a row get slots of the same size, and their padding is part of the document.
-        """
+        """Write a row. Each sample is a document of its own; the padding at the end is one more document."""
         row = divmod(number, self._share.micro_batch)
         stops = np.cumsum(lengths).tolist()
-        if self._batching == "bucket" and stops:
+        if self._batching == "bucket" and stops:  # slots of the same size; their padding is part of the documents
             slot = self._seq_len // int(slots_per_row(lengths.max(), self._seq_len))
             stops = [slot * count for count in range(1, len(stops) + 1)]
         starts, end = [0, *stops][:-1], stops[-1] if stops else 0

@@ -64,10 +64,8 @@ class SampleSizes:
     image_patches: np.ndarray
 
     def extra_cost(self, cost: RowCost, seq_len: int) -> np.ndarray:
-        """Return the cost of each sample beyond its tokens, f64 [samples], after truncation to `seq_len`.
-
-        Every row has `seq_len` tokens, padded or not, so the cost per token is the same for all rows.
-        """
+        """Return the cost of each sample beyond its tokens, f64 [samples], after truncation to `seq_len`."""
+        # Every row has `seq_len` tokens, padded or not, so the cost per token is the same for all rows.
         tokens = np.minimum(self.lengths, seq_len).astype(np.float64)
         return cost.token_pair * tokens**2 + cost.patch * self.patches + cost.patch_pair * self.patch_pairs
 

@@ -102,10 +102,8 @@ class StoreUploads:
         self._skipped += 1
 
     def refuse_later(self, step: int) -> None:
-        """Order that no checkpoint of more than `step` steps in the store is used again. Only rank 0 does it.
-
-        The order is also on disk until it is done: a run that dies meanwhile must not load such a state.
-        """
+        """Order that no checkpoint of more than `step` steps in the store is used again. Only rank 0 does it."""
+        # The order is also on disk until it is done: a run that dies meanwhile must not load such a state.
         if self._rank_layout.rank == 0:
             with suppress(OSError):  # a full disk does not keep it from being done now
                 self._folder.mkdir(exist_ok=True)

@@ -429,10 +429,8 @@ class ModelTemplate:
         return found
 
     def _encode_parts(self, texts: Sequence[Sequence[str]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return ids and character spans of texts in parts, which have one character between them.
-
-        A part follows a special token, which is dropped: some tokenizers add a space to the beginning of a text.
-        """
+        """Return ids and character spans of texts in parts, which have one character between them."""
+        # A part follows a special token, which is dropped: some tokenizers add a space to the beginning of a text.
         parts = [self._anchor + part if number else part for each in texts for number, part in enumerate(each)]
         encoded = iter(self._tokenizer.encode_chats(parts))
         found = []

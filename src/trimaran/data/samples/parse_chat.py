@@ -165,10 +165,8 @@ def parsed_json(text: str) -> Any:
 
 
 def without_arrow_nulls(row: Any) -> Any:
-    """Return a row of Parquet or Arrow whose messages and tools have only the fields that they were written with.
-
-    Arrow gives every object the fields of all objects in its column; those that it did not have are null.
-    """
+    """Return a row of Parquet or Arrow whose messages and tools have only the fields that they were written with."""
+    # Arrow gives every object the fields of all objects in its column; those that it did not have are null.
     if not isinstance(row, Mapping):
         return row
     return {

@@ -41,10 +41,7 @@ DEFAULT_CHOICE = FrameChoice()
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """The chosen frames of a video, and the time of each in seconds from its start.
-
-    `positions` are the time positions of the frames, counted from that of the first, if the video is one block.
-    """
+    """The chosen frames of a video, seconds from its start, and, for one block, time positions from the first one's."""
 
     frames: tuple[ImageSource, ...]
     times: tuple[float, ...]

@@ -65,10 +65,7 @@ class NuscenesScenes:
     options: SceneOptions
     tables: NuscenesTables
     digest: str
-
-    @property
-    def rig(self) -> None:
-        """None: each scene has its own calibration."""
+    rig: None = None  # each scene has its own calibration
 
     def __len__(self) -> int:
         return len(self.tables.samples)

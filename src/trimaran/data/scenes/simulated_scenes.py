@@ -62,10 +62,8 @@ RADARS = (
 
 
 def radar_points(seed: int, number: int, boxes: np.ndarray, rules: SceneRules) -> np.ndarray:
-    """Return the points [R, RADAR_NUMBERS] of all radars and sweeps of scene `number`, inside the grid.
-
-    They have a generator of their own, so that a scene's other sensors are the same with and without radar.
-    """
+    """Return the points [R, RADAR_NUMBERS] of all radars and sweeps of scene `number`, inside the grid."""
+    # They have a generator of their own, so that a scene's other sensors are the same with and without radar.
     draw, kinds = np.random.default_rng([seed, number, RADAR_NUMBERS]), boxes[:, -1].astype(np.int64)
     # Vehicles move along their length, people in any direction.
     speeds = draw.uniform(0.2, 1.0, len(boxes)) * TOP_SPEEDS[kinds] * (draw.random(len(boxes)) > PARKED_FRACTION)

@@ -229,10 +229,8 @@ def _native(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:
 
 
 def _tiled(sizes: np.ndarray, rules: ImageRules) -> np.ndarray:
-    """Return rows and columns of tiles: the layout whose aspect ratio is nearest to the image's.
-
-    Of layouts with the same ratio, the larger one is taken if the image has at least half as many pixels.
-    """
+    """Return rows and columns of tiles: the layout whose aspect ratio is nearest to the image's."""
+    # Of layouts with the same ratio, the larger one is taken if the image has at least half as many pixels.
     limit = rules.max_tiles
     layouts = [(columns, rows) for columns in range(1, limit + 1) for rows in range(1, limit // columns + 1)]
     ratio, area = sizes[:, 0] / sizes[:, 1], sizes.prod(axis=1)

@@ -254,5 +254,5 @@ def test_saves_become_rarer_when_the_disk_becomes_slow() -> None:
     assert (schedule.num_skipped, schedule.interval) == (1, pytest.approx(2 * (before + 1)))
     assert not schedule.wants(21, busy=True)
     assert schedule.num_skipped == 1
-    schedule.record_cost(GUESS)
+    schedule.cost = GUESS
     assert schedule.interval == before

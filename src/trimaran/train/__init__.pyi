@@ -28,8 +28,9 @@ from .evaluate_weights import (
 from .fake_ranks import check_build as check_build, fake_rank as fake_rank
 from .features.async_trainer import AsyncStepper as AsyncStepper
 from .features.deepspeed_stepper import load_deepspeed as load_deepspeed, regions_of_range as regions_of_range
-from .features.elastic.elastic_feature import ElasticOuter as ElasticOuter
-from .features.elastic.elastic_loop import ElasticLoop as ElasticLoop, merge_lines as merge_lines
+from .features.elastic.elastic_loop import (
+    ElasticLoop as ElasticLoop, ElasticOuter as ElasticOuter, merge_lines as merge_lines,
+)
 from .features.elastic.replica import (
     Membership as Membership, Replica as Replica, check_replica as check_replica, run_until as run_until,
 )

@@ -1,7 +1,6 @@
-"""Decisions that all ranks take together, at the same step (principle 5, docs/principles.md).
+"""Decisions of all ranks at the same step: requests are all-reduced with a step's counts, and read later.
 
-Each rank's requests are all-reduced with the counts of a step, and every rank reads the result one step later, or a few
-steps later if replicas train alone.
+See principle 5, docs/principles.md. The result is read one step later, or a few if replicas train alone.
 """
 
 import logging
@@ -22,6 +21,8 @@ from trimaran.runs import Journal
 from trimaran.train.health.guard import Guard, RefusedStep, Samples, StepNumbers
 from trimaran.train.health.memory_check import MAX_REPORTED_KEYS, CompareReplicas
 
+log = logging.getLogger(__name__)
+
 RankRequest = Literal["stop", "save", "profile", "change"]
 RANK_REQUESTS: tuple[RankRequest, ...] = ("stop", "save", "profile", "change")
 
@@ -30,8 +31,8 @@ RANK_REQUESTS: tuple[RankRequest, ...] = ("stop", "save", "profile", "change")
 class StepDecision:
     """What to do after a step, the same on every rank.
 
-    `refusal` says why the update of the step was not applied; None if it was applied, and after an overflow that the
-    loss scale expects (see `Guard.read`). `bad_data`: too many samples could not be used.
+    `refusal` says why the step's update was not applied; None if it was, and after an overflow that the loss scale
+    expects. `bad_data`: too many samples could not be used.
     """
 
     stop: bool = False
@@ -128,9 +129,6 @@ class RunRequests:
     change: Callable[[int], bool] = lambda step: False
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """The numbers of a step on the host, the same on every rank.
@@ -178,19 +176,6 @@ class StepCheck:
             if self.journal.rank == 0:
                 self.journal.event("skip", **refusal.as_dict(), **origin)
         return replace(record.requests, bad_data=self.guard.bad_samples.too_many(record.rows), refusal=refusal)
-
-    def replicas_in_sync(self, step: int) -> bool:
-        """Whether all replicas should hold the same weights after `step` steps.
-
-        With local steps, replicas train alone and synchronise every `comm.sync_every` steps. With fragments, only the
-        synchronised weights are the same then. Checkpoints hold the weights of each replica.
-        """
-        return step % self.plan.comm.sync_every == 0
-
-    @property
-    def read_delay(self) -> int:
-        """After how many steps the numbers of a step are read."""
-        return self.plan.comm.local.read_delay
 
     def check_replicas(self, step: int, decision: StepDecision) -> StepDecision:
         """Return `decision`, with a refusal if replicas differ after `step`; then also write a `differ` event."""

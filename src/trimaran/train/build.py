@@ -1,6 +1,6 @@
 """Builds the parts of a rank from its recipe and plan: networks, data, stepper, trainer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -43,7 +43,11 @@ def build_worker_parts(context: RankContext) -> WorkerParts:
     set_torch_modes(recipe, rank_info.device)
     with closed_listeners():
         ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
-    base_of = begin_base(context)
+    base = Base()
+    if recipe.model.adapter is not None:
+        from trimaran.train.checkpointing.base_hashing import AdapterBase, BaseHashing  # noqa: PLC0415  few runs have one
+
+        base = AdapterBase(BaseHashing(recipe, context.link, context.cache), path=str(recipe.model.path))
     with context.link.section("load") as report_progress:
         networks = build_networks(recipe, plan, rank_info, ranks, report_progress)
     refuse_unsavable(recipe, networks)
@@ -51,24 +55,9 @@ def build_worker_parts(context: RankContext) -> WorkerParts:
     training_data = load_data(context, ranks, networks)
     timer.lap("data")
     instruments = Instruments(context, networks)
-    parts = connect_parts(context, ranks, networks, training_data, instruments, base_of(networks))
+    parts = connect_parts(context, ranks, networks, training_data, instruments, base)
     timer.lap("optimizer")
     return replace(parts, seconds=timer.seconds)
-
-
-def begin_base(context: RankContext) -> Callable[[tuple[Network, ...]], Base]:
-    """Start to hash the base of an adapter; return a function from the loaded networks to the base."""
-    if context.recipe.model.adapter is None:
-        return lambda networks: Base()
-    from trimaran.train.checkpointing.base_hashing import AdapterBase, BaseHashing  # noqa: PLC0415  few runs have one
-
-    hashing = BaseHashing(context.recipe, context.link, context.cache)
-
-    def base_of(networks: tuple[Network, ...]) -> Base:
-        read_again = partial(reload_base, networks, context.recipe, context.plan, context.rank_info)
-        return AdapterBase(hashing, read_again, path=str(context.recipe.model.path))
-
-    return base_of
 
 
 def load_data(context: RankContext, ranks: RankMesh, networks: Sequence[Network]) -> TrainingData:
@@ -126,7 +115,7 @@ def connect_parts(
         recipe=recipe,
         plan=plan,
         data=training_data.digest,
-        base=base,
+        base=base.of_networks(partial(reload_base, networks, recipe, plan, context.rank_info)),
     )
     return WorkerParts(
         context=context,

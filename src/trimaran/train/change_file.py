@@ -49,10 +49,10 @@ def change_from_dict(tree: Mapping[str, Any]) -> CheckedChange:
 
 
 class ChangeFile:
-    """The request file of a run, as rank 0 sees it. On the other ranks there is never a request.
+    """The request file of a run; on other ranks than 0 there is never a request.
 
-    A request is read and checked in a thread while training continues. An invalid one is refused at once; no step waits
-    for it.
+    A thread reads and checks a request while training continues. It refuses an invalid one at once; no step waits for
+    it.
     """
 
     def __init__(self, run: RunDirectory, journal: Journal, environment: Mapping[str, str]) -> None:
@@ -64,11 +64,6 @@ class ChangeFile:
         self._num_waits, self._is_ready, self._is_taken = 0, False, False
         self.step = 0  # the last one that is done, for the answer
         self._checkpointer: Checkpointer | None = None
-
-    def begin(self, step: int) -> None:
-        """Answer what is pending as the ranks start from `step`: they were started again before it was made."""
-        # With the step, whoever asked can tell which of its requests failed.
-        self.drop("the ranks were started again before this change was made", step=step)
 
     def watch(self, checkpointer: Checkpointer) -> None:
         """Let a change wait while this checkpointer writes a checkpoint, or is about to."""
@@ -135,9 +130,9 @@ class ChangeFile:
                 os.unlink(self._path)
 
     def drop(self, why: str, status: ChangeStatus = "failed", *, step: int | None = None) -> None:
-        """Answer a pending request: the ranks that it was meant for are gone, or the run is done.
+        """Answer a pending request: the ranks that it was meant for are gone, or the run is done after `step`.
 
-        `step` is the last finished step. The default is the last one given to `is_requested` or `take`.
+        The default `step` is the last one given to `is_requested` or `take`.
         """
         self.step = self.step if step is None else step
         if self._path and os.path.exists(self._path):

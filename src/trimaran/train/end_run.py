@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trimaran.core import AUTO_PROMPT, EXIT_AGAIN, EXIT_DONE, EXIT_STUCK, PYTHON_PROMPT, UserError
-from trimaran.data import BatchFeed, Loader, Tokenizer
+from trimaran.data import Loader, Tokenizer
 from trimaran.parallel import map_stages
 from trimaran.runs import Journal
 from trimaran.train.agreement import FlagAllReduce, LoopExit, StopRequest
@@ -60,10 +60,10 @@ def planned_parts(parts: WorkerParts) -> list[str]:
 
 
 def evaluate_and_sample(parts: WorkerParts, journal: Journal, step: int) -> dict[str, str]:
-    """Evaluate and generate a sample. Return why each skipped part was skipped, by the kind of its event.
+    """Evaluate and sample; return why each skipped part was skipped, by kind. Every rank takes part.
 
-    Every rank takes part. Training is done and saved, so a failure here does not fail the run. After a failure ranks no
-    longer make the same calls, so the parts that follow are skipped.
+    Training is done and saved, so a failure does not fail the run. After one, ranks no longer make the same calls, so
+    the parts that follow are skipped.
     """
     do: dict[str, Callable[[], str]] = {
         "evaluation": lambda: STOPPED if parts.trainer.evaluator.run(step=step) else "",
@@ -87,7 +87,7 @@ def evaluate_and_sample(parts: WorkerParts, journal: Journal, step: int) -> dict
 
 
 class TokenLimit:
-    """Decides after each generated token, the same on every rank, whether there is time for another.
+    """Decides after each token, the same on every rank, whether there is time for another.
 
     The clock of rank 0 decides; a stop request of any rank also ends the sampling.
     """
@@ -114,60 +114,48 @@ class TokenLimit:
 
 def _write_sample(parts: WorkerParts, journal: Journal, step: int) -> str:
     """Generate a text sample, or answers to held-out questions; rank 0 writes the events. Returns why not, or ""."""
-    trainer, data = parts.trainer, parts.training_data
-    assert data.tokenizer is not None
+    trainer, data, tokenizer = parts.trainer, parts.training_data, parts.training_data.tokenizer
+    train = trainer.recipe.train
+    assert tokenizer is not None
     if FlagAllReduce(bool(trainer.requests.stop)).wait():
         return STOPPED
     trainer.stepper.set_training(False)
     with trainer.link.section("sampling", step) as report_progress:
-        seconds, stop = trainer.recipe.train.sample.seconds, trainer.requests.stop
-        limit = TokenLimit(seconds, stop, report_progress, rank=journal.rank)
+        limit = TokenLimit(train.sample.seconds, trainer.requests.stop, report_progress, rank=journal.rank)
+        samples: list[dict[str, Any]] = []
         if "answers" in data.objective.score_names:
             assert data.holdout is not None
-            _write_answers(parts, data.holdout, data.tokenizer, journal, limit, step)
+            with Loader(data.holdout, steps=1) as loader, trainer.link.section("data"):
+                inputs = next(loader).to(trainer.device).micro(0)
+            from trimaran.models.resolve import recipe_image_rules  # noqa: PLC0415  only samples have images
+
+            rules, tokens = recipe_image_rules(trainer.recipe), MAX_ANSWER_TOKENS
+            image, ask = rules.image_token if rules else None, limit.allows_next
+            predicted = generate_answers(trainer.stepper.predict_tokens, inputs, image_token=image, allows_next=ask)
+            if journal.rank == 0:
+                answers = decode_answers(inputs, predicted, tokenizer, max_tokens=limit.num_tokens)
+                samples = [
+                    {"prompt": each.question, "text": each.generated, "expected": each.expected, "right": each.correct}
+                    for each in islice(dict.fromkeys(answers), NUM_SAMPLE_ANSWERS)
+                ]
         else:
-            _write_text(parts, data.tokenizer, journal, limit, step)
+            from trimaran.train.generation import generate  # noqa: PLC0415  only to sample
+
+            prompt, tokens = sample_prompt(parts, tokenizer), train.sample_tokens
+            generation = generate.Generation(
+                generate.NextTokenModel(trainer.stepper.next_token_function(), parts.networks[0].max_seq_len),
+                [*tokenizer.begin_ids, *tokenizer.encode(prompt).tolist()] or [tokenizer.end_id],
+                generate.TokenSampler(generate.Sampling(temperature=train.sample.temperature, seed=train.seed)),
+                max_tokens=tokens,
+                allows_next=limit.allows_next,
+            )
+            for _ in generation:
+                pass
+            if journal.rank == 0:
+                samples = [{"prompt": prompt, "text": tokenizer.decode(generation.ids)}]
+        for fields in samples:
+            journal.event("sample", step=step, **fields, **limit.fields(tokens))
     return ""
-
-
-def _write_text(parts: WorkerParts, tokenizer: Tokenizer, journal: Journal, limit: TokenLimit, step: int) -> None:
-    from trimaran.train.generation import generate  # noqa: PLC0415  only to sample
-
-    trainer, sample = parts.trainer, parts.trainer.recipe.train.sample
-    tokens = trainer.recipe.train.sample_tokens
-    prompt = sample_prompt(parts, tokenizer)
-    sampling = generate.Sampling(temperature=sample.temperature, seed=trainer.recipe.train.seed)
-    generation = generate.Generation(
-        generate.NextTokenModel(trainer.stepper.next_token_function(), parts.networks[0].max_seq_len),
-        generate.prompt_ids(tokenizer, prompt),
-        generate.TokenSampler(sampling),
-        max_tokens=tokens,
-        allows_next=limit.allows_next,
-    )
-    for _ in generation:
-        pass
-    if journal.rank == 0:
-        text = tokenizer.decode(generation.ids)
-        journal.event("sample", step=step, prompt=prompt, text=text, **limit.fields(tokens))
-
-
-def _write_answers(
-    parts: WorkerParts, holdout: BatchFeed, tokenizer: Tokenizer, journal: Journal, limit: TokenLimit, step: int
-) -> None:
-    trainer = parts.trainer
-    with Loader(holdout, steps=1) as loader, trainer.link.section("data"):
-        inputs = next(loader).to(trainer.device).micro(0)
-    from trimaran.models.resolve import recipe_image_rules  # noqa: PLC0415  only samples have images
-
-    rules = recipe_image_rules(trainer.recipe)
-    image, ask = rules.image_token if rules else None, limit.allows_next
-    predicted = generate_answers(trainer.stepper.predict_tokens, inputs, image_token=image, allows_next=ask)
-    if journal.rank != 0:
-        return
-    answers = decode_answers(inputs, predicted, tokenizer, max_tokens=limit.num_tokens)
-    for each in islice(dict.fromkeys(answers), NUM_SAMPLE_ANSWERS):
-        fields = {"prompt": each.question, "text": each.generated, "expected": each.expected, "right": each.correct}
-        journal.event("sample", step=step, **fields, **limit.fields(MAX_ANSWER_TOKENS))
 
 
 def end_run(

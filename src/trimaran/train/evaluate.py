@@ -30,7 +30,7 @@ class HoldoutEvaluator:
     def run(self, *, step: int) -> bool:
         """Write an `evaluation` event and return False; return True, without an event, if any rank asked to stop.
 
-        The ranks all-reduce their stop requests with every batch, so that a long evaluation can be interrupted.
+        Stop requests are all-reduced with every batch, so that a long evaluation can be interrupted.
         """
         context, feed, names = self.context, self.data.holdout, self.data.objective.score_names
         batches, device, link = context.recipe.train.evaluate.batches, context.rank_info.device, context.link
@@ -95,9 +95,9 @@ def generate_answers(
 ) -> Tensor:
     """Return the predicted next tokens [B, T], on the CPU, with each answer conditioned on its own earlier tokens.
 
-    Every forward replaces the expected tokens of all answers by the last predictions, so each answer gains one token.
-    Every rank runs the same number of forwards: `allows_next` gives all ranks the same answer before each. A predicted
-    `image_token` is not fed back: there is no image for it.
+    Every forward replaces the expected tokens by the last predictions, so each answer gains one token. Every rank runs
+    the same number of forwards: `allows_next` gives all ranks the same answer before each. A predicted `image_token` is
+    not fed back: there is no image for it.
     """
     tokens, labels, documents = inputs["tokens"].clone(), inputs["labels"], inputs["documents"]
     is_answer = (labels[:, :-1] != IGNORED) & (documents[:, 1:] == documents[:, :-1])

@@ -73,7 +73,10 @@ class EvaluatedNetwork:
 def held_out_loss(
     subject: EvaluatedNetwork, recipe: Recipe, *, batches: int | None, cache: Path, progress: Progress
 ) -> HeldOutLoss:
-    """Return the loss on the recipe's held-out data, as the trainer's up to rounding; `batches` are global batches."""
+    """Return the loss on the recipe's held-out data, as the trainer's up to the rounding of its plan.
+
+    `batches` are global batches; by default as many as the trainer evaluates.
+    """
     network, plan = subject.network, subject.plan
     rows = gcd(plan.micro_batch, plan.global_batch)
     share = DataShare(rank=0, dp=1, micro_batch=rows, grad_accum=plan.global_batch // rows)

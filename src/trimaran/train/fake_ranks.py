@@ -1,7 +1,6 @@
-"""One rank of a plan in this process alone, under a fake process group of the plan's full size.
+"""One rank of a plan alone, under a fake process group of full size, whose collectives exchange nothing.
 
-The collectives of a fake group return at once and exchange nothing: shapes, memory and the rank's own computation are
-those of a real run, values that come from other ranks are not.
+Shapes, memory and the rank's own computation are real; values that come from other ranks are not.
 """
 
 import time
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed.fake_pg import FakeStore  # private in torch; registers the backend `fake`
 
 from trimaran.core import Plan, Recipe, refuse_missing_packages
 from trimaran.nets import WeightsNeededError
@@ -19,9 +18,6 @@ from trimaran.parallel import RankMesh, build_mesh, forget_meshes
 from trimaran.planner import isolates_documents
 from trimaran.train.process.rank_setup import RankInfo
 from trimaran.train.rank_networks import build_networks, refuse_unsavable
-
-# Private in torch: the stand-in for a process group, whose import registers the backend.
-
 
 META = torch.device("meta")
 
@@ -36,11 +32,10 @@ class FakeRank:
 
 @contextmanager
 def fake_rank(plan: Plan, rank: int, device: torch.device, *, backend: str = "fake") -> Iterator[FakeRank]:
-    """Be `rank` of the plan inside the block, with every process group of the plan; none is left afterwards.
+    """Be `rank` of the plan inside the block, with all its process groups; none is left afterwards.
 
-    This process must not be in a process group. Tensors are on `device`: the meta device, a CPU or a GPU. `backend`
-    needs no other process: torch's fake one, or that of a rehearsal, whose collectives return numbers to train on.
-    Enter it once for each rank; a later block must not use a mesh or a network of an earlier one.
+    This process must not be in a process group. `device` is the meta device, a CPU or a GPU. `backend` needs no other
+    process: torch's fake one, or that of a rehearsal. A later block must not use a mesh or network of an earlier one.
     """
     assert not dist.is_initialized(), "this process is in a process group already"
     world_size = plan.mesh.world_size
@@ -66,10 +61,10 @@ class BuildCheck:
 
 
 def check_build(recipe: Recipe, plan: Plan) -> BuildCheck:
-    """Build the first rank of the plan on the meta device, and with a pipeline also the last, under a fake group.
+    """Build the first rank of the plan on the meta device, and with a pipeline the last; raise what the worker would.
 
-    Raises the UserError that the worker would raise. Only the config and the headers of weights are read. A model that
-    transformers cannot build without its weights is not built.
+    Only the config and the headers of weights are read. A model that transformers cannot build without its weights is
+    not built.
     """
     started, world_size = time.monotonic(), plan.mesh.world_size
     refuse_missing_packages(plan)

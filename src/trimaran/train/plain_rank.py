@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 class Training:
-    """The training of a rank from step `start` on, whose state its checkpointer has restored.
-
-    Nothing else may keep its parts: a change of the plan frees them.
-    """
+    """The training of a rank from step `start` on. Nothing else may keep its parts: a change of the plan frees them."""
 
     def __init__(self, parts: WorkerParts, checkpointer: Checkpointer, change_file: ChangeFile) -> None:
         self.parts, self.checkpointer, self.start = parts, checkpointer, checkpointer.start
@@ -38,8 +35,12 @@ class Training:
 
         It is that of a rewind only if there is no state to rewind to.
         """
-        _check_first_loss(self.parts, self.start)
-        journal, start = self.parts.context.journal, self.start
+        context, start, journal = self.parts.context, self.start, self.parts.context.journal
+        if start == 0 and context.recipe.model.kind.is_hf and context.recipe.train.check_first_loss:
+            from trimaran.train.features.first_loss import check_first_loss  # noqa: PLC0415  transformers imports slowly
+
+            with context.link.section("load"):
+                check_first_loss(self.parts)
         while True:
             self._change_file.watch(self.checkpointer)
             loop_exit = self.parts.trainer.train(self.checkpointer, start)
@@ -89,14 +90,3 @@ class PlainRank:
         checkpointer = Checkpointer.resume(parts.checkpoint)
         parts.context.journal.resume(checkpointer.start)
         return Training(parts, checkpointer, change_file)
-
-
-def _check_first_loss(parts: WorkerParts, start: int) -> None:
-    """Raise UserError if a Hugging Face model begins with another loss than transformers computes."""
-    context, recipe = parts.context, parts.context.recipe
-    if start > 0 or not recipe.model.kind.is_hf or not recipe.train.check_first_loss:
-        return
-    from trimaran.train.features.first_loss import check_first_loss  # noqa: PLC0415  transformers takes seconds to import
-
-    with context.link.section("load"):
-        check_first_loss(parts)

@@ -6,7 +6,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimaran.core import Plan, Recipe
+import torch.distributed as dist
+
+from trimaran.core import DEVICE_TRAITS, Plan, Recipe
 from trimaran.data import Loader
 from trimaran.nets import Network
 from trimaran.parallel import CheckpointState, RankMesh, build_loss_scale
@@ -17,8 +19,8 @@ from trimaran.train.features.table import features_of
 from trimaran.train.health.compilations import Compilations
 from trimaran.train.health.guard import BadSampleCount, Guard, RefusedStep, broadcast_quarantine
 from trimaran.train.health.memory_check import CompareReplicas, ReplicaCheck, ShardCheck
-from trimaran.train.metrics.meters import ConnectionWatch, build_meters
-from trimaran.train.metrics.profiler import build_profiler
+from trimaran.train.metrics.meters import ConnectionWatch, MemoryMeter, Meters, RankStats, lr_factors
+from trimaran.train.metrics.profiler import Profiler
 from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.metrics.step_recorder import SlowDetails, StepRecorder, measured_axes
 from trimaran.train.process.rank_setup import RankInfo
@@ -85,7 +87,12 @@ class Instruments:
             quarantine=broadcast_quarantine(run.quarantine),
             bad_samples=BadSampleCount(recipe.data.samples.max_bad),
         )
-        self.profiler = build_profiler(run, journal, self.clock, networks, context.rank_info.device, link)
+        device = context.rank_info.device
+        self.profiler = profiler = Profiler(run, recipe.telemetry, journal, self.clock, networks, device, link)
+        if DEVICE_TRAITS[device.type].has_own_memory:
+            from trimaran.train.metrics.memory_snapshot import snapshot_on_oom  # noqa: PLC0415  a CPU has no such hook
+
+            snapshot_on_oom(profiler.snapshotter, run, rank=journal.rank, step=lambda: profiler.step)
         self.compilations, self._slow_details = Compilations(link, journal), SlowDetails()
         self._indexer = StepIndexer(run.metrics, run.metrics_index) if _writes_lines(context) else None
         self._connections = ConnectionWatch(journal) if link.store else None
@@ -97,22 +104,28 @@ class Instruments:
 
     def recorder(self, context: RankContext, networks: Sequence[Network]) -> StepRecorder:
         """Return the recorder of the steps of a plan. Every rank must call it."""
-        seconds = context.recipe.telemetry.sample_seconds
-        table = RankTableWriter(context.run.rank_table, seconds=seconds) if _writes_lines(context) else None
+        seconds, plan = context.recipe.telemetry.sample_seconds, context.plan
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
         return StepRecorder(
-            plan=context.plan,
-            meters=build_meters(context.recipe, context.plan, networks[0], context.rank_info.device, table),
+            plan=plan,
+            meters=Meters(
+                plan=plan,
+                memory=MemoryMeter(context.rank_info.device),
+                rank_stats=RankStats(rank=rank, num_ranks=num_ranks, pp=plan.mesh.pp) if num_ranks > 1 else None,
+                rank_table=RankTableWriter(context.run.rank_table, seconds=seconds) if _writes_lines(context) else None,
+                lr_factors=lr_factors(context.recipe, networks[0].towers),
+            ),
             journal=context.journal,
             profiler=self.profiler,
             compilations=self.compilations,
-            axes=measured_axes(context.plan, networks),
+            axes=measured_axes(plan, networks),
             indexer=self._indexer,
             slow_details=self._slow_details,
             connections=self._connections,
         )
 
     def watch_memory(self, context: RankContext, state: CheckpointState) -> CompareReplicas:
-        """Let the guard check that memory changes in updates only, and return the check of replicas.
+        """Let the guard check that only updates change memory, and return the check of replicas.
 
         With another engine neither is checked: it keeps its state where they do not look.
         """
@@ -120,7 +133,8 @@ class Instruments:
             return lambda step: None
         device = context.rank_info.device
         shards = state.checked_shards if isinstance(state, TrainingState) else state.shards
-        self.guard.watch_memory(ShardCheck(shards, device=device, max_fraction=context.recipe.faults.shard_check))
+        max_fraction = context.recipe.faults.shard_check
+        self.guard.shard_check = ShardCheck(shards, device=device, max_fraction=max_fraction)
         return ReplicaCheck(shards, device=device).check
 
     def nonfinite_search(

@@ -20,7 +20,7 @@ Stages = list[tuple[Network, Callable[[torch.device], None]]]
 
 
 class Attachment:
-    """Nothing is attached. `packs`: frozen weights are packed shard by shard, so that another plan has other bytes."""
+    """Attaches nothing. `packs`: frozen weights are packed shard by shard, so that another plan has other bytes."""
 
     needs_whole = packs = False
 
@@ -58,10 +58,10 @@ def build_networks(
     ranks: RankMesh,
     report_progress: Callable[[], None] = lambda: None,
 ) -> tuple[Network, ...]:
-    """Return this rank's stages of the recipe's network, sharded by the plan. Without a pipeline there is one stage.
+    """Return this rank's stages, sharded by the plan. Without a pipeline there is one stage.
 
-    Every plan starts from the same weights. A network is sharded on the meta device and then initialised shard by
-    shard: no rank ever holds more than its shard. `report_progress` is called after each tensor read.
+    Every plan starts from the same weights. A network is sharded on the meta device and initialised shard by shard: no
+    rank ever holds more than its shard. `report_progress` is called after each tensor read.
     """
     if plan.offloads_to_disk and not ranks.without_device:
         from trimaran.runs.disk_folder import check_disk_folder  # noqa: PLC0415  few plans offload to a disk
@@ -74,7 +74,7 @@ def build_networks(
 
 
 def build_empty_networks(recipe: Recipe, plan: Plan, rank_info: RankInfo, ranks: RankMesh) -> tuple[Network, ...]:
-    """Return the same as `build_networks`, with memory for the weights but without their values.
+    """Return what `build_networks` does, with memory for the weights, not their values.
 
     A frozen base in 4 bits gets its values: they are packed by shard, so another plan has other bytes.
     """
@@ -95,9 +95,9 @@ def build_empty_networks(recipe: Recipe, plan: Plan, rank_info: RankInfo, ranks:
 def shard_networks(
     recipe: Recipe, plan: Plan, ranks: RankMesh, report_progress: Callable[[], None] = lambda: None
 ) -> Stages:
-    """Return this rank's stages, sharded and on the meta device, and for each a function that gives it its weights.
+    """Return this rank's stages, sharded on the meta device, each with a function that gives it weights on a device.
 
-    That function takes the device of the weights. On the meta device it only checks that weights on disk fit.
+    On the meta device that function only checks that weights on disk fit.
     """
     attachment, spec = attachment_of(recipe), None
     whole: Network | None = None
@@ -134,7 +134,12 @@ def shard_networks(
             attachment.fill(network, whole)
 
     for network in networks:
-        _shard_network(network, whole, recipe, plan, ranks)
+        attachment.check(plan)
+        freeze_towers(network, recipe.model.freeze)
+        attachment.attach(network, whole)
+        override_precision(network, recipe.train.precision, ranks.device)
+        attachment.pack(network, plan)
+        apply_plan(network, plan, ranks)
     return [(network, partial(fill, network)) for network in networks]
 
 
@@ -149,17 +154,6 @@ def fill_base(network: Network, recipe: Recipe, spec: Spec | None, report_progre
         network.load(folder, report_progress)
     elif not is_on_meta(network.module):
         initialise(network.module, seed=recipe.train.seed, spec=spec)
-
-
-def _shard_network(network: Network, whole: Network | None, recipe: Recipe, plan: Plan, ranks: RankMesh) -> None:
-    """Freeze, attach the adapter (in a pipeline by the `whole` network), set precisions and apply the plan."""
-    attachment = attachment_of(recipe)
-    attachment.check(plan)
-    freeze_towers(network, recipe.model.freeze)
-    attachment.attach(network, whole)
-    override_precision(network, recipe.train.precision, ranks.device)
-    attachment.pack(network, plan)
-    apply_plan(network, plan, ranks)
 
 
 def reload_base(networks: tuple[Network, ...], recipe: Recipe, plan: Plan, rank_info: RankInfo) -> None:

@@ -25,7 +25,6 @@ class StepSaver(Protocol):
     @property
     def wants_save(self) -> bool:
         """Whether a checkpoint is due; the ranks agree on it with the next step."""
-        ...
 
     def before_update(self) -> None:
         """Make the update wait for a copy in progress."""
@@ -55,7 +54,7 @@ class Trainer:
     reseed: Callable[[int], None]
 
     def train(self, saver: StepSaver, start: int, *, pause_after: int | None = None) -> LoopExit:
-        """Train from step `start` until the recipe's last step, or until all ranks agree to stop, rewind or change.
+        """Train from step `start` to the recipe's last, or until all ranks agree to stop, rewind or change.
 
         `saver` saves the state. `pause_after`: also return once this many steps are done and replicas are in sync.
         """
@@ -68,6 +67,7 @@ class Trainer:
         pending: deque[PendingStep] = deque()
         loop_exit: LoopExit | None = None
         every, steps, start = self.recipe.train.evaluate.every, self.recipe.train.steps, done
+        comm = self.check.plan.comm
         self.clock.restart()
         for host_batch in loader:
             self.link.report_section("step" if host_batch.step > start + 1 else "first", host_batch.step)
@@ -87,10 +87,10 @@ class Trainer:
             read_numbers = self.stepper.numbers_later(norm, refused)
             self.clock.lap("optimizer", then="data")
             done = batch.step + 1
-            # Local steps: save and stop only where replicas are in sync, because elsewhere their weights differ.
-            in_sync = self.check.replicas_in_sync(done)
+            # With local steps, save and stop only after replicas have synchronised: in between their weights differ.
+            in_sync = done % comm.sync_every == 0
             # Read the numbers of steps before only now, so that the device never waits for the host.
-            decision = self._read(pending, loader, keep=0 if in_sync else self.check.read_delay - 1)
+            decision = self._read(pending, loader, keep=0 if in_sync else comm.local.read_delay - 1)
             if in_sync:
                 decision = self.check.check_replicas(done, decision)
             loop_exit = loop_exit or decision.loop_exit

@@ -63,7 +63,14 @@ def run_worker(
             journal.event("error", **error.as_dict())
             return EXIT_USER
         except Exception as error:
-            if (message := _refusal_of_other(run, rank_info, error, since=started)) is not None:
+            found = find_refusal(run, rank_info.rank, since=started) if says_connection_lost(error) else None
+            if found is not None:  # this rank only lost the connection to a rank that reported a user's mistake
+                other, mistake = found
+                lost = GLOO_NOISE.sub("", str(error).strip().partition("\n")[0])[:200]
+                message = (
+                    f"rank {rank_info.rank} ended because rank {other} did: {mistake['code']}: {mistake['what']} "
+                    f"(this rank only lost the connection to it: {lost})"
+                )
                 journal.event("error", type="RankLost", message=message)
                 sys.stderr.write(f"{message}\n")
                 return EXIT_USER
@@ -83,18 +90,6 @@ def run_worker(
                     raise
                 log.exception("the run is done, but the process group could not be closed")
     return code
-
-
-def _refusal_of_other(run: RunDirectory, rank_info: RankInfo, error: Exception, *, since: float) -> str | None:
-    """Return what to say if this rank only lost the connection to a rank that reported a user's mistake; else None."""
-    if not says_connection_lost(error) or (found := find_refusal(run, rank_info.rank, since=since)) is None:
-        return None
-    other, mistake = found
-    lost = GLOO_NOISE.sub("", str(error).strip().partition("\n")[0])[:200]
-    return (
-        f"rank {rank_info.rank} ended because rank {other} did: {mistake['code']}: {mistake['what']} "
-        f"(this rank only lost the connection to it: {lost})"
-    )
 
 
 def rank_of(run: RunDirectory, rank_info: RankInfo, link: SupervisorLink) -> PlainRank:
@@ -143,7 +138,8 @@ def _train_rank(
     phases = {"join": timer.seconds["join"], **parts.seconds, "keep": timer.seconds["keep"]}
     copies, seconds = training.checkpointer.copies.memory_facts(), time.monotonic() - started
     journal.event("ready", step=training.start, seconds=seconds, phases=phases, copies=copies)
-    change_file.begin(training.start)
+    # With the step, whoever asked can tell which of its requests failed.
+    change_file.drop("the ranks were started again before this change was made", step=training.start)
     del parts  # a change of the plan frees them
     loop_exit = training.run()
     if loop_exit.reason == "leave":

@@ -52,11 +52,16 @@ class BaseHashing:
 
     def known(self) -> dict[str, Any] | None:
         """Return the digest if all ranks are done, else None."""
-        if self._known is None and self._store.has(self._keys()):
+        if self._known is not None:
+            return self._known
+        keys = {
+            name: [self._key(name, assigned_rank(self._holders, name, group)) for group in groups]
+            for name, groups in self._holders.items()
+        }
+        if self._store.has([each for of_copies in keys.values() for each in of_copies]):
             files: dict[str, str] = {}
-            for name, groups in self._holders.items():
-                keys = [self._key(name, assigned_rank(self._holders, name, group)) for group in groups]
-                for text in self._store.wait_get(keys, RANK_TIMEOUT_SECONDS):
+            for name, of_copies in keys.items():
+                for text in self._store.wait_get(of_copies, RANK_TIMEOUT_SECONDS):
                     if text.startswith(ERROR):
                         raise changed_base(self._paths[name], text.removeprefix(ERROR))
                     if files.setdefault(name, text) != text:
@@ -100,24 +105,17 @@ class BaseHashing:
                 text = f"{ERROR}{name} cannot be read: {error.strerror}"
             self._store.set(self._key(name, self._rank), text)
 
-    def _keys(self) -> list[str]:
-        return [
-            self._key(name, assigned_rank(self._holders, name, group))
-            for name, groups in self._holders.items()
-            for group in groups
-        ]
-
     def _key(self, name: str, rank: int) -> str:
         return f"{self._prefix}/{rank}/{name}"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterBase(Base):
-    """The base of an adapter: its digest, and a function that reads it again, in place. See `Base`."""
+    """The base of an adapter: its digest, and once the networks are known a function to reload it. See `Base`."""
 
     hashing: BaseHashing
-    read_again: Callable[[], None]
     path: str
+    read_again: Callable[[], None] = lambda: None
     is_apart = True
 
     def known(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from trimaran.checkpoint import MemorySource, barrier
+from trimaran.checkpoint import MemorySource, SaveRequest, barrier
 from trimaran.core import Recipe
 from trimaran.parallel import broadcast_json
 from trimaran.runs import last_step
@@ -176,12 +176,12 @@ class Checkpointer:
 
     def before_update(self) -> None:
         """Make the update wait for a copy in progress. Must be called before every update."""
-        self.copies.before_update()
+        self.copies.copier.before_update()
 
     def wait_until_copied(self) -> None:
         """Return when no copy in memory reads the state any more, for updates that another thread will make."""
-        self.copies.before_update()
-        self.copies.wait()
+        self.copies.copier.before_update()
+        self.copies.copier.wait()
 
     def open_copy(self, step: int) -> MemorySource | None:
         return self.copies.open_copy(step)
@@ -215,8 +215,10 @@ class Checkpointer:
         if not section.is_off:
             self._log_results()
             self.saves.refuse_unwritten(step)
-            if section.store:
-                self.saves.upload_last(step)
+            uploads = self.saves.saver.uploads
+            is_due = section.store and broadcast_json(uploads is not None and uploads.last_ordered != step)
+            if uploads is not None and is_due:
+                uploads.start(step)  # after the one that is still on its way
 
     def totals(self) -> dict[str, Any]:
         """Return the cost of saving the state so far, and what a fault would have cost at most, for the last event."""
@@ -237,7 +239,15 @@ class Checkpointer:
             self._log_results()
             copies.decide_slots()
             if copies.has_slots:
-                request = saves.request_from_slot(step, copies.copier, copies.hold_for_save(step))
+                slot, copier = copies.hold_for_save(step), copies.copier
+                request = SaveRequest(
+                    step=step,
+                    share=copier.share,
+                    memory=slot.data[: copier.share.num_bytes],
+                    wait_ready=copier.wait,
+                    progress=self._inputs.progress(),
+                    stall_seconds=copier.stall_seconds,
+                )
             else:
                 request = saves.request_from_file(step, copies.copier)
             saves.start(request)
@@ -255,7 +265,7 @@ class Checkpointer:
 
     def _wait_for_all(self, step: int) -> None:
         self._wait_until_saved(step)
-        self.copies.wait()
+        self.copies.copier.wait()
         self._log_results()
 
     def _log_results(self) -> None:

@@ -19,7 +19,6 @@ from trimaran.checkpoint import (
     CopyMetadata,
     DurableDisk,
     Manifest,
-    MemorySlot,
     RankLayout,
     RankMemory,
     Saver,
@@ -99,16 +98,6 @@ class DiskSaves:
         self.saver.start(request)
         self.schedule.record_start()
 
-    def request_from_slot(self, step: int, copier: Copier, slot: MemorySlot) -> SaveRequest:
-        return SaveRequest(
-            step=step,
-            share=copier.share,
-            memory=slot.data[: copier.share.num_bytes],
-            wait_ready=copier.wait,
-            progress=self._inputs.progress(),
-            stall_seconds=copier.stall_seconds,
-        )
-
     def request_from_file(self, step: int, copier: Copier) -> SaveRequest:
         """Return the request to write the state from a file on the same disk: there is no slot in memory."""
         state, folder, share = self._inputs.state, self._inputs.run.checkpoints, copier.share
@@ -159,7 +148,7 @@ class DiskSaves:
             else:
                 self._totals.checkpoints += 1
                 self.saved_step = result.step
-                self.schedule.record_cost(SaveCost(stall=Seconds(result.stall_seconds), write=Seconds(result.seconds)))
+                self.schedule.cost = SaveCost(stall=Seconds(result.stall_seconds), write=Seconds(result.seconds))
             if self._layout.rank == 0:
                 fields = {name: getattr(result, name) for name in EVENT_FIELDS}
                 fields |= {"failed": result.failed} if result.failed else {}
@@ -186,13 +175,6 @@ class DiskSaves:
         if self._layout.rank == (self._layout.node if self._inputs.link.own_disk else 0):
             for each in (each for each in complete_steps(folder) if each > step):
                 refuse(step_path(folder, each), f"the last state known to be good is that of step {step}")
-
-    def upload_last(self, step: int) -> None:
-        """Start to upload the checkpoint of `step`, unless that has been ordered. Every rank must call it."""
-        uploads = self.saver.uploads
-        is_due = broadcast_json(uploads.last_ordered != step if uploads is not None else False)
-        if uploads is not None and is_due:
-            uploads.start(step)  # after the one that is still on its way
 
     def wait_until_uploaded(self, step: int) -> None:
         """Return when the object store has the last checkpoint, or the upload has failed. It must have started."""

@@ -180,7 +180,8 @@ class CopySchedule:
         self._is_auto, self._gather, self._lost_seconds, self._stride = every == "auto", gather, lost_seconds, stride
         self._num_slots, self._num_first = num_slots, num_slots + FIRST_TIMED_COPIES
         self._last_step = self._num_copies = self._last_spacing = 0
-        self._steps_to_review, self._exchange_seconds = 0, 0.0
+        self._steps_to_review = 0
+        self.exchange_seconds = 0.0  # of the last review: part of the cost of the next copy
         self._samples = StepSamples()
         self._host_seconds: deque[float] = deque()
         """Of the copies for which it is not known yet how long the GPU waited."""
@@ -215,8 +216,8 @@ class CopySchedule:
         """Record a copy and how long the host spent on it. Every rank must call it at the same step."""
         self._last_step, self._last_spacing = step, step - self._last_step
         self._num_copies += 1
-        self._host_seconds.append(host_seconds + self._exchange_seconds)
-        self._exchange_seconds = 0.0
+        self._host_seconds.append(host_seconds + self.exchange_seconds)
+        self.exchange_seconds = 0.0
         self._samples.record_copy()
         if is_review(self._num_copies, self._num_first):
             self._steps_to_review = 1 + REVIEW_DELAY_STEPS
@@ -227,10 +228,6 @@ class CopySchedule:
         """Record how long the GPU waited for the next copy in order; 0.0 on a CPU."""
         if self._host_seconds:
             self._costs.append((self._host_seconds.popleft(), seconds))
-
-    def record_exchange(self, seconds: float) -> None:
-        """Record how long a review took: it is part of the cost of the next copy."""
-        self._exchange_seconds = seconds
 
     def review(self, commit_seconds: float) -> None:
         """Adjust the interval. Every rank must call it when `is_review_due`, with its last time to commit a copy."""
@@ -351,6 +348,3 @@ class SaveSchedule:
 
     def record_start(self) -> None:
         self._started = self._now()
-
-    def record_cost(self, cost: SaveCost) -> None:
-        self.cost = cost

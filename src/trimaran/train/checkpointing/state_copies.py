@@ -101,14 +101,14 @@ class StateCopies:
         )
         num_slots = self._pool.budget.num_slots
         log.info("checkpoints: %s in each of %d slots", show_bytes(slots.num_bytes), num_slots)
-        self._copier, self._share = slots.copier, slots.copier.share
+        self.copier, self._share = slots.copier, slots.copier.share
         if has_own_memory and num_slots:
             from trimaran.checkpoint.device_copier import DeviceCopier  # noqa: PLC0415  for GPUs only
 
-            self._copier = DeviceCopier(self._share, memories.mine, device, pinned)
+            self.copier = DeviceCopier(self._share, memories.mine, device, pinned)
         slots_of_peers = self._pool.peer_slots
-        self._peers = PeerCopies(memories.layout, slots_of_peers, self._copier.wait) if slots_of_peers else None
-        self._slots_decided = not self._copier.allocates_in_background  # do all know if there is memory?
+        self._peers = PeerCopies(memories.layout, slots_of_peers, self.copier.wait) if slots_of_peers else None
+        self._slots_decided = not self.copier.allocates_in_background  # do all know if there is memory?
         self._num_asks = 0  # how often the ranks have asked each other whether there is memory for copies
         self._incarnation = (self._link.attempt, 0)
         self._writing: MemorySlot | None = None
@@ -123,7 +123,7 @@ class StateCopies:
         self._pool.clear_except(restored.incarnation, kept, self._share)
         self._incarnation = (self._link.attempt, num_rewinds)
         self._begin_schedule(restored.step)
-        self._copier.prepare(self._pool.own_slots, self._inputs.state.shards())
+        self.copier.prepare(self._pool.own_slots, self._inputs.state.shards())
         facts = save_interval.StartFacts(
             keeps_copies=self.are_kept,
             has_memory=self._pool.budget.num_slots > 0 if self._slots_decided else None,
@@ -144,7 +144,7 @@ class StateCopies:
         old = [fd for fd in fds if fd != self._pool.rank_memory.fd]
         if all_true(not old):
             return
-        self._copier.wait()
+        self.copier.wait()
         barrier()
         for fd in old:
             os.ftruncate(fd, 0)
@@ -174,10 +174,6 @@ class StateCopies:
         """Whether a checkpoint can wait in memory until it is on disk."""
         return self._pool.budget.own_slots > 0
 
-    @property
-    def copier(self) -> Copier:
-        return self._copier
-
     def memory_facts(self) -> dict[str, Any]:
         budget = self._pool.budget
         return {"slots": budget.num_slots, "memory": budget.keeps_copies, "slot_bytes": self._share.num_bytes}
@@ -186,21 +182,19 @@ class StateCopies:
         """Record the last step and what is known by now about copies; adjust how often the state is copied."""
         self._step_seconds, schedule = step_seconds, self._schedule
         schedule.record_step(step_seconds)
-        for seconds in self._copier.device_waits():
+        for seconds in self.copier.device_waits():
             self._totals.stall_seconds += seconds
             schedule.record_device_wait(seconds)
         if schedule.is_review_due:
             began = time.thread_time()  # without the wait for other ranks: they would wait in the next step
-            schedule.review(self._copier.commit_seconds)
+            schedule.review(self.copier.commit_seconds)
             seconds = time.thread_time() - began
             self._totals.stall_seconds += seconds
-            schedule.record_exchange(seconds)
+            schedule.exchange_seconds = seconds
 
     def copy_if_due(self, step: int) -> None:
-        if self._schedule.is_due(step):
-            has_memory = self._ask_for_slots()  # all ranks ask at the same steps
-            if has_memory:
-                self._copy(step)
+        if self._schedule.is_due(step) and self._ask_for_slots():  # all ranks ask at the same steps
+            self._copy(step)
 
     def copy_before_change(self, step: int) -> None:
         """Copy the state, if there is memory for it: a crash during a change of the plan then loses no step."""
@@ -223,15 +217,9 @@ class StateCopies:
         is_copied = self._pool.slot_of(step) is not None
         if not self._memories.outlive_ranks or self._layout.num_nodes > 1 or not all_true(is_copied):
             return None
-        self._copier.wait()
+        self.copier.wait()
         key = self._incarnation, step, self._layout.world_size
         return open_node_copy([each.fd for each in self._memories.readable], self._memories.shared_layout, key)
-
-    def before_update(self) -> None:
-        self._copier.before_update()
-
-    def wait(self) -> None:
-        self._copier.wait()
 
     def wait_until_sent(self) -> None:
         if self._peers is not None:
@@ -244,16 +232,16 @@ class StateCopies:
 
     def give_pinned_memory(self, slots: SlotPlan) -> "DeviceCopier | None":
         """Return the copier if its pinned memory suits `slots` (pinning takes a second for a GB), else release it."""
-        pinned = self._copier.pinned if slots.fits else None
+        pinned = self.copier.pinned if slots.fits else None
         if pinned is None:
-            self._copier.release()
+            self.copier.release()
         return pinned
 
     def loss_bound(self, saves: save_interval.SaveSchedule) -> save_interval.LossBound | None:
         """Return what a fault costs at most; None while that is unknown: no copy or no step is timed."""
         schedule = self._schedule
         step_seconds, every = schedule.step_seconds, schedule.every if self._memories.outlive_ranks else 0
-        if not step_seconds or (every and not self._copier.has_committed):
+        if not step_seconds or (every and not self.copier.has_committed):
             return None
         node_steps = saves.max_repeated_steps(step_seconds)
         if every and self._peers is not None:
@@ -261,7 +249,7 @@ class StateCopies:
             node_steps = save_interval.max_repeated_steps(2 * round_steps, self._stride)
         steps = node_steps
         if every:
-            commit_steps = (schedule.commit_seconds or self._copier.commit_seconds) / step_seconds
+            commit_steps = (schedule.commit_seconds or self.copier.commit_seconds) / step_seconds
             steps = save_interval.max_repeated_steps(schedule.max_spacing, self._stride, commit_steps=commit_steps)
         seconds, node_seconds = (None if each is None else Seconds(each * step_seconds) for each in (steps, node_steps))
         return save_interval.LossBound(steps=steps, seconds=seconds, node_steps=node_steps, node_seconds=node_seconds)
@@ -269,20 +257,20 @@ class StateCopies:
     def bound_inputs(self) -> tuple[object, ...]:
         schedule, peer_steps = self._schedule, self._peers.interval_steps if self._peers is not None else 0
         times = schedule.step_seconds, schedule.commit_seconds
-        return (*times, schedule.every, schedule.max_spacing, peer_steps, self._copier.has_committed)
+        return (*times, schedule.every, schedule.max_spacing, peer_steps, self.copier.has_committed)
 
     def decide_slots(self) -> None:
         """Wait until all ranks know whether there is memory to copy to. Without it on one, all give theirs up."""
         if self._slots_decided:
             return
         self._slots_decided, began = True, time.perf_counter()
-        if not all_true(self._copier.wait_ready()):
+        if not all_true(self.copier.wait_ready()):
             # A node has less memory than it reported.
             what = "there is no memory for copies of the state: it is saved to disk only, and training waits for that"
             log.warning(what)
-            self._copier.release()
+            self.copier.release()
             self._pool.release()
-            self._copier, self._peers = Copier(self._share), None
+            self.copier, self._peers = Copier(self._share), None
             self._schedule = save_interval.CopySchedule(0, all_gather_int64)
         self._totals.stall_seconds += time.perf_counter() - began
 
@@ -291,10 +279,10 @@ class StateCopies:
         if not self._slots_decided:
             self._num_asks += 1
             if self._layout.world_size == 1:
-                all_know = self._copier.is_ready
+                all_know = self.copier.is_ready
             else:  # after some steps the ranks ask each other only now and then
                 is_turn = self._num_asks <= ASK_EVERY_STEPS or self._num_asks % ASK_EVERY_STEPS == 0
-                all_know = is_turn and all_true(self._copier.is_ready)
+                all_know = is_turn and all_true(self.copier.is_ready)
             if all_know:
                 self.decide_slots()
         return self._slots_decided and self._pool.budget.num_slots > 0
@@ -313,7 +301,7 @@ class StateCopies:
             progress=self._inputs.progress(),
         )
         with self._link.section("copy", step):
-            self._copier.copy(slot, metadata, state.shards())
+            self.copier.copy(slot, metadata, state.shards())
         self._pool.mark_filled(slot, step)
         if self._peers is not None:
             self._peers.offer(step, slot, step_seconds=self._step_seconds)

@@ -185,11 +185,9 @@ class Tier(Protocol):
 
     def next_step(self) -> int | None:
         """Return the step of the next state to try, or None after the last one."""
-        ...
 
     def open(self, report_progress: Report) -> OpenedState | str:
         """Open that state, and return it, or why it cannot be used. In both cases it is not offered again."""
-        ...
 
 
 class MemoryTier:
@@ -444,8 +442,18 @@ def refuse_new_start(run: RunDirectory, rank_layout: RankLayout, *, newest: int)
     Every rank must call it if no state of at most `newest` steps was found; rank 0 checks for all. A run that died
     before its first checkpoint may start over.
     """
-    why = broadcast_json(_lost_checkpoints(run, newest) if rank_layout.rank == 0 else "")
-    if why:
+    why = ""
+    if rank_layout.rank == 0:
+        found = [f"step {row.step}: {row.why or f'it is later than train.steps={newest}'}" for row in
+                 list_checkpoints(run.checkpoints)]  # fmt: skip
+        events = [] if found else read_json_lines(run.events(0))
+        written = [each["step"] for each in events if each["kind"] == "checkpoint" and not each["data"].get("failed")]
+        if found:
+            more = f"; and {len(found) - MAX_NAMED_CHECKPOINTS} more" if len(found) > MAX_NAMED_CHECKPOINTS else ""
+            why = "; ".join(found[::-1][:MAX_NAMED_CHECKPOINTS]) + more
+        elif written:
+            why = f"that of step {max(written)} was written and has been removed"
+    if why := broadcast_json(why):
         raise _no_checkpoint(why, run.checkpoints)
 
 
@@ -453,15 +461,3 @@ def _no_checkpoint(why: str, folder: Path) -> UserError:
     return UserError("K047", f"this run cannot resume from any of its checkpoints: {why}", where=str(folder),
                      fix="list them with `trimaran checkpoints RUN` and restore one, or start over in another folder: "
                      "--run-dir DIR")  # fmt: skip
-
-
-def _lost_checkpoints(run: RunDirectory, newest: int) -> str:
-    """Return why the checkpoints that were written cannot be used; an empty text if none was ever written."""
-    found = [f"step {row.step}: {row.why or f'it is later than train.steps={newest}'}" for row in
-             list_checkpoints(run.checkpoints)]  # fmt: skip
-    if found:
-        more = f"; and {len(found) - MAX_NAMED_CHECKPOINTS} more" if len(found) > MAX_NAMED_CHECKPOINTS else ""
-        return "; ".join(found[::-1][:MAX_NAMED_CHECKPOINTS]) + more
-    events = read_json_lines(run.events(0))
-    written = [each["step"] for each in events if each["kind"] == "checkpoint" and not each["data"].get("failed")]
-    return f"that of step {max(written)} was written and has been removed" if written else ""

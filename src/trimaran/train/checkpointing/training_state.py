@@ -35,7 +35,6 @@ class StatePart(Protocol):
 
     def restore(self) -> None:
         """Complete the part once all shards of the state are filled."""
-        ...
 
 
 class ShardKeys:

@@ -110,7 +110,7 @@ class AsyncStepper(PlainStepper):
         self.counter, check, staleness = None, self.server.check, plan.comm.async_sgd.staleness
         if rank == 0:
             self.counter = BatchCounter(num_workers=num_ranks, staleness=staleness, check=check)
-        super().__init__(network, plan, ranks, updater, context.clock, context.objective)
+        super().__init__(context, updater)
         self.connections = ServerConnections(self.server, rows, rank=rank, counter=self.counter, group=requests)
         self.num_workers, self.pause_every = plan.mesh.dp, plan.comm.async_sgd.pause_every
 
@@ -183,24 +183,21 @@ class AsyncTrainer(Trainer):
                 spacings = [self.workers.pause_every, train.evaluate.every, every if isinstance(every, int) else 0]
                 end = min([train.steps, *((done // each + 1) * each for each in spacings if each)])
                 workers.counter.open(start=done, end=end)
-            done = self._run_segment(feed, segment)
+            while True:
+                self._write_lines()
+                pause = bool(self.requests.stop) or workers.server.refusal is not None
+                taken = workers.connections.take(segment=segment, pause=pause)
+                if isinstance(taken, Pause):
+                    break
+                self._compute(feed, taken)
+            done = taken.step
+            workers.connections.pull(done)  # all updates before the pause are applied then
+            self.clock.lap("comm")
             loop_exit = self._pause(done, saver)
         self.link.report_section("finish", done)
         workers.connections.close()
         workers.server.close()
         return loop_exit
-
-    def _run_segment(self, feed: BatchFeed, segment: int) -> int:
-        """Compute batches until the next pause; return its step, once all updates before it are applied."""
-        while True:
-            self._write_lines()
-            pause = bool(self.requests.stop) or self.workers.server.refusal is not None
-            taken = self.workers.connections.take(segment=segment, pause=pause)
-            if isinstance(taken, Pause):
-                self.workers.connections.pull(taken.step)
-                self.clock.lap("comm")
-                return taken.step
-            self._compute(feed, taken)
 
     def _compute(self, feed: BatchFeed, taken: Batch) -> None:
         step = taken.number // self.workers.num_workers + 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trimaran.data import StepBatch
-from trimaran.parallel import Compressor, IndexEntry, TensorIndex, TensorShard, compressor_of
+from trimaran.parallel import Compressor, TensorIndex, TensorShard, compressor_of
 from trimaran.train.checkpointing.training_state import FEEDBACK_PREFIX
 from trimaran.train.metrics.router_stats import copy_to_host_async
 from trimaran.train.steppers.engine import StepperContext
@@ -48,8 +48,15 @@ class FeedbackState:
                 continue
             if saved.meta.shape == shard.shape:
                 yield shard
-            else:
-                yield from self._saved_rows(shard, saved)
+                continue
+            # The saved rows that this rank takes over, each a copy in host memory.
+            assert isinstance(shard.tensor, Tensor)
+            ranks, rank = shard.shape[0], shard.start[0]
+            rows = []
+            for row in range(rank, saved.meta.shape[0], ranks):
+                rows.append(torch.empty(shard.tensor.shape))
+                yield TensorShard(key=shard.key, tensor=rows[-1], shape=saved.meta.shape, start=(row, *shard.start[1:]))
+            self._rows.append((shard.tensor, rows, ranks / saved.meta.shape[0]))
 
     def restore(self) -> None:
         """Write what the filled shards of another number of ranks add up to."""
@@ -61,22 +68,12 @@ class FeedbackState:
         for tensors in self._compressor.feedback().values():
             tensors.discard()
 
-    def _saved_rows(self, shard: TensorShard, saved: IndexEntry) -> Iterator[TensorShard]:
-        """Yield the saved rows that this rank takes over, each a copy in host memory."""
-        assert isinstance(shard.tensor, Tensor)
-        ranks, rank = shard.shape[0], shard.start[0]
-        rows = []
-        for row in range(rank, saved.meta.shape[0], ranks):
-            rows.append(torch.empty(shard.tensor.shape))
-            yield TensorShard(key=shard.key, tensor=rows[-1], shape=saved.meta.shape, start=(row, *shard.start[1:]))
-        self._rows.append((shard.tensor, rows, ranks / saved.meta.shape[0]))
-
 
 class CompressedGradients(UpdatePart):
     """Tells the compressor which step begins and whether its update was refused; saves the error feedback."""
 
     def __init__(self, compressor: Compressor, seed: int) -> None:
-        compressor.begin_run(seed)
+        compressor.state.seed = seed
         self.compressor = compressor
         self.state = (FeedbackState(compressor),)
 

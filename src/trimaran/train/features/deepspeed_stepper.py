@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -40,10 +40,11 @@ from trimaran.train.checkpointing.training_state import (
 from trimaran.train.loss.objective import predicted_tokens
 from trimaran.train.metrics.router_stats import balance_routers
 from trimaran.train.steppers.engine import StepperContext
-from trimaran.train.steppers.step_totals import LossPartSums, ReducedStep, StepTotals
+from trimaran.train.steppers.step_totals import LossPartSums, StepTotals
 from trimaran.train.steppers.stepper import (
     NO_REQUESTS,
     DetailsReader,
+    Stepper,
     compute_losses,
     compute_next_token_logits,
     evaluate_micro_batch,
@@ -82,7 +83,8 @@ class ParameterRange:
         moments = {f"optimizer/{key}/{self.name}": self.states[key] for key in MOMENTS}
         for key, values in ({f"model/{self.name}": self.weights} | moments).items():
             for start, size in regions_of_range(self.shape, self.first, self.first + len(values)):
-                offset = _flat_index(self.shape, start) - self.first
+                flat_index = sum(at * prod(self.shape[dim + 1 :]) for dim, at in enumerate(start))
+                offset = flat_index - self.first
                 tensor = values[offset : offset + prod(size)].view(size)
                 yield TensorShard(key=key, tensor=tensor, shape=self.shape, start=start)
         step = self.states["step"]
@@ -117,7 +119,12 @@ class ZeroTrainingState:
             trained = [(name, each) for name, each in self._module.named_parameters() if each.requires_grad]
             ranges = _zero3_ranges if hasattr(self._optimizer, "fp32_partitioned_groups_flat") else _zero12_ranges
             self._shards = [shard for each in ranges(self._optimizer, trained) for shard in each.shards()]
-            self._shards += self._untrained_shards()
+            for name, each in self._module.named_parameters():
+                if not each.requires_grad:
+                    assert not hasattr(each, "ds_tensor"), f"{name} is frozen and sharded, which is not supported"
+                    self._shards.append(local_shard(f"model/{name}", each, frozen=True))
+            for name, each in persistent_buffers(self._module):
+                self._shards.append(local_shard(f"model/{name}", each, frozen=False))
         return self._shards
 
     def shards_from(self, index: TensorIndex) -> list[TensorShard]:
@@ -141,14 +148,6 @@ class ZeroTrainingState:
             self._optimizer._reassign_or_swap_out_partitioned_parameters(number)
         if unsharded := self._optimizer.persistent_parameters:
             unsharded[0].all_gather(unsharded)
-
-    def _untrained_shards(self) -> Iterator[TensorShard]:
-        for name, each in self._module.named_parameters():
-            if not each.requires_grad:
-                assert not hasattr(each, "ds_tensor"), f"{name} is frozen and sharded, which is not supported"
-                yield local_shard(f"model/{name}", each, frozen=True)
-        for name, each in persistent_buffers(self._module):
-            yield local_shard(f"model/{name}", each, frozen=False)
 
 
 def _zero12_ranges(optimizer: Any, trained: list[tuple[str, nn.Parameter]]) -> Iterator[ParameterRange]:
@@ -199,13 +198,6 @@ def _regions_in_row(shape: tuple[int, ...], row: int, first: int, last: int) -> 
         yield (row, *start), (1, *size)
 
 
-def _flat_index(shape: tuple[int, ...], index: tuple[int, ...]) -> int:
-    position = 0
-    for size, each in zip(shape, index, strict=True):
-        position = position * size + each
-    return position
-
-
 log = logging.getLogger(__name__)
 
 
@@ -222,7 +214,7 @@ class EngineModule:
         return getattr(self._engine.module, name)
 
 
-class DeepSpeedStepper:
+class DeepSpeedStepper(Stepper):
     """Runs each micro-batch through the engine. The engine owns the weights; parameter names stay the network's.
 
     DeepSpeed counts micro-batches itself: its `step` is called after each, and updates the weights after the last. It
@@ -237,7 +229,6 @@ class DeepSpeedStepper:
         self._engine, self._device = engine, engine.device
         engine.basic_optimizer.register_step_pre_hook(self._set_found_inf)
         self._update_details: dict[str, Any] = {}
-        self._reduced: ReducedStep | None = None
         self._norm: Tensor | None = None
 
     def step(self, batch: StepBatch, *, requests: Sequence[int] = NO_REQUESTS) -> Tensor:
@@ -279,10 +270,6 @@ class DeepSpeedStepper:
         balance_routers([self._network], self._reduced.routing, refused)
         return self._norm, refused
 
-    def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
-        assert self._reduced is not None
-        return self._reduced.numbers_later(norm, refused)
-
     def details(self) -> DetailsReader:
         assert self._reduced is not None
         update_details, step_details = self._update_details, self._reduced.details
@@ -295,10 +282,6 @@ class DeepSpeedStepper:
 
     def next_token_logits(self, ids: Tensor) -> Tensor:
         return compute_next_token_logits(self._engine_network, self._ranks, ids)
-
-    def next_token_function(self) -> Callable[[Tensor], Tensor]:
-        """See `Stepper.next_token_function`. DeepSpeed's engine runs the whole sequence for each token."""
-        return self.next_token_logits
 
     @torch.no_grad()
     def predict_tokens(self, inputs: Inputs) -> Tensor:
@@ -365,7 +348,13 @@ def build_stepper(context: StepperContext) -> DeepSpeedStepper:
     log.debug(output.getvalue())
     for name, each in network.module.named_parameters():
         if name in fp32_weights:
-            _set_fp32_weights(deepspeed, each, fp32_weights.pop(name))
+            value, partition = fp32_weights.pop(name), getattr(each, "ds_tensor", None)
+            if partition is None:
+                deepspeed.utils.safe_set_full_fp32_param(each, value)
+            else:  # ZeRO-3 pads the last partition; `safe_set_full_fp32_param` fails on that
+                size = partition.numel()
+                padded = F.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
+                deepspeed.utils.safe_set_local_fp32_param(each, padded[size * dist.get_rank() :][:size])
     return DeepSpeedStepper(context, engine)
 
 
@@ -390,14 +379,3 @@ def load_deepspeed(device: str) -> ModuleType:
 
 def _wrong_device(what: str, device: str) -> UserError:
     return UserError("P038", what, where="DS_ACCELERATOR", fix=f"set DS_ACCELERATOR={device}, or leave it out")
-
-
-def _set_fp32_weights(deepspeed: Any, parameter: nn.Parameter, value: Tensor) -> None:
-    """Replace the fp32 weights that the optimizer updates by this rank's partition of `value`."""
-    partition: Any = getattr(parameter, "ds_tensor", None)
-    if partition is None:
-        return deepspeed.utils.safe_set_full_fp32_param(parameter, value)
-    # ZeRO-3 pads the last partition; `safe_set_full_fp32_param` fails on that.
-    size = partition.numel()
-    pad_to_even_shards = F.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
-    return deepspeed.utils.safe_set_local_fp32_param(parameter, pad_to_even_shards[size * dist.get_rank() :][:size])

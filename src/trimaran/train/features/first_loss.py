@@ -205,7 +205,7 @@ def _is_cheap(networks: Sequence[Network], plan: Plan, rank_info: RankInfo, devi
 
 def _whole_weights(model: nn.Module, networks: Sequence[Network], ranks: RankMesh, plan: Plan) -> dict[str, Tensor]:
     """Return the weights that are trained, unsharded and under the new model's names, and the new model's buffers."""
-    found = {name: each.to(ranks.device) for name, each in model.named_buffers()}
+    kind, found = ranks.device.type, {name: each.to(ranks.device) for name, each in model.named_buffers()}
     saved = model.state_dict().keys()
     names = [name for name, _ in model.named_parameters()] + [name for name in found if name in saved]
     here: dict[str, tuple[nn.Module, Tensor]] = {}
@@ -217,7 +217,23 @@ def _whole_weights(model: nn.Module, networks: Sequence[Network], ranks: RankMes
             here.setdefault(packed_as, (network.module.get_submodule(owner), each))
     everywhere = all_gather_json(sorted(here), ranks.group("pp")) if ranks.degrees.pp > 1 else []
     for name in names:
-        value = _whole_weight(*here[name], name, plan, ranks) if name in here else None
+        value: Tensor | None = None  # with the adapter, in the dtype of matmuls if it had to be copied
+        if name in here:
+            layer, tensor = here[name]
+            is_weight = name.rpartition(".")[2] == "weight"
+            is_copied = True
+            if is_weight and isinstance(layer, LoraLinear):
+                value = merged_weight(layer)
+            elif is_weight and isinstance(layer, Nf4Weight):
+                value = layer.base_weight()
+            elif is_dtensor(tensor):
+                value = gathered(tensor.detach())
+            else:
+                value, is_copied = tensor, False
+            value = value.detach()
+            with autocast(plan, ranks.device):
+                if is_copied and torch.is_autocast_enabled(kind) and value.ndim > 1 and value.is_floating_point():
+                    value = value.to(torch.get_autocast_dtype(kind))
         if everywhere:
             source = next(stage for stage, each in enumerate(everywhere) if name in each)
             group = ranks.group("pp")
@@ -230,22 +246,6 @@ def _whole_weights(model: nn.Module, networks: Sequence[Network], ranks: RankMes
         assert value is not None, "a plan changes no name"
         found[name] = value
     return found
-
-
-def _whole_weight(layer: nn.Module, tensor: Tensor, name: str, plan: Plan, ranks: RankMesh) -> Tensor:
-    """Return a weight of `layer` unsharded and with its adapter, in the dtype of matmuls if it had to be copied."""
-    is_weight = name.rpartition(".")[2] == "weight"
-    if is_weight and isinstance(layer, LoraLinear):
-        value = merged_weight(layer)
-    elif is_weight and isinstance(layer, Nf4Weight):
-        value = layer.base_weight()
-    elif is_dtensor(tensor):
-        value = gathered(tensor.detach())
-    else:
-        return tensor.detach()
-    with autocast(plan, ranks.device):
-        is_cast = torch.is_autocast_enabled(ranks.device.type) and value.ndim > 1 and value.is_floating_point()
-        return value.detach().to(torch.get_autocast_dtype(ranks.device.type)) if is_cast else value.detach()
 
 
 def _own_losses(

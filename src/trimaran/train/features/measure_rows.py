@@ -121,7 +121,22 @@ class _Passes:
 
     def measure(self, rows: int) -> tuple[float, int | None]:
         """Return the mean seconds of a micro-batch, and how many rows fit into memory, if that is known."""
-        most = self._rows_that_fit(rows)
+        most: int | None = None
+        if DEVICE_TRAITS[self._device.type].has_own_memory:
+            # A GPU's memory beside all that does not depend on the rows.
+            before = torch.cuda.memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._run(self._batch.micro(0))
+            peak = torch.cuda.max_memory_allocated(self._device)
+            held = (each.grad for each in self._network.module.parameters())
+            gradients = sum(local_part(each).nbytes for each in held if each is not None)
+            self._clear()
+            prediction = self._plan.prediction
+            states = sum(prediction.memory.get(term, 0) for term in ("masters", "optimizer")) if prediction else 0
+            total = MEMORY_FRACTION * torch.cuda.get_device_properties(self._device).total_memory
+            most = rows_in(total - before - gradients - states, rows, row_bytes=peak - before - gradients)
+        else:
+            self._time(1)
         self._time(1)  # the first backward after it may still allocate
         slowest = max(all_gather_json(self._time(1)))
         count = min(MAX_PASSES, max(1, math.ceil(MEASURED_SECONDS / max(slowest, 1e-9))))
@@ -153,23 +168,6 @@ class _Passes:
         for parameter in self._network.module.parameters():
             parameter.grad = None
         routing_counts([self._network], self._device)
-
-    def _rows_that_fit(self, rows: int) -> int | None:
-        """Run one micro-batch and return how many rows a GPU has memory for beside all that does not depend on them."""
-        if not DEVICE_TRAITS[self._device.type].has_own_memory:
-            self._time(1)
-            return None
-        before = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._run(self._batch.micro(0))
-        peak = torch.cuda.max_memory_allocated(self._device)
-        held = (each.grad for each in self._network.module.parameters())
-        gradients = sum(local_part(each).nbytes for each in held if each is not None)
-        self._clear()
-        prediction = self._plan.prediction
-        states = sum(prediction.memory.get(term, 0) for term in ("masters", "optimizer")) if prediction else 0
-        total = MEMORY_FRACTION * torch.cuda.get_device_properties(self._device).total_memory
-        return rows_in(total - before - gradients - states, rows, row_bytes=peak - before - gradients)
 
 
 def rows_in(free_bytes: float, rows: int, *, row_bytes: float) -> int:

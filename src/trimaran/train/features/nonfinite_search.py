@@ -183,13 +183,18 @@ class NonfiniteSearch:
     def _recompute(self, batch: StepBatch) -> NonfiniteOrigin | None:
         """Compute the step again: forward and, if the stepper can do it without an update, backward."""
         watch, modules = _ModuleWatch(), (each for _, each in _modules(self._networks))
-        with separate_modules(modules), watch.on(self._networks):
+        with separate_modules(modules), ExitStack() as hooks:
+            for name, module in _modules(self._networks):
+                hook = partial(watch.check_output, name)
+                hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             if not isinstance(self._stepper, PlainStepper):
                 with torch.no_grad():
                     self._stepper.evaluate(batch)
                 return watch.first
             for _ in self._stepper.recompute_gradients(batch):
-                watch.check_gradients(self._networks)
+                gradients = ((name, each.grad) for name, each in _parameters(self._networks))
+                if watch.first is None and (name := _first_bad(gradients)) is not None:
+                    watch.first = NonfiniteOrigin(module=name, what="gradient", order=AFTER_ALL_CALLS)
         return watch.first
 
 
@@ -200,20 +205,7 @@ class _ModuleWatch:
         self.first: NonfiniteOrigin | None = None
         self._calls = 0
 
-    @contextmanager
-    def on(self, networks: Sequence[Network]) -> Iterator[None]:
-        with ExitStack() as hooks:
-            for name, module in _modules(networks):
-                hook = partial(self._check_output, name)
-                hooks.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-            yield
-
-    def check_gradients(self, networks: Sequence[Network]) -> None:
-        gradients = ((name, each.grad) for name, each in _parameters(networks))
-        if self.first is None and (name := _first_bad(gradients)) is not None:
-            self.first = NonfiniteOrigin(module=name, what="gradient", order=AFTER_ALL_CALLS)
-
-    def _check_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def check_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         self._calls += 1
         if self.first is None and not _is_finite(out):
             is_clean = _is_finite((args, kwargs))

@@ -122,7 +122,12 @@ class ReplicaTotals(StepTotals):
         if self._ranks.rank("tp") > 0:  # the first tp rank has the same loss
             loss = torch.zeros_like(loss)
         flags = self._flags(loss)
-        total, replica_flags, replica_squares = self._sum_in_replica([loss, flags, squares])
+        own: Sequence[Tensor] = [loss, flags, squares]
+        if self._replica is not None:
+            sums = torch.cat([*own])
+            dist.all_reduce(sums, group=self._replica)
+            own = sums.split([len(each) for each in own])
+        total, replica_flags, replica_squares = own
         mean = total / super().num_valid()
         if (is_valid := self._is_valid(replica_flags)) is not None:
             mean = torch.where(is_valid, mean, math.nan)
@@ -138,13 +143,6 @@ class ReplicaTotals(StepTotals):
             details=lambda: world.details(parts, networks),
             read_all=world.numbers,
         )
-
-    def _sum_in_replica(self, here: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self._replica is None:
-            return here
-        sums = torch.cat([*here])
-        dist.all_reduce(sums, group=self._replica)
-        return sums.split([len(each) for each in here])
 
 
 class WorldSums:

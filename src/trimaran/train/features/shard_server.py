@@ -459,6 +459,7 @@ class ServerConnections:
             while True:
                 dist.recv(row, src=worker, group=self._group, tag=REQUEST)
                 request, *fields = row.tolist()
+                values: Tensor | None = None
                 if request == ServerRequest.END:
                     return
                 if request == ServerRequest.PUSH:
@@ -468,26 +469,22 @@ class ServerConnections:
                     seconds = tuple(fields[6 : 6 + len(PHASES)])
                     facts = GradientFacts(update, batch, own, version, tokens, fields[5], seconds)
                     self._server.push(facts, gradients)
+                    continue
+                if request == ServerRequest.PULL:
+                    version, values = self._server.pull(int(fields[0]))
+                    reply = version, 0
                 else:
-                    self._reply(worker, ServerRequest(int(request)), fields)
+                    assert self._counter is not None, "only rank 0 is asked for batches"
+                    if request == ServerRequest.TAKE:
+                        taken = self._counter.take(worker, segment=int(fields[0]), pause=bool(fields[1]))
+                        reply = (taken.number, taken.version) if isinstance(taken, Batch) else (-1, taken.step)
+                    else:
+                        reply = self._counter.finish(worker), 0
+                dist.send(torch.tensor(reply), dst=worker, group=self._group, tag=REPLY)
+                if values is not None:
+                    dist.send(values, dst=worker, group=self._group, tag=WEIGHTS)
         except BaseException as error:
             self._server.fail(error)
-
-    def _reply(self, worker: int, request: ServerRequest, fields: Sequence[float]) -> None:
-        values: Tensor | None = None
-        if request == ServerRequest.PULL:
-            version, values = self._server.pull(int(fields[0]))
-            reply = version, 0
-        else:
-            assert self._counter is not None, "only rank 0 is asked for batches"
-            if request == ServerRequest.TAKE:
-                taken = self._counter.take(worker, segment=int(fields[0]), pause=bool(fields[1]))
-                reply = (taken.number, taken.version) if isinstance(taken, Batch) else (-1, taken.step)
-            else:
-                reply = self._counter.finish(worker), 0
-        dist.send(torch.tensor(reply), dst=worker, group=self._group, tag=REPLY)
-        if values is not None:
-            dist.send(values, dst=worker, group=self._group, tag=WEIGHTS)
 
 
 class Sending:

@@ -118,32 +118,27 @@ class CachedLogits:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the logits of the token after `ids` [length]."""
+        # The cache keeps the tokens that are the same: not all of `ids`, and no part of an image.
+        most = min(len(self._ids), len(ids) - 1)
+        differs = (self._ids[:most] != ids[:most]).nonzero()
+        same = int(differs[0]) if len(differs) else most
+        unchanged = min([same, *(each.first for each in self.images if each.first < same < each.stop)])
         is_longer = self._cache.length <= self._network.long_after < len(ids)  # from now on angles are others
-        self._cache.truncate(0 if is_longer else self._num_unchanged(ids))
+        self._cache.truncate(0 if is_longer else unchanged)
         start = self._cache.length
-        inputs = {"tokens": ids[None, start:].to(self._device), **self._image_inputs(start, len(ids))}
+        inputs = {"tokens": ids[None, start:]}
+        images = [each for each in self.images if each.stop <= len(ids)]
+        if self._has_grid:
+            spans = [span for each in images for span in each.spans]
+            inputs["positions"] = torch.from_numpy(grid_positions(len(ids), spans)[:, None, start:])
+        if new := [each for each in images if each.first >= start]:
+            inputs["patches"] = torch.from_numpy(np.concatenate([each.patches for each in new]))
+            inputs["grids"] = torch.from_numpy(np.concatenate([each.grids for each in new]))
+        inputs = {name: each.to(self._device) for name, each in inputs.items()}
         self._ids = ids[:0]  # if this fails, nothing is known of the cache
         logits = self._network.extend(self._cache, inputs)[0, 0].float().cpu()
         self._ids = ids.clone()
         return logits
-
-    def _num_unchanged(self, ids: Tensor) -> int:
-        """Return how many tokens of the cache stay: not all of `ids`, and no part of an image."""
-        most = min(len(self._ids), len(ids) - 1)
-        differs = (self._ids[:most] != ids[:most]).nonzero()
-        same = int(differs[0]) if len(differs) else most
-        return min([same, *(each.first for each in self.images if each.first < same < each.stop)])
-
-    def _image_inputs(self, start: int, stop: int) -> dict[str, Tensor]:
-        images = [each for each in self.images if each.stop <= stop]
-        inputs = {}
-        if self._has_grid:
-            spans = [span for each in images for span in each.spans]
-            inputs["positions"] = torch.from_numpy(grid_positions(stop, spans)[:, None, start:])
-        if new := [each for each in images if each.first >= start]:
-            inputs["patches"] = torch.from_numpy(np.concatenate([each.patches for each in new]))
-            inputs["grids"] = torch.from_numpy(np.concatenate([each.grids for each in new]))
-        return {name: each.to(self._device) for name, each in inputs.items()}
 
 
 def whole_sequence_logits(network: Network, device: torch.device) -> Callable[[Tensor], Tensor]:
@@ -195,11 +190,6 @@ def unfilled_network(section: ModelSection, device: torch.device) -> Network:
     network, fill = open_network(section.model_copy(update={"multi_token_prediction": None}))
     fill(device)
     return network
-
-
-def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the token ids of `prompt`; the end-of-document token if it is empty."""
-    return [*tokenizer.begin_ids, *tokenizer.encode(prompt).tolist()] or [tokenizer.end_id]
 
 
 def save_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> None:

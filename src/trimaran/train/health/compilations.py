@@ -93,16 +93,12 @@ class Compilations:
             self._compiling.__exit__(None, None, None)
             self._compiling = None
             seconds = time.monotonic() - self._began
-            if self._is_starting:
+            if self._step <= self._first:
                 self._functions[self._what] = self._functions.get(self._what, 0.0) + seconds
             self._write_event({"seconds": round(seconds, 3)})
 
-    @property
-    def _is_starting(self) -> bool:
-        return self._step <= self._first
-
     def _write_event(self, data: dict[str, Any]) -> None:
-        if self._journal is not None and self._is_starting and self._number <= MAX_EVENTS // 2:
+        if self._journal is not None and self._step <= self._first and self._number <= MAX_EVENTS // 2:
             step = max(0, self._step)
             self._journal.event("compile", step=step, what=self._what, number=self._number, **data)
 

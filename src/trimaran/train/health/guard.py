@@ -126,13 +126,9 @@ class Guard:
         self._faults = faults or FaultsSection()
         self.loss_scale, self.quarantine = loss_scale, quarantine or Quarantine()
         self.bad_samples = bad_samples or BadSampleCount()
-        self.shard_check: ShardCheck | None = None
+        self.shard_check: ShardCheck | None = None  # steps before which it finds changed memory are refused
         self._mean, self._good_steps, self._in_a_row = 0.0, 0, 0
         self._rewound: set[int] = set()  # not in the checkpoint state: a rewind must not undo it
-
-    def watch_memory(self, check: ShardCheck) -> None:
-        """Refuse steps before which this check finds that memory has changed outside of an update."""
-        self.shard_check = check
 
     @property
     def limit(self) -> float:
@@ -182,9 +178,21 @@ class Guard:
         self._in_a_row += 1
         data_ranks = sorted({rank // (mesh.cp * mesh.tp) % mesh.dp for rank in numbers.suspects}) or range(mesh.dp)
         ids = () if numbers.batches_differ else samples(step - 1, data_ranks)
-        reason, action, ranks = self._reason(numbers), self._action(numbers, ids), numbers.suspects
-        return RefusedStep(step=step, good_step=step - 1, reason=reason, loss=loss, grad_norm=norm, ranks=ranks,
-                           sample_ids=ids, action=action)  # fmt: skip
+        if numbers.batches_differ:
+            reason = "ranks that share a batch disagree on which samples are usable"
+        elif not math.isfinite(loss):
+            reason = f"the loss is {loss}"
+        elif not math.isfinite(norm):
+            reason = f"the gradient norm is {norm}"
+        else:
+            reason = f"the loss jumped from {self._mean:.4g} to {loss:.4g}"
+        # Batches differ after a read error on one rank, which may be gone at the next step.
+        action = "skip" if numbers.batches_differ else self._faults.not_finite
+        too_many = len(self.quarantine.ids | set(ids)) > self._faults.max_quarantined
+        if self._in_a_row > self._faults.max_skips or (action == "rewind" and (step in self._rewound or too_many)):
+            action = "stop"
+        return RefusedStep(step=step, good_step=step - 1, reason=reason, loss=loss, grad_norm=norm,
+                           ranks=numbers.suspects, sample_ids=ids, action=action)  # fmt: skip
 
     def on_replica_difference(self, difference: ReplicaDifference) -> RefusedStep:
         """Return what to do when replicas differ: rewind, or stop if a rewind from this step did not help.
@@ -222,26 +230,6 @@ class Guard:
         self._mean, self._good_steps = float(state["mean"]), int(state["good_steps"])
         self._in_a_row = int(state["in_a_row"])
         self.bad_samples.restore(state.get("samples", BadSampleCount().state()))  # older checkpoints have no counts
-
-    def _reason(self, numbers: StepNumbers) -> str:
-        if numbers.batches_differ:
-            return "ranks that share a batch disagree on which samples are usable"
-        if not math.isfinite(numbers.loss):
-            return f"the loss is {numbers.loss}"
-        if not math.isfinite(numbers.grad_norm):
-            return f"the gradient norm is {numbers.grad_norm}"
-        return f"the loss jumped from {self._mean:.4g} to {numbers.loss:.4g}"
-
-    def _action(self, numbers: StepNumbers, sample_ids: Sequence[int]) -> Literal["skip", "rewind", "stop"]:
-        # Batches differ after a read error on one rank, which may be gone at the next step.
-        wanted = "skip" if numbers.batches_differ else self._faults.not_finite
-        if self._in_a_row > self._faults.max_skips:
-            return "stop"
-        if wanted == "rewind":
-            num_quarantined = len(self.quarantine.ids | set(sample_ids))
-            too_many = num_quarantined > self._faults.max_quarantined
-            return "stop" if numbers.step in self._rewound or too_many else "rewind"
-        return wanted
 
 
 def broadcast_quarantine(path: Path) -> Quarantine:

@@ -185,7 +185,10 @@ class ShardPart:
                 copied_bytes += each.flat.nbytes
             else:
                 self._on_host.append(each)
-                self._words.append(_words(each.flat))
+                words = (np.dtype(name) for name in ("i8", "i4", "i2", "u1"))  # the widest is the fastest
+                address, size = each.flat.ctypes.data, each.flat.nbytes
+                widest = next(word for word in words if size % word.itemsize == 0 and address % word.itemsize == 0)
+                self._words.append(each.flat.view(widest))
         self._others.sort(key=lambda each: not can_sum(each.tensor))
         batched = [each.tensor for each in self._others if can_sum(each.tensor)]
         self._rest = [each.tensor for each in self._others[len(batched) :]]
@@ -337,11 +340,3 @@ def checked_tensors(shard: TensorShard, device: torch.device) -> list[CheckedTen
             flat = each.reshape(-1).view(torch.uint8).numpy() if on_host else None
             checked.append(CheckedTensor(key=shard.key, tensor=each, flat=flat))
     return checked
-
-
-def _words(flat: np.ndarray) -> np.ndarray:
-    for dtype in (np.int64, np.int32, np.int16):
-        size = np.dtype(dtype).itemsize
-        if flat.nbytes % size == 0 and flat.ctypes.data % size == 0:
-            return flat.view(dtype)
-    return flat

@@ -37,11 +37,9 @@ class Objective(Protocol):
 
     def losses(self, network: Network, output: Tensor, inputs: Inputs) -> LossSums:
         """Return the losses of the network's output for one micro-batch."""
-        ...
 
     def score(self, network: Network, output: Tensor, inputs: Inputs) -> Tensor:
         """Return [number of scores, 2]: the correct count and the total count, to be summed over all data ranks."""
-        ...
 
 
 class LanguageObjective:
@@ -103,11 +101,6 @@ def predicted_tokens(network: Network, logits: Tensor) -> Tensor:
     return network.context.gather(logits.argmax(-1))
 
 
-def mean_losses(sums: Tensor, names: tuple[str, ...]) -> Mapping[str, float]:
-    """Return the mean loss of each part with a count above 0; `sums` [number of parts, 2] are over all ranks."""
-    return {name: total / count for name, (total, count) in zip(names, sums.tolist(), strict=True) if count}
-
-
 class ObjectivePlugin(Protocol):
     """The contract of an objective, version 1."""
 
@@ -115,7 +108,6 @@ class ObjectivePlugin(Protocol):
 
     def open(self, options: Mapping[str, Any], sources: tuple[str, ...]) -> Objective:
         """Return the objective for the recipe's `objective.options`. `sources` are the names of a mixture's."""
-        ...
 
 
 def choose_objective(recipe: Recipe, sources: tuple[str, ...] = (), *, scored: bool = False) -> Objective:

@@ -47,7 +47,9 @@ class PerceptionObjective:
         objects = valid.new_zeros(len(valid)).index_add(0, rows, ones).clamp(min=1)
         heat = self._heat_loss(cells.heat, boxes, rows) / objects
         box = torch.zeros_like(heat).index_add(0, rows, self._box_losses(cells.box_values, boxes, rows)) / objects
-        ground = _ground_loss(cells.ground, inputs["segmentation"])
+        truth = inputs["segmentation"]
+        ground = F.cross_entropy(cells.ground, truth, ignore_index=UNKNOWN_GROUND, reduction="none").sum(dim=(1, 2))
+        ground = ground / (truth != UNKNOWN_GROUND).sum(dim=(1, 2)).clamp(min=1)  # 0 for a scene without ground truth
         losses = torch.stack([HEAT_WEIGHT * heat, BOX_WEIGHT * box, ground]) * valid
         sums = losses.sum(dim=1)
         count = valid.sum()
@@ -124,12 +126,6 @@ class PerceptionObjective:
         close = distances.gather(1, nearest[:, None])[:, 0] <= MAX_MATCH_METRES
         same_class = classes[row, x, y] == boxes[nearest, -1].long()
         return (mutual & close & same_class).sum(), peaks.sum(), peaks.new_zeros(()).long() + len(boxes)
-
-
-def _ground_loss(ground: Tensor, truth: Tensor) -> Tensor:
-    """Return the mean loss of each scene over its cells with ground truth; 0 if it has none."""
-    losses = F.cross_entropy(ground, truth, ignore_index=UNKNOWN_GROUND, reduction="none")
-    return losses.sum(dim=(1, 2)) / (truth != UNKNOWN_GROUND).sum(dim=(1, 2)).clamp(min=1)
 
 
 def box_targets(boxes: Tensor, rules: SceneRules) -> Tensor:

@@ -42,8 +42,10 @@ class SampledWeights:
     ) -> None:
         self._parameters, self._device = parameters, device
         self._halves = [split.lower_halves.get(each) for each in parameters]
-        self.sizes = [_num_samples(local_part(each), low) for each, low in zip(parameters, self._halves, strict=True)]
-        """The number of values of each parameter."""
+        self.sizes: list[int] = []  # the number of values of each parameter
+        for part, low in zip(map(local_part, parameters), self._halves, strict=True):
+            on_disk = _is_on_disk(part, low)
+            self.sizes.append(min(part.numel(), MAX_SAMPLED_VALUES) if on_disk else sample_values(part).numel())
         self._addresses: list[int] = []
         self._launches: list[tuple[Tensor, torch.dtype, bool]] = []
         self._plain: list[Sample] = []
@@ -95,12 +97,6 @@ class SampledWeights:
 
 def _is_on_disk(part: Tensor, low: Tensor | None) -> bool:
     return any(each is not None and store_of(each) is not None for each in (part, low))
-
-
-def _num_samples(part: Tensor, low: Tensor | None) -> int:
-    if _is_on_disk(part, low):
-        return min(part.numel(), MAX_SAMPLED_VALUES)
-    return sample_values(part).numel()
 
 
 def _first_values(tensor: Tensor, device: torch.device) -> Tensor:
@@ -291,13 +287,10 @@ def merge_layers(modules: Iterable[str], max_groups: int = MAX_GROUPS) -> dict[s
             for start in range(0, len(numbers), size):
                 merged = numbers[start : start + size]
                 name = str(merged[0]) if len(merged) == 1 else f"{merged[0]}-{merged[-1]}"
-                groups |= {_dotted(stem, each): _dotted(stem, name) for each in merged}
+                prefix = f"{stem}." if stem else ""
+                groups |= {f"{prefix}{each}": f"{prefix}{name}" for each in merged}
         if len(set(groups.values())) <= max_groups:
             return groups
     roots = list(dict.fromkeys(module.split(".")[0] for module in unique))
     shown = set(roots if len(roots) <= max_groups else roots[: max_groups - 1])
     return {module: root if (root := module.split(".")[0]) in shown else OTHER_GROUP for module in unique}
-
-
-def _dotted(stem: str, name: object) -> str:
-    return f"{stem}.{name}" if stem else str(name)

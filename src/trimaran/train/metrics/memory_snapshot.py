@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from trimaran.core import DEVICE_TRAITS
+from trimaran.core import DEVICE_TRAITS, write_atomically
 from trimaran.nets import is_dtensor
 from trimaran.runs import MemoryOwner, RunDirectory, by_kind, by_module, read_snapshot, snapshot_file
 from trimaran.train.metrics.group_norms import module_of
@@ -61,9 +61,7 @@ class MemorySnapshotter:
     def write(self, path: Path, *, step: int, within: "StepMemoryTracker | None" = None, **why: Any) -> None:
         tree = self.describe(within) | {"step": step, "time": time.time(), "host": platform.node(), "pid": os.getpid()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}")
-        temporary.write_text(json.dumps(tree | why, indent=1), encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, json.dumps(tree | why, indent=1))
 
     def describe(self, within: "StepMemoryTracker | None" = None) -> dict[str, Any]:
         """Return what holds this rank's memory: now and, with a tracker, `within` the tracked step."""
@@ -98,9 +96,15 @@ class StepMemoryTracker:
         self._gradients: list[MemoryOwner] = []
         self._hook_removers: list[Callable[[], None]] = [register_optimizer_step_pre_hook(self._before_update).remove]
         for root in modules:
-            for name, module in uncompiled_modules(root):
-                note = partial(self._note_output, module_of(f"{name}.output"))
-                self._hook_removers.append(module.register_forward_hook(note).remove)
+            compiled: list[str] = []  # a hook on a module inside of one would cause a recompilation
+            for name, module in root.named_modules():
+                if "" in compiled or any(name.startswith(f"{each}.") for each in compiled):
+                    continue
+                if is_compiled(module):
+                    compiled.append(name)
+                elif name:
+                    note = partial(self._note_output, module_of(f"{name}.output"))
+                    self._hook_removers.append(module.register_forward_hook(note).remove)
             if not is_compiled(root):
                 self._hook_removers.append(root.register_forward_hook(self._after_forward).remove)
 
@@ -135,18 +139,6 @@ class StepMemoryTracker:
         ]
         if sum(each.num_bytes for each in gradients) >= sum(each.num_bytes for each in self._gradients):
             self._gradients = gradients
-
-
-def uncompiled_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules under `root` that are outside compiled ones: a hook on them does not cause a recompilation."""
-    hidden: list[str] = []
-    for name, module in root.named_modules():
-        if "" in hidden or any(name.startswith(f"{each}.") for each in hidden):
-            continue
-        if is_compiled(module):
-            hidden.append(name)
-        elif name:
-            yield name, module
 
 
 def find_owners(modules: Sequence[nn.Module], device: torch.device) -> Iterator[MemoryOwner]:

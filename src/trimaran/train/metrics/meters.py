@@ -3,7 +3,8 @@
 import os
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, median_low
@@ -11,11 +12,9 @@ from time import monotonic
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from trimaran.core import DEVICE_TRAITS, Plan, Recipe
 from trimaran.machine import CGROUP, total_bytes
-from trimaran.nets import Network
 from trimaran.runs import Journal, RankTableWriter, count_refused_packets
 
 MEASURES = ("busy_seconds", "data_seconds", "wait_seconds", "peak_bytes", "tokens")
@@ -79,23 +78,22 @@ def summarise_ranks(table: Sequence[Sequence[float]], stage_ranks: int) -> dict[
         summary[name] = {"min": low, "median": middle, "max": high, "at": column.index(max(column))}
     ready = [busy + data for busy, data, *_ in table[:stage_ranks]]
     summary["late_seconds"] = min(max(ready) - ready[0], table[0][WAIT_COLUMN])
-    stages = range(0, len(table), stage_ranks)
-    outliers = [each for first in stages for each in _outliers(table[first : first + stage_ranks], first)]
+    outliers = []  # ranks that are far above the median of their stage; of two ranks the median is the lower
+    for first in range(0, len(table), stage_ranks):
+        rows = table[first : first + stage_ranks]
+        # Busy, data and wait add up to the step.
+        noise = MIN_OUTLIER_STEP_FRACTION * median_low([sum(row[: WAIT_COLUMN + 1]) for row in rows])
+        for index, name in OUTLIER_MEASURES.items():
+            column = [row[index] for row in rows]
+            middle = median_low(column)
+            limit = max(OUTLIER_FACTOR * middle, middle + noise if name.endswith("_seconds") else 0.0)
+            outliers += [
+                {"rank": rank, "what": name, "value": _rounded(name, value), "median": _rounded(name, middle)}
+                for rank, value in enumerate(column, first)
+                if value > limit
+            ]
     outliers.sort(key=lambda each: each["value"] / each["median"] if each["median"] else float("inf"), reverse=True)
     return summary | {"outliers": outliers[:MAX_OUTLIERS]}
-
-
-def _outliers(rows: Sequence[Sequence[float]], first: int) -> Iterator[dict[str, Any]]:
-    """Yield the ranks, from rank `first` on, that are far above the median. Of two ranks the median is the lower."""
-    step_seconds = median_low([sum(row[: WAIT_COLUMN + 1]) for row in rows])  # busy, data and wait add up to the step
-    noise = MIN_OUTLIER_STEP_FRACTION * step_seconds
-    for index, name in OUTLIER_MEASURES.items():
-        column = [row[index] for row in rows]
-        middle = median_low(column)
-        limit = max(OUTLIER_FACTOR * middle, middle + noise if name.endswith("_seconds") else 0.0)
-        for rank, value in enumerate(column, first):
-            if value > limit:
-                yield {"rank": rank, "what": name, "value": _rounded(name, value), "median": _rounded(name, middle)}
 
 
 def _rounded(name: str, value: float) -> float:
@@ -115,18 +113,16 @@ class MemoryMeter:
         """Return the peak bytes of this rank so far, and the `memory` field of the metrics."""
         now = self._now()
         if self._num_reads < NUM_FIRST_READS or now >= self._due:
-            self._last, self._num_reads, self._due = self._read(), self._num_reads + 1, now + READ_SECONDS
+            if self._on_gpu:
+                stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+                peak, memory = _bytes(stats, "allocated_bytes", "peak"), allocator_memory(stats)
+            else:
+                peak, memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, {}
+                with suppress(OSError, ValueError, IndexError):  # not available on this system; training continues
+                    memory["allocated"] = resident_bytes()
+            self._last = peak, memory | {"total": self._total}
+            self._num_reads, self._due = self._num_reads + 1, now + READ_SECONDS
         return self._last
-
-    def _read(self) -> tuple[int, dict[str, Any]]:
-        if self._on_gpu:
-            stats = torch.cuda.memory_stats_as_nested_dict(self._device)
-            return _bytes(stats, "allocated_bytes", "peak"), allocator_memory(stats) | {"total": self._total}
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        try:
-            return peak, {"allocated": resident_bytes(), "total": self._total}
-        except (OSError, ValueError, IndexError):  # not available on this system; training continues
-            return peak, {"total": self._total}
 
 
 def allocator_memory(stats: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,20 +196,6 @@ def utilisation(plan: Plan, seconds: float, *, repeated: bool = False) -> float:
         return 0.0
     flops = prediction.flops_per_step + (prediction.repeated_flops if repeated else 0)
     return flops / (seconds * prediction.device_peak_flops * plan.mesh.world_size)
-
-
-def build_meters(
-    recipe: Recipe, plan: Plan, network: Network, device: torch.device, rank_table: RankTableWriter | None = None
-) -> Meters:
-    """Return the meters of this rank. The process group must be initialised. Rank 0 writes `rank_table`."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    return Meters(
-        plan=plan,
-        memory=MemoryMeter(device),
-        rank_stats=RankStats(rank=rank, num_ranks=num_ranks, pp=plan.mesh.pp) if num_ranks > 1 else None,
-        rank_table=rank_table,
-        lr_factors=lr_factors(recipe, network.towers),
-    )
 
 
 def lr_factors(recipe: Recipe, towers: Iterable[str]) -> dict[str, float]:

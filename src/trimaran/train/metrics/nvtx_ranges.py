@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves  # private in torch
 
 from trimaran.core import DEVICE_TRAITS, Phase, UserError
 from trimaran.nets import Network
-from trimaran.train.metrics.step_clock import NextPhase, StepClock
+from trimaran.train.metrics.step_clock import NextPhase, PhaseListener, StepClock
 
 # What `nn.Module.__call__` calls instead of the module's own code, which `Module.compile` sets. Around it a range is
 # outside a compiled block; in a hook of the module it would be a graph break.
@@ -184,23 +184,20 @@ def _tensor_bytes(value: Any) -> int:
     return sum(map(_tensor_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
-def find_nvtx() -> tuple[Callable[[str], Any], Callable[[], Any]]:
-    """Return NVTX's push and pop: torch's, or without CUDA those of the package `nvtx`. Raises UserError."""
-    if hasattr(torch._C, "_nvtx"):
-        return torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
-    try:
-        nvtx: Any = importlib.import_module("nvtx")
-    except ModuleNotFoundError:
-        raise UserError("D017", "NVTX ranges need the package 'nvtx': this torch was built without CUDA",
-                        where="telemetry.nvtx", fix="install it: pip install nvtx") from None  # fmt: skip
-    return nvtx.push_range, nvtx.pop_range
-
-
-class StepRanges:
+class StepRanges(PhaseListener):
     """The ranges of this rank. On the thread that trains: a step, in it one phase at a time, in that the rest."""
 
     def __init__(self, clock: StepClock) -> None:
-        self._clock, (self._push, self._pop) = clock, find_nvtx()
+        self._clock = clock
+        self._push: Callable[[str], Any] = torch.cuda.nvtx.range_push
+        self._pop: Callable[[], Any] = torch.cuda.nvtx.range_pop
+        if not hasattr(torch._C, "_nvtx"):
+            try:
+                nvtx: Any = importlib.import_module("nvtx")
+            except ModuleNotFoundError:
+                raise UserError("D017", "NVTX ranges need the package 'nvtx': this torch was built without CUDA",
+                                where="telemetry.nvtx", fix="install it: pip install nvtx") from None  # fmt: skip
+            self._push, self._pop = nvtx.push_range, nvtx.pop_range
         self._layers = LayerRanges(self._push, self._pop)
         self._collectives = CollectiveRanges(self._push, self._pop)
         self._listening = contextlib.ExitStack()
@@ -239,9 +236,6 @@ class StepRanges:
             self._pop()
             self._push(phase)
             self._phase = phase
-
-    def end_lap(self, phase: Phase | None) -> None:
-        """Do nothing: the range of a phase may have several laps."""
 
     def begin_span(self, phase: Phase, axis: str, stage: int | None) -> None:
         self._push(f"{phase} {axis if stage is None else stage}")

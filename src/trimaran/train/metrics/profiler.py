@@ -37,7 +37,7 @@ from trimaran.runs import (
     trace_file,
     withdraw_request,
 )
-from trimaran.train.metrics.step_clock import NextPhase, StepClock
+from trimaran.train.metrics.step_clock import PhaseListener, StepClock
 from trimaran.train.process.supervisor_link import NO_SUPERVISOR, SupervisorLink
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class TracedInterval(NamedTuple):
     end: int
 
 
-class TracedPhases:
+class TracedPhases(PhaseListener):
     """Listens to a clock. Its `intervals` do not overlap: a span is not part of what contains it."""
 
     def __init__(self, step: Callable[[], int]) -> None:
@@ -66,9 +66,6 @@ class TracedPhases:
         self._step, self._since = step, time.time_ns()
         self._open: list[Phase] = []
         self._lap: list[tuple[Phase | None, int, int]] = []  # None: between spans, where the phase is the lap's
-
-    def enter(self, phase: NextPhase) -> None:
-        """Do nothing: a phase is recorded when it ends."""
 
     def begin_span(self, phase: Phase, axis: str, stage: int | None) -> None:
         self._end_interval(self._open[-1] if self._open else None)
@@ -260,7 +257,21 @@ class Profiler:
                     facts = {"what": "nvtx", "first": recording.first, "last": done, "request": recording.request.id}
                     self._journal.event("profile", step=done, **facts)
                 elif recording.trace is not None:
-                    self._end_trace(recording, recording.trace, done)
+                    about = {
+                        "rank": self._journal.rank,
+                        "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
+                        "host": platform.node(),
+                        "device": str(self._device),
+                        "steps": [recording.first, done],
+                        "phases": recording.phases,
+                    }
+                    recording.trace.add_metadata_json("trimaran", json.dumps(about))
+                    recording.trace.stop()
+                    path = trace_file(self._run, step=recording.first, rank=self._journal.rank)
+                    task = recording, recording.trace, path, done
+                    writer = threading.Thread(target=self._write, args=task, name="trimaran-trace")
+                    writer.start()
+                    self._writers.append(writer)
                 elif recording.snapshotter is not None:
                     path = snapshot_file(self._run, step=recording.first, rank=self._journal.rank)
                     self.snapshotter.end(path, step=done)
@@ -269,22 +280,6 @@ class Profiler:
             self._write_failure_event(error)
         if self._journal.rank == 0:  # all ranks have read the request, before the first step of this recording
             withdraw_request(self._run, recording.request.id)
-
-    def _end_trace(self, recording: Recording, trace: profile, done: int) -> None:
-        about = {
-            "rank": self._journal.rank,
-            "world_size": torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
-            "host": platform.node(),
-            "device": str(self._device),
-            "steps": [recording.first, done],
-            "phases": recording.phases,
-        }
-        trace.add_metadata_json("trimaran", json.dumps(about))
-        trace.stop()
-        path = trace_file(self._run, step=recording.first, rank=self._journal.rank)
-        writer = threading.Thread(target=self._write, args=(recording, trace, path, done), name="trimaran-trace")
-        writer.start()
-        self._writers.append(writer)
 
     def _write(self, recording: Recording, trace: profile, path: Path, done: int) -> None:
         """Write the trace in a thread while training continues: compressing it may take seconds."""
@@ -315,23 +310,6 @@ class Profiler:
     def _write_failure_event(self, error: Exception) -> None:
         log.warning("the profile could not be recorded: %s", error)
         self._journal.event("profile", step=self.step, what="failed", message=str(error), request=self._served_id)
-
-
-def build_profiler(
-    run: RunDirectory,
-    journal: Journal,
-    clock: StepClock,
-    networks: Sequence[Network],
-    device: torch.device,
-    link: SupervisorLink,
-) -> Profiler:
-    """Return the profiler of this rank."""
-    profiler = Profiler(run, run.read_recipe().telemetry, journal, clock, networks, device, link)
-    if DEVICE_TRAITS[device.type].has_own_memory:
-        from trimaran.train.metrics.memory_snapshot import snapshot_on_oom  # noqa: PLC0415  a CPU has no such hook
-
-        snapshot_on_oom(profiler.snapshotter, run, rank=journal.rank, step=lambda: profiler.step)
-    return profiler
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -49,7 +49,26 @@ def router_details(counts: Tensor | None, networks: Sequence[Network]) -> Callab
         return dict
     copy = copy_to_host_async(counts)
     layers = [number for number in range(spec.num_blocks) if spec.layer(number).experts is not None]
-    return lambda: {"router": _router_metrics(copy().view(spec.num_blocks, -1)[layers], _experts(spec))}
+    experts = _experts(spec)
+
+    def read() -> dict[str, Any]:  # one row per layer, before the capacity drops any
+        table = copy().view(spec.num_blocks, -1)[layers]
+        loads = table[:, :-NUM_EXTRA_STATS]
+        choices = loads.sum(1).clamp(min=1)
+        dropped, squares = table[:, -NUM_EXTRA_STATS:].unbind(1)
+        fractions = loads / choices[:, None]
+        max_entropy = math.log(experts.num_experts)
+        entropy = -torch.special.xlogy(fractions, fractions).sum(1)
+        metrics = {
+            "imbalance": fractions.amax(1) * experts.num_experts,
+            "idle": (loads == 0).double().mean(1),
+            "dropped": dropped / choices,
+            "z": squares * experts.top_k / choices,
+            "entropy": entropy / max_entropy if max_entropy else torch.ones_like(choices),
+        }
+        return {"router": {name: each.mean().item() for name, each in metrics.items()}}
+
+    return read
 
 
 def balance_routers(networks: Sequence[Network], counts: Tensor | None, refused: Tensor) -> None:
@@ -84,21 +103,3 @@ def _moe_layers(networks: Sequence[Network]) -> Iterator[tuple[int, MoeLayer]]:
             for moe_layer in layer.children():
                 if isinstance(moe_layer, MoeLayer):
                     yield int(number), moe_layer
-
-
-def _router_metrics(table: Tensor, experts: ExpertSpec) -> dict[str, float]:
-    """Return the metrics of a `table` of counts, one row per layer, before the capacity drops any."""
-    loads = table[:, :-NUM_EXTRA_STATS]
-    choices = loads.sum(1).clamp(min=1)
-    dropped, squares = table[:, -NUM_EXTRA_STATS:].unbind(1)
-    fractions = loads / choices[:, None]
-    max_entropy = math.log(experts.num_experts)
-    entropy = -torch.special.xlogy(fractions, fractions).sum(1)
-    metrics = {
-        "imbalance": fractions.amax(1) * experts.num_experts,
-        "idle": (loads == 0).double().mean(1),
-        "dropped": dropped / choices,
-        "z": squares * experts.top_k / choices,
-        "entropy": entropy / max_entropy if max_entropy else torch.ones_like(choices),
-    }
-    return {name: layers.mean().item() for name, layers in metrics.items()}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, pairwise
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -75,24 +75,20 @@ ReadSeconds = Callable[[], StepSeconds]
 EventRecord = tuple[Phase | None, Any, Any, str, int, int | None]
 
 
-class PhaseListener(Protocol):
-    """Receives the phases of a step on the host, as they begin and end."""
+class PhaseListener:
+    """Receives the phases of a step on the host, as they begin and end. These methods do nothing."""
 
     def enter(self, phase: NextPhase) -> None:
         """A phase begins. Several laps of it may follow."""
-        ...
 
     def end_lap(self, phase: Phase | None) -> None:
         """The running lap ends; None: it is discarded."""
-        ...
 
     def begin_span(self, phase: Phase, axis: str, stage: int | None) -> None:
         """A span begins, on this thread."""
-        ...
 
     def end_span(self, phase: Phase | None) -> None:
         """The innermost span ends; None: it has raised an error."""
-        ...
 
 
 class StartupTimer:

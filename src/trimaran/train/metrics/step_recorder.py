@@ -54,15 +54,12 @@ class SlowDetails:
             self._interval = power
         if not is_complete and step % self._interval:
             selected = {name: value for name, value in details.items() if name not in SLOW_DETAILS}
-        if "groups" in details and not self._is_groups_due(step, details["groups"]) and not is_complete:
-            del selected["groups"]
+        if "groups" in details:
+            if (step - self._groups_step) * MAX_GROUP_BYTES_PER_STEP >= self._groups_bytes:
+                self._groups_step, self._groups_bytes = step, _num_bytes({"groups": details["groups"]})
+            elif not is_complete:
+                del selected["groups"]
         return selected
-
-    def _is_groups_due(self, step: int, groups: Mapping[str, Any]) -> bool:
-        if (step - self._groups_step) * MAX_GROUP_BYTES_PER_STEP < self._groups_bytes:
-            return False
-        self._groups_step, self._groups_bytes = step, _num_bytes({"groups": groups})
-        return True
 
 
 def _num_bytes(details: Mapping[str, Any]) -> int:
@@ -132,7 +129,14 @@ class StepRecorder:
         if num_quarantined := loader.num_quarantined(pending.step - 1):
             details["quarantined"] = num_quarantined
         unused = details.pop("unused", [])  # parameters of this rank without a gradient
-        details |= loader_wait(pending.loader_stats, phases) | self._record_compilations(pending.step, phases, unused)
+        for late in self.compilations.take_late(pending.step):
+            log.warning("step %d: %s was compiled again: %s", pending.step, late.what, late.why)
+            self.journal.event("recompile", step=pending.step, what=late.what, why=late.why)
+        if self.compilations.is_first(pending.step):
+            facts = {"seconds": sum(phases.values()), "phases": dict(phases), "compile": self.compilations.summary()}
+            facts |= {"unused": unused} if unused else {}
+            self.journal.event("started", step=pending.step, **facts)
+        details |= loader_wait(pending.loader_stats, phases) | self.compilations.metrics
         if self.axes:
             waited = {axis: waits.get(axis, 0.0) if is_measured else None for axis, is_measured in self.axes.items()}
             details["comm_seconds"] = waited
@@ -160,17 +164,6 @@ class StepRecorder:
         self.write(metrics)
         requests = StepDecision(stop=stop > 0, save=save > 0, profile=profile > 0, change=change > 0)
         return StepRecord(numbers=numbers, requests=requests, loss_scaled="loss_scale" in details, rows=rows)
-
-    def _record_compilations(self, step: int, phases: Mapping[str, float], unused: list[str]) -> dict[str, int]:
-        """Write `recompile` events and, for the first step, the `started` event; return the metrics of compilation."""
-        for late in self.compilations.take_late(step):
-            log.warning("step %d: %s was compiled again: %s", step, late.what, late.why)
-            self.journal.event("recompile", step=step, what=late.what, why=late.why)
-        if self.compilations.is_first(step):
-            facts = {"seconds": sum(phases.values()), "phases": dict(phases), "compile": self.compilations.summary()}
-            facts |= {"unused": unused} if unused else {}
-            self.journal.event("started", step=step, **facts)
-        return self.compilations.metrics
 
     def write(self, metrics: StepMetrics) -> None:
         self.journal.step(metrics)
@@ -202,16 +195,12 @@ def measured_axes(plan: Plan, networks: Sequence[Network]) -> dict[str, bool]:
         missing += [axis for axis in measured if axis != WORLD]
     if plan.sharding != "none" and plan.mesh.shards > 1 and not plan.comm.local.is_on:
         missing.append("dp_replicate")
-    if plan.mesh.tp > 1 and any(_uses_dtensor(each) for network in networks for each in network.module.modules()):
-        missing.append("tp")
+    if plan.mesh.tp > 1:
+        from trimaran.parallel.axes.sharded_layers import computes_with_shards  # noqa: PLC0415  with tp it is imported
+
+        for module in (each for network in networks for each in network.module.modules()):
+            if isinstance(module, nn.Linear | nn.Embedding) and not computes_with_shards(module):
+                sharded = (each for each in module.parameters(recurse=False) if is_dtensor(each))
+                if any("tp" in (each.device_mesh.mesh_dim_names or ()) for each in sharded):
+                    missing.append("tp")
     return {axis: axis not in missing for axis in measured}
-
-
-def _uses_dtensor(module: nn.Module) -> bool:
-    """Return whether a tensor-parallel layer leaves its communication to DTensor."""
-    from trimaran.parallel.axes.sharded_layers import computes_with_shards  # noqa: PLC0415  with tp it is imported
-
-    if not isinstance(module, nn.Linear | nn.Embedding) or computes_with_shards(module):
-        return False
-    sharded = (each for each in module.parameters(recurse=False) if is_dtensor(each))
-    return any("tp" in (each.device_mesh.mesh_dim_names or ()) for each in sharded)

@@ -77,15 +77,6 @@ def freeze_imports() -> None:
     gc.freeze()  # a garbage collection in a rank would write to the shared pages, and so copy them
 
 
-def become(environment: Mapping[str, str], folder: Path) -> None:
-    """Give this process the environment and the current folder of a run, as if the run had started it."""
-    os.environ.clear()
-    os.environ.update(environment)
-    os.environ.update(compile_cache(environment))
-    os.chdir(folder)
-    sys.path[0] = str(folder)
-
-
 class ForkServer:
     """Forks ranks on request, and reports how they ended."""
 
@@ -140,8 +131,12 @@ class ForkServer:
 
     def _bind(self, run: str, *, is_open: bool, process: Mapping[str, Any] | None = None) -> None:
         """Serve `run` from now on, and print to its log. `process` is what a fork of the warm fork server changes."""
-        if process is not None:
-            become(process["environment"], Path(process["folder"]))
+        if process is not None:  # have this process look as if the run had started it
+            os.environ.clear()
+            os.environ.update(process["environment"])
+            os.environ.update(compile_cache(process["environment"]))
+            os.chdir(process["folder"])
+            sys.path[0] = process["folder"]
         self._run = Path(f"{DESCRIPTORS}{self._descriptors[-1]}" if is_open else run)
         with append_regular_file(RunDirectory(self._run).agent_log) as log:
             os.dup2(log.fileno(), 1)

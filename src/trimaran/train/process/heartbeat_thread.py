@@ -24,7 +24,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -81,14 +81,6 @@ class MessageCounts:
         peer = dist.get_global_rank(group, peer)
         counts[peer] = counts.get(peer, 0) + 1
         self.recent.append({"op": op, "peer": peer, "number": counts[peer], "time": time.time()})
-
-
-def group_members() -> dict[str, list[int]]:
-    """Return the ranks of each process group that this rank belongs to, by group name."""
-    # For a group without this rank, new_group leaves a number instead of a group.
-    groups = [(_world.pg_names.get(group), ranks) for group, ranks in list(_world.pg_group_ranks.items())]
-    members = {name: sorted(ranks) for name, ranks in groups if name is not None}
-    return members | ({f"{name}{NCCL_SUFFIX}": ranks for name, ranks in members.items()} if _has_nccl() else {})
 
 
 def operations() -> list[dict[str, Any]]:
@@ -181,45 +173,41 @@ class HeartbeatThread:
         write_atomically(folder / f"rank-{self._rank}.stacks.txt", "\n".join(parts))
         heartbeat = self._link.heartbeat
         assert heartbeat is not None
+        # The process groups of this rank. For a group without this rank, new_group leaves a number instead of a group.
+        groups = [(_world.pg_names.get(group), ranks) for group, ranks in list(_world.pg_group_ranks.items())]
+        members = {name: sorted(ranks) for name, ranks in groups if name is not None}
+        if _has_nccl():
+            members |= {f"{name}{NCCL_SUFFIX}": ranks for name, ranks in members.items()}
+        memory = {"resident": psutil.Process().memory_info().rss}
+        if torch.cuda.is_initialized():  # safe from any thread: it does not wait for the device
+            stats = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
+            for name in ("allocated", "reserved"):
+                memory[name] = sum(each.get(f"{name}_bytes.all.current", 0) for each in stats)
+        # How long threads were runnable without getting a core, in ns; 0 where the kernel does not say.
+        starved = 0
+        for path in Path("/proc/self/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                starved += int(path.read_text(encoding="ascii").split()[1])
+        frame = frames.get(self._main or 0)
+        calls = traceback.extract_stack(frame)[::-1][:MAX_FRAMES] if frame is not None else []
         facts = {
             "rank": self._rank,
             "pid": os.getpid(),
             "host": platform.node(),
             "time": time.time(),
-            "starved": cpu_starved_seconds(),
-            "memory": memory_in_use(),
+            "starved": starved / 1e9,
+            "memory": memory,
             "section": heartbeat.section,
             "step": heartbeat.step,
             "entered_seconds_ago": time.monotonic() - heartbeat.entered,
-            "frames": frames_of(frames.get(self._main or 0)),
-            "groups": group_members(),
+            "frames": [
+                {"file": each.filename, "line": each.lineno, "function": each.name, "text": each.line or ""}
+                for each in calls
+            ],
+            "groups": members,
             "operations": operations(),
             "sent": self._messages.sent,
             "received": self._messages.received,
             "messages": list(self._messages.recent),
         }
         write_atomically(folder / f"rank-{self._rank}.json", json.dumps(facts, separators=(",", ":")))
-
-
-def memory_in_use() -> dict[str, int]:
-    num_bytes = {"resident": psutil.Process().memory_info().rss}
-    if torch.cuda.is_initialized():  # safe from any thread: it does not wait for the device
-        stats = [torch.cuda.memory_stats(index) for index in range(torch.cuda.device_count())]
-        for name in ("allocated", "reserved"):
-            num_bytes[name] = sum(each.get(f"{name}_bytes.all.current", 0) for each in stats)
-    return num_bytes
-
-
-def cpu_starved_seconds() -> float:
-    """Return how long this process's threads were runnable without getting a core; 0 where the kernel does not say."""
-    total = 0
-    for path in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            total += int(path.read_text(encoding="ascii").split()[1])  # nanoseconds
-    return total / 1e9
-
-
-def frames_of(frame: FrameType | None) -> list[dict[str, Any]]:
-    calls = traceback.extract_stack(frame)[::-1][:MAX_FRAMES] if frame is not None else []
-    names = {"file": "filename", "line": "lineno", "function": "name"}
-    return [{key: getattr(each, name) for key, name in names.items()} | {"text": each.line or ""} for each in calls]

@@ -15,24 +15,21 @@ MAX_MATMULS = 64  # between two readings of the clock
 def measure_speed(kind: str, *, devices: int, seconds: float) -> float:
     """Return the matmuls per second of the slowest device, comparable only on the same machine."""
     names = ["cpu"] if DEVICE_TRAITS[kind].shares_cores else [f"cuda:{index}" for index in range(devices)]
-    return min(_rate(torch.device(name), seconds) for name in names)
+    rates = []
+    for device in map(torch.device, names):
+        size, dtype = SIZE[device.type], DTYPE[device.type]
+        matrix = torch.ones((size, size), dtype=dtype, device=device) / size
+        multiply(matrix, 1)  # the first one loads kernels
+        began, count, times = time.perf_counter(), 0, 1
+        while (took := time.perf_counter() - began) < seconds:
+            multiply(matrix, times)
+            count, times = count + times, min(MAX_MATMULS, 2 * times)
+        rates.append(count / took)
+    return min(rates)
 
 
-def multiply(matrix: Tensor, times: int) -> Tensor:
-    result = matrix
+def multiply(matrix: Tensor, times: int) -> None:
     for _ in range(times):
-        result = matrix @ matrix
+        _result = matrix @ matrix
     if matrix.is_cuda:
         torch.cuda.synchronize(matrix.device)
-    return result
-
-
-def _rate(device: torch.device, seconds: float) -> float:
-    size, dtype = SIZE[device.type], DTYPE[device.type]
-    matrix = torch.ones((size, size), dtype=dtype, device=device) / size
-    multiply(matrix, 1)  # the first one loads kernels
-    began, count, times = time.perf_counter(), 0, 1
-    while (took := time.perf_counter() - began) < seconds:
-        multiply(matrix, times)
-        count, times = count + times, min(MAX_MATMULS, 2 * times)
-    return count / took

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,36 +35,27 @@ def check_machines(rank_info: RankInfo, check: Callable[[], None]) -> dist.Store
             check()
         except UserError as raised:
             error = raised.as_dict()
-    if rank_info.world_size == 1:
-        _raise(error)
-        return None
-    store, _, _ = next(dist.rendezvous("env://", rank_info.rank, rank_info.world_size, timeout=TIMEOUT))
-    _raise(_exchange(dist.PrefixStore("trimaran-preflight", store), rank_info, error))
-    return store
-
-
-def _exchange(store: dist.Store, rank_info: RankInfo, error: dict[str, Any]) -> dict[str, Any]:
-    store.set(str(rank_info.rank), json.dumps(error))
-    if rank_info.rank == 0:
-        found = [json.loads(each) for each in store.multi_get([str(rank) for rank in range(rank_info.world_size)])]
-        errors = [each for each in found if each]
-        first = errors[0] if errors else {}
-        if errors:  # with the names of all machines that have the same one
-            same = [each["where"] for each in errors if each["what"] == first["what"]]
-            first |= {"where": ", ".join(dict.fromkeys(same))}
-        store.set("all", json.dumps(first))
-    merged = json.loads(store.get("all"))
-    num_read = store.add("heard", 1)
-    until = time.monotonic() + READ_SECONDS
-    while merged and rank_info.rank == 0 and num_read < rank_info.world_size and time.monotonic() < until:
-        time.sleep(0.02)
-        num_read = store.add("heard", 0)
-    return merged
-
-
-def _raise(error: dict[str, Any]) -> None:
+    store: dist.Store | None = None
+    if rank_info.world_size > 1:
+        store, _, _ = next(dist.rendezvous("env://", rank_info.rank, rank_info.world_size, timeout=TIMEOUT))
+        shared = dist.PrefixStore("trimaran-preflight", store)
+        shared.set(str(rank_info.rank), json.dumps(error))
+        if rank_info.rank == 0:
+            found = [json.loads(each) for each in shared.multi_get([str(rank) for rank in range(rank_info.world_size)])]
+            errors = [each for each in found if each]
+            first = errors[0] if errors else {}
+            if errors:  # with the names of all machines that have the same one
+                same = [each["where"] for each in errors if each["what"] == first["what"]]
+                first |= {"where": ", ".join(dict.fromkeys(same))}
+            shared.set("all", json.dumps(first))
+        error = json.loads(shared.get("all"))
+        num_read, until = shared.add("heard", 1), time.monotonic() + READ_SECONDS
+        while error and rank_info.rank == 0 and num_read < rank_info.world_size and time.monotonic() < until:
+            time.sleep(0.02)
+            num_read = shared.add("heard", 0)
     if error:
         raise UserError(**error)
+    return store
 
 
 @contextmanager
@@ -81,6 +71,13 @@ def open_torchrun_run(
     del store
     answer: dict[str, Any] = {}
     held: HeldDirectory | None = None
+
+    def stop_in_moved_directory() -> None:
+        """Stop all ranks as if the user had asked for it: the last checkpoint goes to where the directory is now."""
+        assert held is not None
+        log.error("%s; stopping", held.explain(held.place))
+        os.kill(os.getpid(), signal.SIGTERM)
+
     with ExitStack() as lease_stack:
         if rank_info.rank == 0:
             try:
@@ -88,7 +85,7 @@ def open_torchrun_run(
                 answer = {"path": str(held.named), "term": lease_stack.enter_context(take_lease(held.run)).term}
                 fill_reserve(held.run.reserve)
                 lease_stack.callback(remove_reserve, held.run.reserve)
-                held.watch(partial(_stop_in_moved_directory, held))
+                held.watch(stop_in_moved_directory)
             except UserError as error:
                 answer = error.as_dict()
         answer = broadcast_json(answer)
@@ -96,9 +93,3 @@ def open_torchrun_run(
             raise UserError(answer["code"], answer["what"], where=answer["where"], fix=answer["fix"])
         held = held or HeldDirectory(Path(answer["path"]))
         yield held.run, SupervisorLink(term=answer["term"])
-
-
-def _stop_in_moved_directory(held: HeldDirectory) -> None:
-    """Stop all ranks as if the user had asked for it: the last checkpoint goes to where the directory is now."""
-    log.error("%s; stopping", held.explain(held.place))
-    os.kill(os.getpid(), signal.SIGTERM)

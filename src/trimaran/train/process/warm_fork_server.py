@@ -73,7 +73,11 @@ class WarmForkServer:
 
     def __init__(self, listener: socket.socket, idle_seconds: float) -> None:
         self._listener, self._idle_seconds = listener, idle_seconds
-        self._fingerprint, self._files = fingerprint(_ENVIRONMENT), imported_files()
+        self._fingerprint = fingerprint(_ENVIRONMENT)
+        # Time and size of the files of all imported modules; None if a file is newer than this process.
+        paths = {path for module in list(sys.modules.values()) if (path := getattr(module, "__file__", None))}
+        found = {path: each for path in paths if (each := _version(path))}  # some modules of torch name no real file
+        self._files = {path: None if each[0] >= _STARTED * 1e9 else each for path, each in found.items()}
         self._num_forks, self._last = 0, time.monotonic()
         self._stopping = False
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the forks
@@ -118,9 +122,10 @@ class WarmForkServer:
 
     def _fork(self, connection: socket.socket, theirs: dict[str, Any]) -> dict[str, Any]:
         """Fork a fork server that goes on with this connection, and return the answer to send."""
-        if (changed := changed_files(self._files)) is not None:
-            self._stopping = True  # it stays useless: the next run starts another
-            return {"refused": f"{changed} has changed since it was imported"}
+        for path, before in self._files.items():
+            if before is None or _version(path) != before:
+                self._stopping = True  # it stays useless: the next run starts another
+                return {"refused": f"{path} has changed since it was imported"}
         if differs := difference(self._fingerprint, theirs):
             return {"refused": f"it differs from this run in {differs}; end it with `trimaran warm --stop`"}
         self._num_forks, self._last = self._num_forks + 1, time.monotonic()
@@ -137,17 +142,6 @@ class WarmForkServer:
             finally:
                 os._exit(1)
         return {"pid": pid, "server": server}
-
-
-def imported_files() -> dict[str, tuple[int, int] | None]:
-    """Return time and size of the files of all imported modules; None if a file is newer than this process."""
-    paths = {path for module in list(sys.modules.values()) if (path := getattr(module, "__file__", None))}
-    found = {path: each for path in paths if (each := _version(path))}  # some modules of torch name no real file
-    return {path: None if each[0] >= _STARTED * 1e9 else each for path, each in found.items()}
-
-
-def changed_files(files: dict[str, tuple[int, int] | None]) -> str | None:
-    return next((path for path, before in files.items() if before is None or _version(path) != before), None)
 
 
 def _version(path: str) -> tuple[int, int] | None:

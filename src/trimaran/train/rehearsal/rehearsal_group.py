@@ -141,8 +141,16 @@ class RehearsalGroup(_ProcessGroup):
         return CompletedWork([*tensors])
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> dist.Work:
+        """Fill with random numbers, in one or two kernels; whole numbers, by which stages agree on shapes, are ones."""
         for each in tensors:
-            _fill_with_message(each.detach())
+            if not each.is_floating_point():
+                each.detach().fill_(1)
+                continue
+            block, flat = _random_block(each.dtype, each.device), each.detach().view(-1)  # what arrives is contiguous
+            whole = len(flat) // MESSAGE_BLOCK * MESSAGE_BLOCK
+            if whole:
+                flat[:whole].view(-1, MESSAGE_BLOCK).copy_(block.expand(whole // MESSAGE_BLOCK, -1))
+            flat[whole:].copy_(block[: len(flat) - whole])
         return CompletedWork([*tensors])
 
     # The names of torch 2.11 and 2.12.
@@ -151,21 +159,6 @@ class RehearsalGroup(_ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-def _fill_with_message(tensor: Tensor) -> None:
-    """Fill a tensor with random numbers, in one or two kernels.
-
-    Whole numbers are ones: by them stages tell each other that the shapes of activations are known.
-    """
-    if not tensor.is_floating_point():
-        tensor.fill_(1)
-        return
-    block, flat = _random_block(tensor.dtype, tensor.device), tensor.view(-1)  # what is received is contiguous
-    whole = len(flat) // MESSAGE_BLOCK * MESSAGE_BLOCK
-    if whole:
-        flat[:whole].view(-1, MESSAGE_BLOCK).copy_(block.expand(whole // MESSAGE_BLOCK, -1))
-    flat[whole:].copy_(block[: len(flat) - whole])
 
 
 @cache
@@ -177,8 +170,6 @@ def _random_block(dtype: torch.dtype, device: torch.device) -> Tensor:
 def register_backend() -> None:
     """Make `rehearsal` a backend of `init_process_group`; may be called again."""
     if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, _create_group, devices=["cpu", "cuda"])
-
-
-def _create_group(store: Any, rank: int, size: int, timeout: timedelta) -> RehearsalGroup:
-    return RehearsalGroup(rank, size)
+        dist.Backend.register_backend(
+            BACKEND, lambda store, rank, size, timeout: RehearsalGroup(rank, size), devices=["cpu", "cuda"]
+        )

@@ -15,14 +15,14 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._profiler import _EventType, _ProfilerEvent
+from torch._C._profiler import _EventType, _ProfilerEvent  # single allocations: private in torch
 from torch.profiler import ProfilerActivity, profile
 
 from trimaran.core import DEVICE_TRAITS, Plan, Recipe
 from trimaran.core.plan import DATA_AXES
 from trimaran.data import Loader, share_of
 from trimaran.models import spec_of, stage_ranges
-from trimaran.nets import Network, attach_adapter, network_of
+from trimaran.nets import attach_adapter, network_of
 from trimaran.parallel import RankMesh, build_loss_scale, freeze_towers, learning_rate
 from trimaran.parallel.axes import pp
 from trimaran.parallel.axes.pp import StageFacts, TimedStage, facts_of_all_stages
@@ -53,26 +53,23 @@ def without_other_ranks(recipe: Recipe, plan: Plan, ranks: RankMesh) -> Iterator
 
 
 def stage_facts_of(recipe: Recipe, plan: Plan) -> StageFacts:
-    whole, networks = _all_stages(recipe, plan)
+    """Return the facts of all stages, from their networks on the meta device; adapters need the whole network."""
+    spec, whole = spec_of(recipe.model), None
+    if spec is None:
+        from trimaran.nets.hf.hf_stages import cut_stage, pipeline_layers  # noqa: PLC0415  it imports transformers
+
+        whole, _ = open_hf_network(recipe.model, recipe.train.seed, without_weights=True)
+        layers = pipeline_layers(whole)
+        networks = [cut_stage(whole, layers, part) for part in hf_stage_ranges(recipe, plan, layers.count)]
+    else:
+        with torch.device("meta"):
+            whole = network_of(spec) if recipe.model.adapter else None
+            networks = [network_of(spec, each) for each in stage_ranges(spec, plan, seq_len=recipe.data.seq_len)]
     for network in networks:
         freeze_towers(network, recipe.model.freeze)
         if recipe.model.adapter is not None:
             attach_adapter(network, recipe.model.adapter, whole)
     return facts_of_all_stages(networks)
-
-
-def _all_stages(recipe: Recipe, plan: Plan) -> tuple[Network | None, list[Network]]:
-    """Return the networks of all stages on the meta device, and the whole one, which their adapters need."""
-    spec = spec_of(recipe.model)
-    if spec is None:
-        from trimaran.nets.hf.hf_stages import cut_stage, pipeline_layers  # noqa: PLC0415  it imports transformers
-
-        model, _ = open_hf_network(recipe.model, recipe.train.seed, without_weights=True)
-        layers = pipeline_layers(model)
-        return model, [cut_stage(model, layers, part) for part in hf_stage_ranges(recipe, plan, layers.count)]
-    with torch.device("meta"):
-        whole = network_of(spec) if recipe.model.adapter else None
-        return whole, [network_of(spec, each) for each in stage_ranges(spec, plan, seq_len=recipe.data.seq_len)]
 
 
 @contextmanager
@@ -152,9 +149,6 @@ def _recording(original: Callable[..., Any], recorder: PassRecorder) -> Callable
     return recording
 
 
-# The record of single allocations is private in torch.
-
-
 @dataclass(slots=True)
 class TensorPeak:
     """Bytes of a rank's tensors at their peak, at the peak of the steps after the warm-up, and those reserved for them.
@@ -166,9 +160,6 @@ class TensorPeak:
     steps: int = 0
     reserved: int = 0
     first_step_ns: int = 0  # where the steps of the peak `steps` begin, on the clock of the profiler
-
-    def mark_steps(self) -> None:
-        self.first_step_ns = time.time_ns()
 
 
 @contextmanager
@@ -182,8 +173,16 @@ def measured_tensors() -> Iterator[TensorPeak]:
         yield peak
     assert recorded.profiler is not None
     results: Any = recorded.profiler.kineto_results
+    waiting: list[_ProfilerEvent] = [*results.experimental_event_tree()]
+    allocations: list[tuple[int, int, int]] = []  # time, address, and size: below 0 for a release
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == _EventType.Allocation:
+            fields: Any = event.extra_fields
+            allocations.append((event.start_time_ns, fields.ptr, fields.alloc_size))
     live, sizes = 0, dict[int, int]()
-    for when, address, change in sorted(_allocations(results.experimental_event_tree())):
+    for when, address, change in sorted(allocations):
         if change > 0:
             # What another thread freed, such as one of gloo's, is not recorded; its memory is used again.
             live += change - sizes.get(address, 0)
@@ -193,17 +192,6 @@ def measured_tensors() -> Iterator[TensorPeak]:
         peak.whole = max(peak.whole, live)
         if when >= peak.first_step_ns:
             peak.steps = max(peak.steps, live)
-
-
-def _allocations(roots: list[_ProfilerEvent]) -> Iterator[tuple[int, int, int]]:
-    """Yield the time, address and size of every allocation, and of every release with the size below 0."""
-    waiting = [*roots]
-    while waiting:
-        event = waiting.pop()
-        waiting += event.children
-        if event.tag == _EventType.Allocation:
-            fields: Any = event.extra_fields
-            yield event.start_time_ns, fields.ptr, fields.alloc_size
 
 
 # Steps before the measured ones: the first creates compiled code and the optimizer's states. CUDA graphs are captured
@@ -245,7 +233,7 @@ def measure_rank(
                 peak.reserved = torch.cuda.max_memory_reserved(info.device)
                 torch.cuda.reset_peak_memory_stats(info.device)
             else:
-                peak.mark_steps()
+                peak.first_step_ns = time.time_ns()
                 run.train(loader, MEMORY_STEPS)
                 recording.close()
             measured = run.train(loader, steps)
@@ -264,14 +252,6 @@ def measure_rank(
             num_refused=run.num_refused,
             build_seconds=build_seconds,
         )
-
-
-class PendingNumbers(NamedTuple):
-    """A step whose numbers are not read yet: the device may still compute them."""
-
-    read_seconds: ReadSeconds
-    read_details: Callable[[], object]
-    numbers: torch.Tensor
 
 
 class _RankRun:
@@ -301,7 +281,7 @@ class _RankRun:
 
     def train(self, loader: Loader, steps: int) -> list[dict[str, float]]:
         seconds: list[dict[str, float]] = []
-        pending: PendingNumbers | None = None
+        pending: tuple[ReadSeconds, Callable[[], object], torch.Tensor] | None = None  # the device may still compute it
         self._clock.restart()
         for _ in range(steps):
             batch = next(loader).to(self._info.device)
@@ -313,16 +293,18 @@ class _RankRun:
             numbers = torch.cat([numbers, norm.reshape(1), refused.reshape(1)]).to("cpu", non_blocking=True)
             self._clock.lap("optimizer")
             if pending is not None:  # as the trainer does it: one step later, so that the device does not wait
-                seconds.append(self._read(pending))
-            pending = PendingNumbers(self._clock.end_step(), self._stepper.details(), numbers)
+                seconds.append(self._read(*pending))
+            pending = self._clock.end_step(), self._stepper.details(), numbers
         assert pending is not None, "at least one step is trained"
-        seconds.append(self._read(pending))
+        seconds.append(self._read(*pending))
         return [{new: each.get(old, 0.0) for old, new in PHASES.items()} for each in seconds]
 
-    def _read(self, pending: PendingNumbers) -> dict[str, float]:
+    def _read(
+        self, read_seconds: ReadSeconds, read_details: Callable[[], object], numbers: torch.Tensor
+    ) -> dict[str, float]:
         """Return the seconds of a step by phase, and note its loss. Waits until the device has finished the step."""
-        seconds = pending.read_seconds().phases
-        pending.read_details()
-        self.losses.append(float(pending.numbers[0]))
-        self.num_refused += int(pending.numbers[-1] > 0)
+        seconds = read_seconds().phases
+        read_details()
+        self.losses.append(float(numbers[0]))
+        self.num_refused += int(numbers[-1] > 0)
         return seconds

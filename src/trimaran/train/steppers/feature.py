@@ -61,10 +61,10 @@ class UpdatePart:
 
 
 class Feature:
-    """An optional part of training. The methods of this class change nothing.
+    """An optional part of training; here it changes nothing.
 
-    `writes_lines`: rank 0 writes the metrics of each step when it is recorded. `seed_offset` is added to the seed of
-    what a rank draws while it trains.
+    `writes_lines`: rank 0 writes the metrics of each step when it is recorded. `seed_offset` is added to a rank's
+    training seed.
     """
 
     writes_lines = True

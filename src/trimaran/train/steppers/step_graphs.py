@@ -168,19 +168,10 @@ class StepGraphs:
         return [each.data_ptr() for each in self._held]
 
 
-def build_step_graphs(
-    forward: Forward, module: nn.Module, *, grad_accum: int, buckets: GradientBuckets | None
-) -> StepGraphs | None:
-    """Return the graphs of a plan that captures steps on this GPU; None if those of this module may not be captured."""
-    if torch.is_anomaly_enabled() or not has_known_code(module):  # kernels of a graph do not run one by one
-        return None
-    return StepGraphs(forward, module, grad_accum=grad_accum, buckets=buckets)
-
-
 def has_known_code(module: nn.Module) -> bool:
     """Return whether all modules are of packages whose forward does the same at every step.
 
-    A capture cannot see that other code depends on something that changes from step to step, such as a counter.
+    A capture cannot see that other code depends on what changes from step to step, such as a counter.
     """
     return all(type(each).__module__.partition(".")[0] in KNOWN_PACKAGES for each in module.modules())
 

@@ -15,7 +15,7 @@ from trimaran.nets import Network
 from trimaran.parallel import RankMesh
 from trimaran.train.health.guard import MEMORY_CHANGED, Guard
 from trimaran.train.loss.cross_entropy import later_loss_names, later_loss_sums
-from trimaran.train.loss.objective import LossSums, Objective, mean_losses
+from trimaran.train.loss.objective import LossSums, Objective
 from trimaran.train.metrics.router_stats import copy_to_host_async, router_details, routing_counts
 
 
@@ -32,7 +32,7 @@ class LossPartSums:
             self._parts += losses.parts
 
     def sums(self, batch: StepBatch) -> Tensor | None:
-        """Return what this rank adds to the loss parts and to the loader's counts, flat; None if there are none.
+        """Return this rank's loss parts and loader counts, flat; None if there are none.
 
         All ranks must have the same names in `batch.metrics`.
         """
@@ -56,8 +56,13 @@ class LossPartSums:
 
         def read() -> dict[str, Any]:
             on_host = copy()
-            losses = {"losses": mean_losses(on_host[:size].view(-1, 2), names)} if names else {}
-            return losses | ({"rows": dict(zip(keys, on_host[size:].tolist(), strict=True))} if keys else {})
+            found: dict[str, Any] = {}
+            if names:
+                pairs = zip(names, on_host[:size].view(-1, 2).tolist(), strict=True)
+                found["losses"] = {name: total / count for name, (total, count) in pairs if count}
+            if keys:
+                found["rows"] = dict(zip(keys, on_host[size:].tolist(), strict=True))
+            return found
 
         return read
 
@@ -66,10 +71,9 @@ class LossPartSums:
 class ReducedStep:
     """The sums of a step over all ranks.
 
-    `numbers` is the result of `Stepper.step`. `squares` are the squared gradient norms, if the ranks contributed to
-    them. `routing` are the choices of the routers, see `routing_counts`. `details` returns the metrics of the loss
-    parts and the routers; call it one step later. Replicas that train alone have numbers and squares of their own;
-    `read_all` returns those of all of them, and what the update returned.
+    `numbers` is the result of `Stepper.step`. `squares` are squared gradient norms, if measured. `routing`: see
+    `routing_counts`. Call `details`, the metrics of loss parts and routers, one step later. Replicas that train alone
+    have numbers and squares of their own; `read_all` returns those of all, and what the update returned.
     """
 
     numbers: Tensor
@@ -86,10 +90,10 @@ class ReducedStep:
 
 
 class StepTotals:
-    """Sums the numbers of one step over all ranks. A single rank needs no collective.
+    """Sums the numbers of one step over all ranks; a single rank needs no collective.
 
-    The counts are needed for backward; their all-reduce overlaps the first forward. All other sums are computed by one
-    all-reduce, once the gradients are complete.
+    The all-reduce of the counts, which backward needs, overlaps the first forward. One more has all other sums, once
+    the gradients are complete.
     """
 
     def __init__(self, batch: StepBatch, ranks: RankMesh, guard: Guard, *, requests: Sequence[int]) -> None:
@@ -164,10 +168,10 @@ class StepTotals:
 
 
 def batch_checksum_term(batch: StepBatch, ranks: RankMesh) -> int:
-    """Return a number whose sum over the ranks that share a batch is 0 if all of them loaded the same samples.
+    """Return a number whose sum over the ranks that share a batch is 0 if all loaded the same samples.
 
-    A disk may fail on one rank only. That rank replaces the sample by one of the same shape, so nothing else would
-    fail, and replicated weights would diverge.
+    A disk may fail on one rank only. It replaces the sample by one of the same shape, and replicated weights would
+    diverge without a failure.
     """
     if num_sharing(ranks) == 1:
         return 0

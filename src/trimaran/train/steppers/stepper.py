@@ -17,11 +17,12 @@ from trimaran.train.loss.cross_entropy import build_loss_head, compute_later_los
 from trimaran.train.loss.objective import LanguageObjective, LossSums, Objective, predicted_tokens
 from trimaran.train.metrics.router_stats import balance_routers
 from trimaran.train.metrics.step_clock import StepClock
-from trimaran.train.steppers.step_totals import LossPartSums, ReducedStep, StepTotals
+from trimaran.train.steppers.step_totals import LossPartSums, ReducedStep
 from trimaran.train.steppers.update import Updater
 
 if TYPE_CHECKING:
     from trimaran.parallel.comm.gradient_buckets import GradientBuckets
+    from trimaran.train.steppers.engine import StepperContext
     from trimaran.train.steppers.step_graphs import StepGraphs
 
 DetailsReader = Callable[[], dict[str, Any]]
@@ -31,6 +32,8 @@ NO_REQUESTS = (False,) * len(RANK_REQUESTS)
 
 class Stepper(Protocol):
     """Runs the steps of one mode of training. Every rank calls every method, in the same order."""
+
+    _reduced: ReducedStep | None = None  # the sums of the last step over all ranks
 
     def step(self, batch: StepBatch, *, requests: Sequence[int] = NO_REQUESTS) -> Tensor:
         """Compute the gradient of the mean loss of the global batch and leave it in `parameter.grad`.
@@ -42,75 +45,60 @@ class Stepper(Protocol):
         MEMORY_CHANGED if its weights or optimizer states have changed since the last update. If ranks loaded different
         batches or memory has changed, the loss is NaN, so that the guard refuses the update.
         """
-        ...
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
-        """Clip by the global norm, update the weights unless the guard refuses the step, and clear the gradients.
+        """Clip by the global norm, update unless the guard refuses, clear the gradients; return norm and refused.
 
-        Returns the norm before clipping, and 1.0 if the step was refused, else 0.0.
+        The norm is that before clipping; `refused` is 1.0 or 0.0.
         """
-        ...
 
     def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
-        """Return a function that returns the numbers of `step`, followed by what `update` returned, for all ranks.
+        """Return a function for the numbers of `step` and what `update` returned, over all ranks.
 
-        It waits until they are copied from the device. Called one step later, it has nothing to wait for.
+        It waits until they are copied from the device; called one step later, it has nothing to wait for.
         """
-        ...
+        assert self._reduced is not None, "the numbers are those of a step"
+        return self._reduced.numbers_later(norm, refused)
 
     def details(self) -> DetailsReader:
         """Return a function that returns the optional metrics of this step. Call it one step later."""
-        ...
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        """Return the summed loss of the batch, followed by the objective's scores, flat, in fp64, on the device.
+        """Return the summed loss of the batch and the objective's scores, flat, in fp64, on the device.
 
         The sum over all ranks counts each token and each sequence once.
         """
-        ...
 
     def next_token_logits(self, ids: Tensor) -> Tensor:
         """Return the logits of the token that follows `ids` [length], on the CPU, the same on every rank."""
-        ...
 
     def next_token_function(self) -> Callable[[Tensor], Tensor]:
         """Return `next_token_logits`, with a key-value cache if the plan allows one; for weights that do not change."""
-        ...
+        return self.next_token_logits
 
     def predict_tokens(self, inputs: Inputs) -> Tensor:
         """Return the most likely next token at each position of this rank's micro-batch, [B, T], on the CPU."""
-        ...
 
     def set_training(self, training: bool) -> None: ...
 
     def full_tensor(self, parameter: Tensor) -> Tensor:
         """Return the value that is trained, unsharded, on the CPU: in fp32, also if the parameter has 16 bits of it."""
-        ...
 
     def state(self, train: TrainSection, *, without_base: bool = False) -> CheckpointState:
         """Return the state that a checkpoint must hold for an exact resume. Called once, before the first step.
 
         `without_base` leaves out frozen parameters, see `TrainingState`.
         """
-        ...
 
 
 class TorchStepper(Stepper):
     """A stepper of the torch engine: of one network, or of the stages of a pipeline."""
 
-    def __init__(
-        self,
-        networks: Sequence[Network],
-        plan: Plan,
-        ranks: RankMesh,
-        updater: Updater,
-        clock: StepClock,
-        objective: Objective | None = None,
-    ) -> None:
-        self._networks, self._plan, self._ranks, self.updater, self._clock = networks, plan, ranks, updater, clock
-        self._objective, self._device = objective or LanguageObjective(), ranks.device
-        self._data_axis = data_axis(plan)
-        self._reduced: ReducedStep | None = None  # the sums of the last step over all ranks
+    def __init__(self, context: "StepperContext", updater: Updater) -> None:
+        self.context, self.updater, self._networks = context, updater, context.networks
+        self._plan, self._ranks, self._clock = context.plan, context.ranks, context.clock
+        self._objective, self._device = context.objective, context.ranks.device
+        self._data_axis = data_axis(context.plan)
 
     def update(self, lr: float) -> tuple[Tensor, Tensor]:
         assert self._reduced is not None, "an update follows a step"
@@ -118,10 +106,6 @@ class TorchStepper(Stepper):
         norm, refused = self.updater.update(lr, self._reduced.numbers[0], self._reduced.squares)
         balance_routers(self._networks, self._reduced.routing, refused)
         return norm, refused
-
-    def numbers_later(self, norm: Tensor, refused: Tensor) -> Callable[[], list[float]]:
-        assert self._reduced is not None
-        return self._reduced.numbers_later(norm, refused)
 
     def details(self) -> DetailsReader:
         assert self._reduced is not None
@@ -147,22 +131,15 @@ class TorchStepper(Stepper):
 
     def state(self, train: TrainSection, *, without_base: bool = False) -> CheckpointState:
         modules = [network.module for network in self._networks]
-        return self.updater.state(modules, train, self._plan, without_base=without_base)
+        return self.updater.state(modules, train, without_base=without_base)
 
 
 class PlainStepper(TorchStepper):
     """Runs forward and backward of one micro-batch after another."""
 
-    def __init__(
-        self,
-        network: Network,
-        plan: Plan,
-        ranks: RankMesh,
-        updater: Updater,
-        clock: StepClock,
-        objective: Objective | None = None,
-    ) -> None:
-        super().__init__([network], plan, ranks, updater, clock, objective)
+    def __init__(self, context: "StepperContext", updater: Updater) -> None:
+        super().__init__(context, updater)
+        plan, ranks, network = context.plan, context.ranks, context.networks[0]
         self._network = network
         self._loss_function = build_loss_function(self._objective, network, plan)
         self._set_sync = gradient_sync(network.module, plan)
@@ -173,18 +150,20 @@ class PlainStepper(TorchStepper):
 
             self._buckets = buckets_of(network.module, ranks.data.get_group())
         self._graphs: StepGraphs | None = None
-        if plan.captures_steps and ranks.device_traits.has_graphs:
-            from trimaran.train.steppers.step_graphs import build_step_graphs  # noqa: PLC0415  a CPU has no graphs
+        # In anomaly mode the kernels of a graph would not run one by one.
+        if plan.captures_steps and ranks.device_traits.has_graphs and not torch.is_anomaly_enabled():
+            from trimaran.train.steppers import step_graphs  # noqa: PLC0415  a CPU has no graphs
 
-            self._graphs = build_step_graphs(
-                self._forward, network.module, grad_accum=plan.grad_accum, buckets=self._buckets
-            )
+            if step_graphs.has_known_code(network.module):
+                self._graphs = step_graphs.StepGraphs(
+                    self._forward, network.module, grad_accum=plan.grad_accum, buckets=self._buckets
+                )
 
     def step(self, batch: StepBatch, *, requests: Sequence[int] = NO_REQUESTS) -> Tensor:
         """See `Stepper.step`.
 
-        The gradient reduction averages over the data ranks, so each rank's loss is multiplied by their number. What
-        remains is one division by the valid tokens of all ranks (principle 1, docs/principles.md).
+        The reduction averages over data ranks, so each rank's loss is multiplied by their number. What remains is one
+        division by the valid tokens of all ranks (principle 1, docs/principles.md).
         """
         self._clock.enter("forward")
         totals = self.updater.begin_step(batch, requests)  # the first sum overlaps the first forward
@@ -198,7 +177,7 @@ class PlainStepper(TorchStepper):
             inputs = batch.micro(index)
             if graphs:
                 captured = graphs[index]
-                captured.fill(inputs, self._loss_factor(totals))
+                captured.fill(inputs, self.updater.scale * self._plan.mesh.data / totals.num_valid())
                 captured.forward.replay()
                 self._clock.lap("forward", then="backward")
                 captured.backward.replay()
@@ -206,7 +185,16 @@ class PlainStepper(TorchStepper):
                 losses = captured.losses
             else:
                 self._set_sync(index == self._plan.grad_accum - 1)
-                losses = self._run(inputs, totals)
+                self._clock.time_waits()
+                losses, balance = self._forward(inputs)
+                self._clock.lap("forward", then="comm")
+                loss = (losses.total + balance) * (self.updater.scale * self._plan.mesh.data / totals.num_valid())
+                self._clock.lap("comm", WORLD, then="backward")
+                end_lap_after_backward(loss, self._clock)
+                loss.backward()
+                self._clock.lap("comm", self._data_axis, then="comm")
+                losses = LossSums(losses.total.detach(), losses.parts)
+                del loss, balance  # they hold the graph
             total += losses.total
             parts.add(losses)
         if self._graphs is not None and graphs:
@@ -219,22 +207,8 @@ class PlainStepper(TorchStepper):
         self._clock.lap("comm", WORLD)
         return self._reduced.numbers
 
-    def _run(self, inputs: Inputs, totals: StepTotals) -> LossSums:
-        self._clock.time_waits()
-        losses, balance = self._forward(inputs)
-        self._clock.lap("forward", then="comm")
-        loss = (losses.total + balance) * self._loss_factor(totals)
-        self._clock.lap("comm", WORLD, then="backward")
-        end_lap_after_backward(loss, self._clock)
-        loss.backward()
-        self._clock.lap("comm", self._data_axis, then="comm")
-        return LossSums(losses.total.detach(), losses.parts)
-
-    def _loss_factor(self, totals: StepTotals) -> Tensor:
-        return self.updater.scale * self._plan.mesh.data / totals.num_valid()
-
     def recompute_gradients(self, batch: StepBatch) -> Iterator[None]:
-        """Compute the gradients of a batch again, yield after each micro-batch, and clear the gradients at the end.
+        """Compute a batch's gradients again; yield after each micro-batch; clear the gradients at the end.
 
         Replicated gradients are not reduced, so that the caller sees which rank's are bad. Sharded ones must be.
         """
@@ -302,7 +276,7 @@ def time_fsdp_gathers(network: Network, plan: Plan) -> None:
 def end_lap_after_backward(loss: Tensor, clock: StepClock) -> None:
     """End the lap `backward` when the gradients of `loss` are computed, before their reduction.
 
-    Autograd runs queued callbacks in order, and that of the loss is queued before those of DDP and FSDP.
+    Autograd runs queued callbacks in order: that of the loss comes before those of DDP and FSDP.
     """
     queue_callback = torch.autograd.Variable._execution_engine.queue_callback
     loss.register_hook(lambda _: queue_callback(partial(clock.lap, "backward")))
@@ -342,10 +316,7 @@ def loss_and_scores(objective: Objective, network: Network, output: Tensor, inpu
 
 
 def mask_duplicates(row: Tensor, ranks: RankMesh) -> Tensor:
-    """Return `loss_and_scores` with zeros for what another rank counts.
-
-    tp ranks have the same loss and scores; cp ranks have the same scores, but the losses of different positions.
-    """
+    """Zero what another rank counts: tp ranks share loss and scores, cp ranks the scores only."""
     mask = torch.ones_like(row)
     mask[1:] = ranks.rank("cp") == 0
     return row * mask * (ranks.rank("tp") == 0)

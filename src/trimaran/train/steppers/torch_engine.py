@@ -5,12 +5,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from trimaran.core import Plan
 from trimaran.nets import Network
-from trimaran.parallel import RankMesh, apply_joint_projections, build_optimizer, split_weights, trained_parameters
-from trimaran.train.loss.objective import Objective
+from trimaran.parallel import apply_joint_projections, build_optimizer, split_weights, trained_parameters
 from trimaran.train.metrics.group_norms import build_group_meter
-from trimaran.train.metrics.step_clock import StepClock
 from trimaran.train.steppers.engine import StepperContext
 from trimaran.train.steppers.stepper import PlainStepper, TorchStepper
 from trimaran.train.steppers.update import Updater
@@ -19,10 +16,10 @@ MAX_REPORTED_NAMES = 64
 
 
 def watch_unused_parameters(optimizer: Optimizer, networks: Sequence[Network]) -> Callable[[], dict[str, Any]]:
-    """Return a function that reports this rank's parameters without a gradient at the optimizer's first step.
+    """Return a function that reports, once, parameters without a gradient at the optimizer's first step.
 
-    It returns them once, under `unused`, and an empty dict before and afterwards. A gradient of zeros counts as one:
-    experts that received no token have it.
+    They are under `unused`; before and afterwards the dict is empty. A gradient of zeros counts as one: experts that
+    received no token have it.
     """
     names: list[str] = []
 
@@ -54,19 +51,12 @@ def build_stepper(context: StepperContext) -> TorchStepper:
         parts=[part for feature in context.features for part in feature.update_parts(context)],
         unused=watch_unused_parameters(optimizer, networks),
     )
-    return connect_stepper(networks, plan, ranks, updater, context.clock, context.objective)
+    return connect_stepper(context, updater)
 
 
-def connect_stepper(
-    networks: Sequence[Network],
-    plan: Plan,
-    ranks: RankMesh,
-    updater: Updater,
-    clock: StepClock,
-    objective: Objective,
-) -> TorchStepper:
-    if plan.mesh.pp > 1:
+def connect_stepper(context: StepperContext, updater: Updater) -> TorchStepper:
+    if context.plan.mesh.pp > 1:
         from trimaran.train.steppers.pipeline_stepper import PipelineStepper  # noqa: PLC0415  it imports schedules
 
-        return PipelineStepper(networks, plan, ranks, updater, clock, objective)
-    return PlainStepper(networks[0], plan, ranks, updater, clock, objective)
+        return PipelineStepper(context, updater)
+    return PlainStepper(context, updater)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trimaran.core import DEVICE_TRAITS, Plan, TrainSection
+from trimaran.core import DEVICE_TRAITS, TrainSection
 from trimaran.data import StepBatch
 from trimaran.nets import is_dtensor, local_part
 from trimaran.parallel import LR_FACTOR, GradientSquares, RankMesh, TrainedParameters, split_weights_of
@@ -25,9 +25,9 @@ class Updater:
     """Updates the weights from the gradients of the global batch.
 
     `trained` are the parameters in the norm: all except copies that another stage counts. If the guard refuses a step,
-    neither weights nor moments change, on any rank; the optimizer must support `found_inf`. `meter` measures the update
-    by groups of modules. `parts` come from the features of the plan. `unused` returns the metrics of parameters without
-    a gradient, see `watch_unused_parameters`.
+    neither weights nor moments change, on any rank; the optimizer must support `found_inf`. `meter` measures updates by
+    groups of modules. `parts` come from the plan's features. `unused` returns the metrics of parameters without a
+    gradient.
     """
 
     def __init__(
@@ -150,9 +150,7 @@ class Updater:
             counters |= part.counters
         return counters
 
-    def state(
-        self, modules: Sequence[nn.Module], train: TrainSection, plan: Plan, *, without_base: bool
-    ) -> TrainingState:
+    def state(self, modules: Sequence[nn.Module], train: TrainSection, *, without_base: bool) -> TrainingState:
         return TrainingState(
             modules,
             self._optimizer,

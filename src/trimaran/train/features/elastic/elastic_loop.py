@@ -1,11 +1,16 @@
-"""Trains an elastic replica: local steps as if it were alone, and a synchronisation with those who are alive."""
+"""Trains an elastic replica: local steps as if it were alone, and a synchronisation with those who are alive.
+
+The outer state of a replica changes only once all replicas have all values of the exchange.
+"""
 
 import json
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +18,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.core import StepMetrics
-from trimaran.data import RowLedger, share_of
-from trimaran.parallel import TORCH_DTYPES, CheckpointState, IndexEntry, TensorMeta, TensorShard, copy_values, meta_of
+from trimaran.core import LocalSteps, Plan, StepMetrics, synchronisation_bytes
+from trimaran.data import BatchFeed, DataShare, Deal, Loader, RowLedger, TokenFeed, share_of
+from trimaran.parallel import (
+    TORCH_DTYPES,
+    BucketExchange,
+    CheckpointState,
+    IndexEntry,
+    OuterBucket,
+    OuterTensor,
+    TensorMeta,
+    TensorShard,
+    copy_values,
+    exchange_of,
+    meta_of,
+    split_fragments,
+    start_over,
+)
 from trimaran.runs import Journal, Round, RunDirectory, group_prefix
 from trimaran.train.agreement import LoopExit, StepDecision, StopRequest
 from trimaran.train.build import WorkerParts
 from trimaran.train.change_file import ChangeFile
 from trimaran.train.checkpointing.checkpointer import Checkpointer, DelegatingSaver
 from trimaran.train.checkpointing.tiers import CheckpointInputs
-from trimaran.train.features.elastic.elastic_feature import (
-    ElasticFeature,
-    ElasticPart,
-    Received,
-)
 from trimaran.train.features.elastic.replica import (
     Membership,
     Replica,
@@ -36,13 +50,142 @@ from trimaran.train.features.elastic.replica import (
     make_group,
     run_until,
 )
+from trimaran.train.features.outer_update import OuterShards, ReplicaKeys
 from trimaran.train.features.table import LOCAL_STEPS, features_of
 from trimaran.train.health.guard import too_many_bad_samples
+from trimaran.train.inputs.training_data import TrainingData
 from trimaran.train.plain_rank import PlainRank, Training
 from trimaran.train.process.rank_setup import RankInfo
 from trimaran.train.process.supervisor_link import SupervisorLink, supervisor_store
 from trimaran.train.rank_context import RankContext, read_context
+from trimaran.train.steppers.engine import StepperContext
+from trimaran.train.steppers.feature import Feature, Load, LoadContext, MakeTrainer, UpdatePart
 from trimaran.train.steppers.stepper import TorchStepper
+from trimaran.train.trainer import Trainer
+
+
+class DealtLoader:
+    """Opens the loader of a step, and keeps it open: batches that are loaded ahead stay right in a healthy run."""
+
+    def __init__(self, ledger: RowLedger) -> None:
+        self._ledger = ledger
+        self._loader: Loader | None = None
+        self._deal: Deal | None = None
+
+    @contextmanager
+    def open(self, loader_from: Callable[[int], AbstractContextManager[Loader]], step: int) -> Iterator[Loader]:
+        """Yield the loader of the batches from `step` on. Another block continues with it."""
+        deal = self._ledger.deal
+        is_next = self._loader is not None and self._loader.next_step == step
+        if not is_next or self._deal is None or not self._ledger.continues(self._deal):
+            self.close()
+            self._loader, self._deal = loader_from(step).__enter__(), deal
+        assert self._loader is not None
+        yield self._loader
+
+    def close(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+        self._loader = None
+
+
+Received = list[tuple[Tensor, Tensor | None]]
+"""For each bucket, the mean of the replicas, and what a sparse exchange has not sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticOuter:
+    """The outer state of this rank's parameters, in host memory, saved under the keys of replica 0."""
+
+    plan: Plan
+    buckets: Sequence[OuterBucket]
+    replica: int = 0
+
+    @property
+    def local(self) -> LocalSteps:
+        return self.plan.comm.local
+
+    def tensors(self) -> Iterator[OuterTensor]:
+        return (each for bucket in self.buckets for each in bucket.tensors())
+
+    @torch.no_grad()
+    def restore(self, loaded: Callable[[OuterTensor], bool]) -> None:
+        start_over(each for each in self.tensors() if not loaded(each))
+
+    def exchange(self, group: dist.ProcessGroup) -> Received:
+        """Return the means over the replicas of `group`. It changes no state, so that it can be repeated."""
+        start, received = exchange_of(self.local, group), Received()
+        before: BucketExchange | None = None
+        for bucket in self.buckets:
+            running = bucket.start(start)
+            if before is not None:
+                received.append((before.mean.finish(), before.error))
+            before = running
+        if before is not None:
+            received.append((before.mean.finish(), before.error))
+        return received
+
+    @torch.no_grad()
+    def take(self, received: Received) -> None:
+        for bucket, (mean, error) in zip(self.buckets, received, strict=True):
+            bucket.take(mean, error)
+
+    @torch.no_grad()
+    def forget_error(self) -> None:
+        """Start without error feedback: what was received with a state is what another replica has not sent yet."""
+        for each in self.tensors():
+            if each.kind == "error":
+                each.tensor.zero_()
+
+
+SEED_STRIDE = 1_000_003  # between the random seeds of replicas, which drop different elements
+
+
+class ElasticPart(UpdatePart):
+    """The outer state of a replica, which is synchronised outside of its steps, and the rows that were consumed."""
+
+    def __init__(self, outer: ElasticOuter, ledger: RowLedger) -> None:
+        self.outer = outer
+        self.keys = ReplicaKeys(outer)
+        self.state = (OuterShards(outer, self.keys),)
+        self.counters = {"rows": ledger}
+
+
+class ElasticFeature(Feature):
+    """A replica of an elastic run. The replica that leads a round writes metrics and checkpoints after it."""
+
+    writes_lines = False
+
+    def __init__(self, replica: Replica, ledger: RowLedger) -> None:
+        self._number, self._ledger = replica.number, ledger
+        self.loader = DealtLoader(ledger)
+        self.seed_offset = replica.number * SEED_STRIDE
+
+    def wrap_load(self, load: Load, context: LoadContext) -> Load:
+        def load_dealt(share: DataShare) -> TrainingData:
+            data = load(share)
+
+            def training(quarantined: frozenset[int]) -> BatchFeed:
+                feed = data.training(quarantined)
+                assert isinstance(feed, TokenFeed), "elastic replicas train on text"
+                return feed.with_share(self._ledger.dealt_share(self._number, share))
+
+            return replace(data, training=training)
+
+        return load_dealt
+
+    def update_parts(self, context: StepperContext) -> Sequence[UpdatePart]:
+        fragments = split_fragments(context.networks, 1, separate=context.plan.mesh.pp > 1)
+        host, local = torch.device("cpu"), context.plan.comm.local
+        buckets = [OuterBucket(named, local, host) for each in fragments for named in each]
+        return (ElasticPart(ElasticOuter(context.plan, buckets), self._ledger),)
+
+    def wrap_trainer(self, make: MakeTrainer) -> MakeTrainer:
+        def make_for_replica(**parts: Any) -> Trainer:
+            loader_from = partial(self.loader.open, parts["loader_from"])
+            return make(**parts | {"loader_from": loader_from})
+
+        return make_for_replica
 
 
 @torch.no_grad()
@@ -97,19 +240,6 @@ def _broadcast_json(value: Any, group: dist.ProcessGroup) -> Any:
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class RoundState:
-    """State of the last round: the process group of its contributors (`group_of`: number and start of each).
-
-    `savers`: the replicas in the order in which they save for the run; if the first is lost, the next one does.
-    """
-
-    group: dist.ProcessGroup | None = None
-    group_of: tuple[tuple[int, int], ...] = ()
-    savers: tuple[int, ...] = ()
-    last: Round | None = None
-
-
 class RoundSaver(DelegatingSaver):
     """Saves nothing between rounds: the state is saved after a synchronisation."""
 
@@ -144,13 +274,17 @@ class ElasticLoop(Training):
         self.recipe, self.run_directory = context.run.read_recipe(), context.run
         self.trainer, self.state, self.updater = parts.trainer, parts.checkpoint.state, stepper.updater
         self.outer = next(part.outer for part in self.updater.parts if isinstance(part, ElasticPart))
-        self.journal, self._number, self._now = parts.trainer.check.journal, replica.number, RoundState()
+        self.journal, self._number = parts.trainer.check.journal, replica.number
+        self._last: Round | None = None
+        self._savers: tuple[int, ...] = ()  # replicas in their order: if the first is lost, the next one saves
+        self._group: dist.ProcessGroup | None = None  # of the contributors of the last round
+        self._group_of: tuple[tuple[int, int], ...] = ()  # number and start of each of them
         super().__init__(parts, self._begin(parts.checkpoint), change_file)
 
     @property
     def leads(self) -> bool:
         """Whether this replica writes metrics, evaluations and checkpoints until the next synchronisation."""
-        return self._now.savers[:1] == (self._number,)
+        return self._savers[:1] == (self._number,)
 
     def _begin(self, checkpoint: CheckpointInputs) -> Checkpointer:
         """Restore the newest state, or get that of a replica that trains already; return its checkpointer."""
@@ -175,7 +309,8 @@ class ElasticLoop(Training):
             self._send(opened, receivers, step)
         checkpointer = resumed or Checkpointer.receive(checkpoint, step)
         self.ledger.begin(step, result.members)
-        self._follow(opened, (*opened.contributors, *receivers) if opened.contributors else result.members)
+        self._last = opened
+        self._savers = (*opened.contributors, *receivers) if opened.contributors else tuple(result.members)
         if self.leads:
             self.journal.resume(step)
         self.updater.record_shards()
@@ -199,7 +334,13 @@ class ElasticLoop(Training):
                 opened = self._synchronise(step)
                 if self._number in opened.leaving:
                     return LoopExit(step=step, reason="leave")
-                self._after(opened, before)
+                if self.leads:
+                    why = "elastic replicas keep their plan while they run"
+                    self._change_file.drop(why, status="refused", step=step)
+                    self.checkpointer.after_step(step, StepDecision(save=opened.save))
+                    evaluate = self.recipe.train.evaluate.every
+                    if evaluate and step // evaluate > before // evaluate and step < steps:
+                        self.trainer.evaluator.run(step=step)
                 if opened.stop and step < steps:
                     return LoopExit(step=step, reason="stop")
         finally:
@@ -211,11 +352,11 @@ class ElasticLoop(Training):
 
         A replica reports its save before it exits. So once it is seen as lost, its report is visible, too.
         """
-        assert self._now.last is not None
-        waiting = [each for each in self._now.savers if each in self._now.last.starts]
+        assert self._last is not None
+        waiting = [each for each in self._savers if each in self._last.starts]
         for each in waiting[: waiting.index(self._number)]:
             while not self.membership.is_finished():
-                if self.membership.is_lost(each, self._now.last):
+                if self.membership.is_lost(each, self._last):
                     break
             if self.membership.is_finished():
                 return False
@@ -238,9 +379,9 @@ class ElasticLoop(Training):
             result = members.vote(opened, ok=received is not None)
             if result.ok and received is not None:
                 break
-            if self._now.group is not None:
-                abandon(self._now.group)
-            self._now.group, self._now.group_of = None, ()
+            if self._group is not None:
+                abandon(self._group)
+            self._group, self._group_of = None, ()
         self.outer.take(received)
         self.updater.record_shards()
         num_returned = self.ledger.synchronise(step, opened.contributors, result.members)
@@ -251,7 +392,7 @@ class ElasticLoop(Training):
             self.journal.event("replicas", step=opened.step, replicas=list(opened.contributors), joined=joined, **left,
                                rows_again=num_returned, next_row=self.ledger.next_row)  # fmt: skip
         staying = [each for each in opened.contributors if each not in opened.leaving]
-        self._follow(opened, (*staying, *joined))
+        self._last, self._savers = opened, (*staying, *joined)
         if self._number == opened.source:
             self._send(opened, joined, step)
         return opened
@@ -261,7 +402,7 @@ class ElasticLoop(Training):
         whose = tuple((each, opened.starts[each]) for each in opened.contributors)
 
         def exchange() -> tuple[dist.ProcessGroup, Received]:
-            group = self._now.group if whose == self._now.group_of else None
+            group = self._group if whose == self._group_of else None
             if group is None:
                 group = make_group(self.store, opened.contributors, self._number, prefix=self._prefix(opened, "mean"))
             return group, self.outer.exchange(group)
@@ -269,14 +410,11 @@ class ElasticLoop(Training):
         found = run_until(exchange, lambda: self.membership.is_over(opened))
         if found is None:
             return None
-        self._now.group, self._now.group_of = found[0], whose
+        self._group, self._group_of = found[0], whose
         return found[1]
 
     def _prefix(self, opened: Round, what: str) -> str:
         return f"{group_prefix(opened.number)}{what}/{dist.get_rank()}/"
-
-    def _follow(self, opened: Round, savers: Sequence[int]) -> None:
-        self._now.last, self._now.savers = opened, tuple(savers)
 
     def _send(self, opened: Round, receivers: Sequence[int], step: int) -> None:
         """Send the state of this rank to those who join. If they are lost meanwhile, they join later."""
@@ -290,23 +428,14 @@ class ElasticLoop(Training):
 
         run_until(send, lambda: any(self.membership.is_lost(each, opened) for each in receivers))
 
-    def _after(self, opened: Round, before: int) -> None:
-        """Save and evaluate after a synchronisation, if it is due and this replica leads."""
-        step, every, steps = opened.step, self.recipe.train.evaluate.every, self.recipe.train.steps
-        if not self.leads:
-            return
-        self._change_file.drop("elastic replicas keep their plan while they run", status="refused", step=step)
-        self.checkpointer.after_step(step, StepDecision(save=opened.save))
-        if every and step // every > before // every and step < steps:
-            self.trainer.evaluator.run(step=step)
-
     def _write_lines(self, opened: Round, seconds: float) -> None:
         """Write the metrics since the last synchronisation, of all replicas, if this one is the first of them."""
         held = self.journal.hold_lines()
         if opened.contributors[0] != self._number or self.journal.rank != 0:
             return
         num = len(opened.contributors)
-        outer = {"bytes": self.outer.exchanged_bytes(num), "seconds": seconds, "fragments": [0], "replicas": num}
+        num_bytes = synchronisation_bytes(self.outer.local, sum(each.num_values for each in self.outer.buckets), num)
+        outer = {"bytes": round(num_bytes), "seconds": seconds, "fragments": [0], "replicas": num}
         for line in merge_lines(held, opened.lines, num_replicas=self.membership.replica.num):
             if line.step == opened.step:
                 phases = line.phases | {"comm": line.phases.get("comm", 0.0) + seconds}

@@ -141,13 +141,17 @@ class PlanChanger:
             rebuild.release_graphs(old)  # new parts need their memory, and if these stay, they capture again
         new, why = None, ""
         try:
-            with self._timed("build"):
-                new = self._build(context, old, progress, step, in_place=change.in_place)
+            with self._timed("build"):  # an error is raised on all ranks if building failed on one
+                if change.in_place:
+                    new = rebuild.change_in_place(context, old, self._agree)
+                else:
+                    copies, agree = self._training.checkpointer, self._agree
+                    new = rebuild.rebuild_with_room(context, old, copies, progress, step, agree, self._seconds)
         except rebuild.FailedChangeError as error:
             why = str(error)  # the error itself holds frames, and these the networks that were built
         if new is None:
             assert shard_check is not None, "other engines do not change their plan"
-            old.instruments.guard.watch_memory(shard_check)
+            old.instruments.guard.shard_check = shard_check
             old.instruments.profiler.follow(old.networks)
             rebuild.free_earlier_parts()
             return rebuild.FailedChangeError(why)
@@ -168,15 +172,6 @@ class PlanChanger:
         began = time.monotonic()
         yield
         self._seconds[part] = self._seconds.get(part, 0.0) + time.monotonic() - began
-
-    def _build(
-        self, context: RankContext, parts: WorkerParts, progress: dict[str, Any], step: int, *, in_place: bool
-    ) -> WorkerParts:
-        """Return the parts of the new plan. Raises FailedChangeError on all ranks if that failed on one."""
-        if in_place:
-            return rebuild.change_in_place(context, parts, self._agree)
-        copies = self._training.checkpointer
-        return rebuild.rebuild_with_room(context, parts, copies, progress, step, self._agree, self._seconds)
 
     def _agree(self, function: Callable[[], Any]) -> Any:
         """Return what `function` returns, once it has returned on all ranks; raise if it raised on one of them."""
@@ -227,7 +222,10 @@ class PlanChanger:
             return None
         why = f"rank {failed[0]}: {rows[failed[0]]['error']}"
         is_intact = len(failed) == len(rows) and not any(row["updates"] for row in rows)
-        if not is_intact or not rebuild.are_in_step([row["collectives"] for row in rows]):
+        first_counts: dict[str, list[int]] = {}
+        counts = [pair for row in rows for pair in row["collectives"].items()]
+        are_in_step = all(first_counts.setdefault(name, numbers) == numbers for name, numbers in counts)
+        if not is_intact or not are_in_step:  # only ranks that have started the same collectives can go on together
             raise RuntimeError(f"the first step under a new plan failed, and only a restart undoes it: {why}")
         return rebuild.FailedChangeError(why)
 
@@ -245,19 +243,20 @@ class PlanChanger:
     def _commit(self, change: CheckedChange, new: WorkerParts, loop_exit: LoopExit, step: int) -> None:
         old, checkpointer = self._training.parts, self._training.checkpointer
         self._training.replace(new, checkpointer)
-        self._agree(lambda: self._replace_files(change))
+
+        def replace_files() -> None:
+            if self._info.rank == 0 or (self._link.own_disk and self._info.local_rank == 0):
+                replace_plan(self._run, change.plan)
+                self._reach("files")
+                replace_recipe(self._run, change.recipe)
+
+        self._agree(replace_files)
         self._reach("switch")
         done = loop_exit.step if loop_exit.reason != "rewind" else step + 1
         if not change.in_place:
             self._training.replace(new, Checkpointer.take_over(new.checkpoint, checkpointer, done, copied_step=step))
         elif change.recipe.checkpoint != old.context.recipe.checkpoint:
             self._training.replace(new, checkpointer.change_section(change.recipe, done))
-
-    def _replace_files(self, change: CheckedChange) -> None:
-        if self._info.rank == 0 or (self._link.own_disk and self._info.local_rank == 0):
-            replace_plan(self._run, change.plan)
-            self._reach("files")
-            replace_recipe(self._run, change.recipe)
 
     def _answer(self, change: CheckedChange, status: Any, began: float, *, error: Exception | None = None) -> None:
         seconds = time.monotonic() - began

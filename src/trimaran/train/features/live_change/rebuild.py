@@ -29,7 +29,7 @@ from trimaran.train.build import WorkerParts, connect_parts, connect_trainer, lo
 from trimaran.train.checkpointing.training_state import MAY_BE_UNUSED, TrainingState
 from trimaran.train.process.rank_setup import set_expandable_segments
 from trimaran.train.rank_context import RankContext
-from trimaran.train.rank_networks import build_empty_networks, reload_base
+from trimaran.train.rank_networks import build_empty_networks
 from trimaran.train.steppers.stepper import TorchStepper
 from trimaran.train.steppers.torch_engine import connect_stepper
 
@@ -43,7 +43,6 @@ class StepCopies(Protocol):
 
     def open_copy(self, step: int) -> MemorySource | None:
         """See `Checkpointer.open_copy`."""
-        ...
 
     def wait_until_copied(self) -> None:
         """Return when no copy reads the state any more."""
@@ -76,7 +75,8 @@ def change_in_place(context: RankContext, parts: WorkerParts, agree: Agree) -> W
             from trimaran.parallel.axes.ddp import change_buckets  # noqa: PLC0415
 
             change_buckets(network, plan, ranks)
-    stepper = connect_stepper(networks, plan, ranks, old.stepper.updater, old.clock, training_data.objective)
+    stepper_context = replace(old.stepper.context, plan=plan, objective=training_data.objective)
+    stepper = connect_stepper(stepper_context, old.stepper.updater)
     parts.instruments.follow(networks)
     compare = old.check.compare_replicas
     trainer = connect_trainer(context, ranks, networks, training_data, parts.instruments, stepper, compare)
@@ -112,14 +112,13 @@ def rebuild(
         ranks = build_mesh(plan.mesh, device_type=rank_info.device.type)
     networks = agree(lambda: build_empty_networks(recipe, plan, rank_info, ranks))
     training_data = agree(lambda: load_data(context, ranks, networks))
-    base = old.checkpoint.base.of_networks(partial(reload_base, networks, recipe, plan, rank_info))
 
     def build() -> WorkerParts:
         old.instruments.follow(networks)
-        return connect_parts(context, ranks, networks, training_data, old.instruments, base)
+        return connect_parts(context, ranks, networks, training_data, old.instruments, old.checkpoint.base)
 
     parts: WorkerParts = agree(build)
-    held = HeldState(shards if shards is not None else held_shards(old), step=step)
+    held = HeldState(shards if shards is not None else held_shards(old, with_base=_hands_base_over(old)), step=step)
     state, with_base = parts.checkpoint.state, _hands_base_over(parts)
     forget_meshes()  # of the old tensors
 
@@ -145,11 +144,7 @@ def rebuild(
     return parts
 
 
-def held_shards(parts: WorkerParts) -> list[TensorShard]:
-    return state_shards(parts, with_base=_hands_base_over(parts))
-
-
-def state_shards(parts: WorkerParts, *, with_base: bool = True) -> list[TensorShard]:
+def held_shards(parts: WorkerParts, *, with_base: bool) -> list[TensorShard]:
     """Return what this rank holds of the state, up to date, and of an adapter's base."""
     state = parts.checkpoint.state
     state.gather()
@@ -179,7 +174,7 @@ def release_graphs(parts: WorkerParts) -> None:
 def release_state(parts: WorkerParts) -> None:
     """Free the memory of weights and optimizer states now, whoever still refers to their tensors."""
     clear_gradients(parts)
-    for shard in state_shards(parts):
+    for shard in held_shards(parts, with_base=True):
         if isinstance(shard.tensor, Tensor) and (storage := shard.tensor.untyped_storage()).resizable():
             storage.resize_(0)
     forget_meshes()
@@ -234,12 +229,6 @@ def collective_counts() -> dict[str, list[int]]:
     return counts
 
 
-def are_in_step(counts: Sequence[dict[str, list[int]]]) -> bool:
-    """Return whether the ranks, each with its `collective_counts`, have started the same collectives."""
-    first: dict[str, list[int]] = {}
-    return all(first.setdefault(name, numbers) == numbers for rank in counts for name, numbers in rank.items())
-
-
 STATE_TERMS = ("weights", "masters", "optimizer")  # of a prediction's memory
 USABLE_FRACTION = 0.95  # of free memory: what is free is not in one piece
 RAN_OUT = torch.OutOfMemoryError.__name__
@@ -251,22 +240,20 @@ class StagedState:
 
     def __init__(self, shards: Sequence[TensorShard]) -> None:
         self._moved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
-        self.shards = [self._staged(shard) for shard in shards]
+        self.shards: list[TensorShard] = []
+        for shard in shards:
+            tensor, staged = shard.tensor, shard
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()).resizable():
+                if storage._cdata not in self._moved:
+                    host = UntypedStorage(storage.nbytes())
+                    host.copy_(storage)
+                    self._moved[storage._cdata] = storage, host
+                _, host = self._moved[storage._cdata]
+                place: Any = host, tensor.storage_offset(), tensor.size(), tensor.stride()
+                staged = replace(shard, tensor=torch.empty(0, dtype=tensor.dtype).set_(*place))
+            self.shards.append(staged)
         for storage, _ in self._moved.values():
             storage.resize_(0)
-
-    def _staged(self, shard: TensorShard) -> TensorShard:
-        tensor = shard.tensor
-        if not isinstance(tensor, Tensor) or not (storage := tensor.untyped_storage()).resizable():
-            return shard
-        if storage._cdata not in self._moved:
-            host = UntypedStorage(storage.nbytes())
-            host.copy_(storage)
-            self._moved[storage._cdata] = storage, host
-        _, host = self._moved[storage._cdata]
-        view = torch.empty(0, dtype=tensor.dtype)
-        view.set_(host, tensor.storage_offset(), tensor.size(), tensor.stride())  # pyrefly: ignore[no-matching-overload]
-        return replace(shard, tensor=view)
 
     def restore(self) -> None:
         for storage, host in self._moved.values():
@@ -301,7 +288,7 @@ def rebuild_with_room(
         destroy_groups(known_groups().keys() - groups)
     began = time.monotonic()
     copies.wait_until_copied()  # copies in memory read the state
-    shards = held_shards(old)
+    shards = held_shards(old, with_base=_hands_base_over(old))
     agree(lambda: refuse_without_host_room(shards, num_ranks=context.rank_info.local_world_size))
     staged = StagedState(shards)
     free_earlier_parts()

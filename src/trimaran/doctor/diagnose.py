@@ -21,29 +21,24 @@ WORST_FIRST = {"fault": 0, "warning": 1, "note": 2}
 
 
 def diagnose(evidence: Evidence) -> list[Finding]:
-    """Return the findings: faults first, then by gain. A healthy run has none."""
+    """Return the findings of our rules and of installed ones: faults first, then by gain. A healthy run has none."""
+    # An installed rule that does not load is a finding itself. Its codes must not look like ours, whose meaning is
+    # documented.
     findings = [finding for rule in RULES for finding in _findings(rule, evidence)]
-    findings += _findings_of_plugins(evidence)
-    return sorted(findings, key=lambda each: (WORST_FIRST[each.severity], -(each.gain or 0.0), each.code))
-
-
-def _findings_of_plugins(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the findings of all installed rules. A rule that does not load is a finding itself, and left out.
-
-    The codes of plug-ins must not look like ours, whose meaning is documented.
-    """
     for plugin in installed_plugins("doctor rule"):
         try:
             rule: Rule = load(plugin)
         except UserError as error:
-            yield Finding(code=error.code, severity="note", verdict=error.what, culprit=plugin.name, fix=error.fix,
-                          evidence={"where": error.where}, step=evidence.last_step)  # fmt: skip
+            findings.append(Finding(code=error.code, severity="note", verdict=error.what, culprit=plugin.name,
+                                    fix=error.fix, evidence={"where": error.where},
+                                    step=evidence.last_step))  # fmt: skip
             continue
         for finding in _findings(rule, evidence):
             if OUR_CODE.fullmatch(finding.code):
                 log.warning("the rule %s is left out: its code %s looks like Trimaran's", plugin.name, finding.code)
                 break
-            yield finding
+            findings.append(finding)
+    return sorted(findings, key=lambda each: (WORST_FIRST[each.severity], -(each.gain or 0.0), each.code))
 
 
 def _findings(rule: Rule, evidence: Evidence) -> Iterator[Finding]:
@@ -99,26 +94,12 @@ def check_targets(evidence: Evidence) -> list[TargetCheck]:
     alone = "there is one rank" if ranks == 1 else "" if parts else "too few steps"
     exposed = parts.fraction("comm") if parts is not None and not alone else None
     scaling = efficiency(evidence) if not alone else None
-    busy, recovery = _gpu_busy(evidence), _longest_recovery(evidence)
-    return [
-        TargetCheck("GPU busy", limits.gpu_busy, busy, is_least=True, why="no GPU was sampled"),
-        TargetCheck("exposed communication", limits.exposed_comm, exposed, why=alone),
-        TargetCheck("scaling efficiency", limits.scaling, scaling, is_least=True, why=alone),
-        TargetCheck("longest recovery", limits.recovery_seconds, recovery, unit="s", why="nothing failed"),
+    times = get_numbers(evidence.steps, "time")
+    samples = [
+        each for each in evidence.samples if times and times[0] <= (get_number(each, "time") or 0.0) <= times[-1]
     ]
-
-
-def _gpu_busy(evidence: Evidence) -> float | None:
-    times = get_numbers(evidence.steps, "time")
-    if not times:
-        return None
-    samples = [each for each in evidence.samples if times[0] <= (get_number(each, "time") or 0.0) <= times[-1]]
     used = get_numbers((gpu for each in samples for gpu in each.get("gpus") or ()), "utilisation")
-    return fmean(used) if used else None
-
-
-def _longest_recovery(evidence: Evidence) -> float | None:
-    times = get_numbers(evidence.steps, "time")
+    busy = fmean(used) if used else None
     incidents = [each for each in evidence.incidents if each.get("action") in RECOVERING_ACTIONS]
     gaps = [
         after - at
@@ -126,4 +107,10 @@ def _longest_recovery(evidence: Evidence) -> float | None:
         for before, after in pairwise(sorted(times))
         if before <= at < after
     ]
-    return max((each for each in gaps if each <= MAX_PLAUSIBLE_SECONDS), default=None)
+    recovery = max((each for each in gaps if each <= MAX_PLAUSIBLE_SECONDS), default=None)
+    return [
+        TargetCheck("GPU busy", limits.gpu_busy, busy, is_least=True, why="no GPU was sampled"),
+        TargetCheck("exposed communication", limits.exposed_comm, exposed, why=alone),
+        TargetCheck("scaling efficiency", limits.scaling, scaling, is_least=True, why=alone),
+        TargetCheck("longest recovery", limits.recovery_seconds, recovery, unit="s", why="nothing failed"),
+    ]

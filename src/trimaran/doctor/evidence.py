@@ -107,25 +107,20 @@ MIN_FILE_BYTES = 1 << 17  # of each file, such as the samples of one of many nod
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # compared by identity: `step_breakdown` caches by it
 class Evidence:
-    """The parsed files of a run. Lines are as they were written; optional keys may be missing.
-
-    `steps` are the last `MAX_STEPS` lines of the metrics, `events` those of all ranks by time, `samples` those of all
-    nodes by time, `traces` summaries of profiles, `snapshots` summaries of memory snapshots. `planner_inputs` returns
-    what the planner needs to predict another plan for the run; None if the model's sizes or the cluster are unknown.
-    `reference` is the evidence of a run with the same model on fewer ranks, if the user named one.
-    """
+    """The parsed files of a run. Lines are as they were written; optional keys may be missing."""
 
     recipe: Recipe
     plan: Plan
-    steps: tuple[Line, ...] = ()
-    events: tuple[Line, ...] = ()
+    steps: tuple[Line, ...] = ()  # the last `MAX_STEPS` lines of the metrics
+    events: tuple[Line, ...] = ()  # of all ranks by time
     incidents: tuple[Line, ...] = ()
-    samples: tuple[Line, ...] = ()
+    samples: tuple[Line, ...] = ()  # of all nodes by time
     attempts: tuple[Line, ...] = field(default=())
-    traces: tuple[Line, ...] = ()
-    snapshots: tuple[Line, ...] = ()
+    traces: tuple[Line, ...] = ()  # summaries of profiles
+    snapshots: tuple[Line, ...] = ()  # summaries of memory snapshots
+    # to predict another plan; None if the model's sizes or the cluster are unknown
     planner_inputs: Callable[[], Question | None] = lambda: None
-    reference: "Evidence | None" = None
+    reference: "Evidence | None" = None  # of a run with the same model on fewer ranks, if the user named one
 
     def events_of_kind(self, kind: str) -> tuple[Line, ...]:
         return tuple(each for each in self.events if each.get("kind") == kind)
@@ -141,39 +136,43 @@ Rule = Callable[[Evidence], Iterable[Finding]]
 def read_evidence(
     run: RunDirectory, *, calibrations: Path | None = None, against: RunDirectory | None = None
 ) -> Evidence:
-    """Return the evidence in the run's files; `against` is a run of the same recipe to compare with."""
+    """Return the evidence in the run's files; `against` is a run of the same recipe to compare with.
+
+    Raises UserError unless that run has the same model and fewer ranks.
+    """
     lines: dict[str, list[Line]] = {}
     for name, pattern in FILE_PATTERNS.items():
         paths = sorted(run.path.glob(pattern))
         backlog = max(MIN_FILE_BYTES, MAX_BYTES // max(1, len(paths)))
         lines[name] = [line for path in paths for line in read_json_lines(path, backlog=backlog)]
     steps = [each for each in parse_lines(last_lines(run.metrics, MAX_STEPS)) if _is_step(each)]
-    recipe, plan = run.read_recipe(), run.read_plan()
+    # Each step gets the latest slow details, except statistics: rules count how often something is so.
+    latest: Line = {}
+    detailed: list[Line] = []
+    for step in steps:
+        latest |= {name: step[name] for name in REPEATED_DETAILS if name in step}
+        detailed.append(latest | step)
+    recipe, plan, reference = run.read_recipe(), run.read_plan(), None
+    if against is not None:
+        reference = read_evidence(against)
+        if (reference.recipe.model, reference.recipe.data.seq_len) != (recipe.model, recipe.data.seq_len):
+            raise UserError("A019", "the two runs train different models, or on sequences of different lengths",
+                            where=str(against.path), fix="compare with a run of the same recipe")  # fmt: skip
+        if reference.plan.mesh.world_size >= plan.mesh.world_size:
+            ranks = f"{reference.plan.mesh.world_size} ranks to {plan.mesh.world_size}"
+            raise UserError("A019", f"the run to compare with does not have fewer ranks: {ranks}",
+                            where=str(against.path),
+                            fix="compare with a run of the same recipe on one rank")  # fmt: skip
     return Evidence(
         recipe=recipe,
         plan=plan,
-        steps=tuple(_with_latest_details(steps)),
+        steps=tuple(detailed),
         traces=tuple(read_traces(run.profiles)),
         snapshots=tuple(read_snapshots(run.profiles)),
         planner_inputs=cache(lambda: read_planner_inputs(recipe, plan, calibrations=calibrations)),
-        reference=_reference(recipe, plan, against),
+        reference=reference,
         **{name: tuple(sorted(found, key=_time)) for name, found in lines.items()},
     )
-
-
-def _reference(recipe: Recipe, plan: Plan, against: RunDirectory | None) -> Evidence | None:
-    """Return the evidence of the run to compare with; raise UserError unless it has the same model and fewer ranks."""
-    if against is None:
-        return None
-    found = read_evidence(against)
-    if (found.recipe.model, found.recipe.data.seq_len) != (recipe.model, recipe.data.seq_len):
-        raise UserError("A019", "the two runs train different models, or on sequences of different lengths",
-                        where=str(against.path), fix="compare with a run of the same recipe")  # fmt: skip
-    if found.plan.mesh.world_size >= plan.mesh.world_size:
-        ranks = f"{found.plan.mesh.world_size} ranks to {plan.mesh.world_size}"
-        raise UserError("A019", f"the run to compare with does not have fewer ranks: {ranks}",
-                        where=str(against.path), fix="compare with a run of the same recipe on one rank")  # fmt: skip
-    return found
 
 
 def read_planner_inputs(recipe: Recipe, plan: Plan, *, calibrations: Path | None = None) -> Question | None:
@@ -198,14 +197,6 @@ FILE_PATTERNS = {
     "samples": "telemetry/node-*.jsonl",
     "attempts": "attempts.jsonl",
 }
-
-
-def _with_latest_details(steps: Iterable[Line]) -> Iterator[Line]:
-    """Yield the steps with the latest slow details, except statistics: rules count how often something is so."""
-    latest: Line = {}
-    for step in steps:
-        latest |= {name: step[name] for name in REPEATED_DETAILS if name in step}
-        yield latest | step
 
 
 def _time(line: Line) -> float:

@@ -1,6 +1,6 @@
 """Finds how much memory a device has for a run, and the plan change that saves enough of it at the least cost."""
 
-from trimaran.core import AdapterSection, Prediction, Recipe, show_bytes
+from trimaran.core import Prediction, show_bytes
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.evidence_queries import valid_patch
 from trimaran.doctor.predicted_gain import Remedy, forecast
@@ -38,11 +38,9 @@ def cheapest_memory_fix(evidence: Evidence, *, ran_out: bool) -> Remedy | None:
 
 
 def adapter_fix(evidence: Evidence) -> Remedy | None:
-    """Return the first adapter with which a run that ran out of memory fits, for when no change of its plan is enough.
-
-    It is not the same training: an adapter is trained, and the whole model is not. Where it takes more, the patch also
-    changes the plan.
-    """
+    """Return the first adapter with which a run that ran out of memory fits, where no change of its plan is enough."""
+    # It is not the same training: an adapter is trained, and the whole model is not. Where it takes more, the patch
+    # also changes the plan.
     question = evidence.planner_inputs()
     if question is None:
         return None
@@ -51,23 +49,21 @@ def adapter_fix(evidence: Evidence) -> Remedy | None:
     for change in adapter_changes(question):
         section = change.question.recipe.model.adapter
         assert section is not None
-        patch, caution = _adapter_patch(evidence.recipe, section)
+        if evidence.recipe.model.adapter is not None:
+            patch: Patch = {"model.adapter.base": section.base}
+            caution = "the frozen weights are rounded to 4 bits; "
+        else:
+            base = {} if section.base == "auto" else {"base": section.base}
+            patch = {"model.adapter": {"kind": section.kind, "rank": section.rank} | base}
+            caution = f"this trains an adapter of rank {section.rank}, not the whole model; "
         then = forecast(change.question, evidence.plan)
-        if excess * plan_bytes(then) <= MAX_MEMORY_FRACTION * total and valid_patch(evidence.recipe, patch):
-            return _memory_remedy(patch, now, then, caution)
         needed = excess * plan_bytes(then)
+        if needed <= MAX_MEMORY_FRACTION * total and valid_patch(evidence.recipe, patch):
+            return _memory_remedy(patch, now, then, caution)
         for rung in cheapest_first(evidence.plan, change.question, needed_bytes=needed, device_bytes=total):
             if valid_patch(evidence.recipe, patch | rung.patch):
                 return _memory_remedy(patch | rung.patch, now, rung.prediction, caution)
     return None
-
-
-def _adapter_patch(recipe: Recipe, section: AdapterSection) -> tuple[Patch, str]:
-    if recipe.model.adapter is not None:
-        return {"model.adapter.base": section.base}, "the frozen weights are rounded to 4 bits; "
-    base = {} if section.base == "auto" else {"base": section.base}
-    caution = f"this trains an adapter of rank {section.rank}, not the whole model; "
-    return {"model.adapter": {"kind": section.kind, "rank": section.rank} | base}, caution
 
 
 def _needed_bytes(evidence: Evidence, question: Question, now: Prediction, least: float) -> float:

@@ -1,7 +1,7 @@
 """Predicts what a change of the recipe gains: the cost model's prediction, scaled to the measured step."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,21 +19,13 @@ MIN_GAIN_FRACTION = 0.05  # of a step that a patch must save to be worth a findi
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A patch, the fraction of a step that it should save (negative: steps get longer), and its effect as text.
-
-    `caution` says what else it changes: the trained result, if it adds an adapter.
-    """
+    """A patch and its effect."""
 
     patch: Patch
-    gain: float
-    effect: str
-    caution: str = ""
+    gain: float  # the fraction of a step that it should save; negative: steps get longer
+    effect: str  # as text
+    caution: str = ""  # what else it changes: the trained result, if it adds an adapter
     peak_ratio: float = 1.0  # of the memory that it needs, to what is needed now
-
-
-def shorter_steps(patch: Patch, gain: float) -> Remedy:
-    """Return the patch as a remedy that makes steps shorter."""
-    return Remedy(patch, gain, f"steps {gain:.0%} shorter")
 
 
 def remedy_fields(remedy: Remedy | None) -> dict[str, Any]:
@@ -56,7 +48,7 @@ def best_patch(
 ) -> Remedy | None:
     """Return the patch that should save most; None if none can run, or none saves at least `min_gain` of a step."""
     candidates = [
-        shorter_steps(patch, gain)
+        Remedy(patch, gain, f"steps {gain:.0%} shorter")
         for patch in patches
         if (gain := predicted_gain(evidence, measured, patch)) is not None
     ]
@@ -65,11 +57,9 @@ def best_patch(
 
 
 def predicted_gain(evidence: Evidence, measured: StepBreakdown, patch: Patch) -> float | None:
-    """Return the fraction of a step that the patch should save; None if it cannot run or cannot be predicted.
-
-    The model's relative change of compute, communication and bubble is applied to the measured time of each part.
-    On a network slower than predicted, saved bytes are worth more.
-    """
+    """Return the fraction of a step that the patch should save; None if it cannot run or cannot be predicted."""
+    # The model's relative change of compute, communication and bubble is applied to the measured time of each part. On
+    # a network slower than predicted, saved bytes are worth more.
     question = evidence.planner_inputs()
     if question is None:
         return None
@@ -81,18 +71,31 @@ def predicted_gain(evidence: Evidence, measured: StepBreakdown, patch: Patch) ->
         return None
     question = with_measured_links(question, evidence.plan, measured)
     now, then = forecast(question, evidence.plan), forecast(question, plan, recipe=recipe)
-    if not then.fits or not _fits_memory(evidence, question, now, then):
+    if not then.fits:
         return None
-    parts = _parts(now, then, measured)
+    device = question.cluster.device
+    if device.traits.has_own_memory:  # scaled by how much the run exceeded its own prediction
+        peak = max(get_numbers(evidence.steps, "peak_bytes"), default=0.0)
+        excess = max(1.0, peak / now.peak_bytes) if now.peak_bytes else 1.0
+        if excess * then.device_bytes > MAX_MEMORY_FRACTION * device.memory_bytes:
+            return None
+    # Of each part of the step: seconds that are predicted now, predicted with the patch, and measured. A pipelined step
+    # is one part: the model predicts the busiest rank, but waits are measured over all ranks.
+    comm = measured.comm + measured.straggler
+    if "bubble" in now.time or "bubble" in then.time:
+        parts = [(now.step_seconds, then.step_seconds, measured.compute + measured.bubble + comm)]
+    else:
+        parts = [
+            (now.time["comm"], then.time["comm"], comm),
+            (now.step_seconds - now.time["comm"], then.step_seconds - then.time["comm"], measured.compute),
+        ]
     return sum(seconds * (1 - will / was) if was else -will for was, will, seconds in parts) / measured.step
 
 
 def with_measured_links(question: Question, plan: Plan, measured: StepBreakdown) -> Question:
-    """Return the inputs with links slowed down until the predicted communication equals the measured one.
-
-    Between nodes the network is slowed down alone, if that explains what was measured. Links are never made faster than
-    the catalogue says. With a pipeline they stay as they are, because its waits have other causes too.
-    """
+    """Return the inputs with links slowed down until the predicted communication equals the measured one."""
+    # Between nodes the network is slowed down alone, if that explains what was measured. Links are never made faster
+    # than the catalogue says. With a pipeline they stay as they are, because its waits have other causes too.
     if not can_measure_links(plan) or forecast(question, plan).time["comm"] >= measured.comm:
         return question
     only_network = question.cluster.num_nodes > 1
@@ -133,29 +136,6 @@ def forecast(question: Question, plan: Plan, *, recipe: Recipe | None = None) ->
     prediction = predicted(plan, replace(question, recipe=recipe or question.recipe)).prediction
     assert prediction is not None
     return prediction
-
-
-def _parts(now: Prediction, then: Prediction, measured: StepBreakdown) -> Iterator[tuple[float, float, float]]:
-    """Yield (predicted now, predicted with the patch, measured) seconds of each part of the step.
-
-    A pipelined step is one part: the model predicts the busiest rank, but waits are measured over all ranks.
-    """
-    comm = measured.comm + measured.straggler
-    if "bubble" in now.time or "bubble" in then.time:
-        yield now.step_seconds, then.step_seconds, measured.compute + measured.bubble + comm
-        return
-    yield now.time["comm"], then.time["comm"], comm
-    yield now.step_seconds - now.time["comm"], then.step_seconds - then.time["comm"], measured.compute
-
-
-def _fits_memory(evidence: Evidence, question: Question, now: Prediction, then: Prediction) -> bool:
-    """Whether the patched plan fits, scaled by how much the run exceeded its own prediction."""
-    device = question.cluster.device
-    if not device.traits.has_own_memory:
-        return True
-    peak = max(get_numbers(evidence.steps, "peak_bytes"), default=0.0)
-    excess = max(1.0, peak / now.peak_bytes) if now.peak_bytes else 1.0
-    return excess * then.device_bytes <= MAX_MEMORY_FRACTION * device.memory_bytes
 
 
 def _yaml(value: Any) -> str:

@@ -17,21 +17,19 @@ BACKWARD_OVER_FORWARD = 2.0  # without a prediction
 class StepBreakdown:
     """Seconds of a step as rank 0 measured them. The parts add up to `step`.
 
-    `data` and `checkpoint`, which are occasional, are means over all warm steps; the others are medians of the steady
-    ones, as is `step_seconds`. `comm` is exposed communication, `straggler` the wait for the slowest rank, `bubble` the
-    pipeline bubble. `axes` has the waits of each axis that is measured, each with its own stragglers and bubble, so
-    that they add up to the phase `comm`.
+    `data` and `checkpoint`, which are occasional, are means over all warm steps; the others are medians of steady ones.
     """
 
     steps: int
     step: float
     step_seconds: float
     data: float
-    comm: float
-    straggler: float
-    bubble: float
+    comm: float  # exposed communication
+    straggler: float  # the wait for the slowest rank
+    bubble: float  # the pipeline bubble
     checkpoint: float
     compute: float
+    # the waits of each measured axis, with its stragglers and bubble: their sum is the phase `comm`
     axes: Mapping[str, float] = field(default_factory=dict)
 
     def fraction(self, part: str) -> float:
@@ -98,7 +96,9 @@ def straggler_seconds(evidence: Evidence, steps: Sequence[Line]) -> float:
 def warm_steps(evidence: Evidence) -> tuple[Line, ...]:
     """Return the steps after the warm-up, for what is occasional: checkpoints, waits for data, recompilations."""
     marks = SteadyMarks(evidence.events)
-    return tuple(each for each in evidence.steps if marks.is_warm(each["step"]) and _busy_seconds(each) > 0)
+    warm = [each for each in evidence.steps if marks.is_warm(each["step"])]
+    busy = [each["step_seconds"] - phase_seconds(each, "data") - phase_seconds(each, "checkpoint") for each in warm]
+    return tuple(each for each, seconds in zip(warm, busy, strict=True) if seconds > 0)
 
 
 @lru_cache(maxsize=1)
@@ -111,15 +111,8 @@ def _place(step: Line) -> StepPlace:
     return StepPlace(step["step"], get_number(step, "time") or 0.0, step["step_seconds"])
 
 
-def _busy_seconds(step: Line) -> float:
-    return step["step_seconds"] - phase_seconds(step, "data") - phase_seconds(step, "checkpoint")
-
-
 def data_wait_seconds(step: Line) -> float:
-    """Return how long a step waited for its batch; 0 if the metrics do not have it.
-
-    The phase `data` is not used: it includes the copy to the device and the host's bookkeeping.
-    """
+    """Return how long a step waited for its batch, if known; the phase `data` also has the copy to the device."""
     return get_number(step, "loader", "waited") or 0.0
 
 
@@ -147,11 +140,9 @@ def get_timed_numbers(lines: Iterable[Line], *path: str) -> list[tuple[float, fl
 
 
 def _comm(evidence: Evidence, steps: Sequence[Line]) -> float:
-    """Return the seconds of a step in which a rank waited in collectives without computing.
-
-    This is what the loop measures. If it could not measure all waits inside layers, the time by which backward exceeds
-    its expected multiple of forward counts as well.
-    """
+    """Return the seconds of a step in which a rank waited in collectives without computing."""
+    # This is what the loop measures. If it could not measure all waits inside layers, the time by which backward
+    # exceeds its expected multiple of forward counts as well.
     mesh = evidence.plan.mesh
     if mesh.world_size == 1:
         return 0.0

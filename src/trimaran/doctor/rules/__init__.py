@@ -1,17 +1,7 @@
 """The rules that diagnose a run, a module for each topic. `RULES` lists them all."""
 
 from trimaran.doctor.evidence import Rule
-from trimaran.doctor.rules import (
-    balance,
-    communication,
-    compute,
-    data,
-    failures,
-    hardware,
-    memory,
-    numerics,
-    storage,
-)
+from trimaran.doctor.rules import balance, communication, compute, data, failures, hardware, memory, numerics, storage
 
 RULES: tuple[Rule, ...] = (
     numerics.not_finite,  # F050: NaN or Inf in the loss or gradients, and the module that first produced it

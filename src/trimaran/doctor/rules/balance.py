@@ -8,14 +8,7 @@ from typing import NamedTuple
 from trimaran.core import Finding, Recipe, UserError, show_seconds
 from trimaran.doctor.evidence import Evidence, Line
 from trimaran.doctor.evidence_queries import valid_patch
-from trimaran.doctor.predicted_gain import (
-    MIN_GAIN_FRACTION,
-    Patch,
-    best_patch,
-    predicted_gain,
-    remedy_fields,
-    shorter_steps,
-)
+from trimaran.doctor.predicted_gain import MIN_GAIN_FRACTION, Patch, Remedy, best_patch, predicted_gain, remedy_fields
 from trimaran.doctor.step_breakdown import MIN_STEPS, StepBreakdown, get_number, steady_steps, step_breakdown
 from trimaran.machine import HARDWARE_THROTTLE_REASONS
 from trimaran.models import decoder_of, spec_of
@@ -52,21 +45,29 @@ class SlowRank(NamedTuple):
     def ratio(self) -> float:
         return self.most / self.usual if self.usual else 1.0
 
-    def is_slow(self, measured: StepBreakdown) -> bool:
-        return self.ratio >= MIN_SLOWDOWN and self.lost >= MIN_LOST_FRACTION * measured.step
-
 
 def straggler(evidence: Evidence) -> Iterator[Finding]:
-    """Yield F005 for a rank that delays the others: which, by how much, and whether by hardware or data.
-
-    With a pipeline only the supervisor's incidents count, because stages have different work.
-    """
+    """Yield F005 for a rank that delays the others: which, by how much, and whether by hardware or data."""
+    # With a pipeline only the supervisor's incidents count, because stages have different work.
     measured, plan = step_breakdown(evidence), evidence.plan
     if plan.mesh.world_size == 1 or measured is None:
         return
-    slow = _slow_rank(evidence, OWN_TIMES)
+    slow = slow_rank(evidence, OWN_TIMES)
     if slow is None:
-        yield from _from_incidents(evidence)
+        # If the ranks' own times show none: those that the supervisor reported.
+        reported = [each for each in evidence.incidents if each.get("cause") == "straggler"]
+        for suspects, incident in {tuple(each.get("suspects") or ()): each for each in reported}.items():
+            slowdown = get_number(incident, "evidence", "slowdown")
+            yield Finding(
+                code="F005",
+                severity="warning",
+                verdict=str(incident.get("what", f"rank {suspects} is slow")),
+                culprit=", ".join(f"rank {each}" for each in suspects),
+                evidence={"slowdown": slowdown, "kind": "hardware", "incident": incident.get("id")},
+                fix=SLOW_NODE_FIX,
+                gain=1 - 1 / slowdown if slowdown and slowdown > 1 else None,
+                confidence=0.8,
+            )
         return
     tokens = _slowest(evidence, "tokens")
     token_ratio = tokens.most / tokens.usual if tokens and tokens.rank == slow.rank and tokens.usual else 1.0
@@ -119,37 +120,15 @@ def _slowest(evidence: Evidence, what: str) -> SlowRank | None:
     return SlowRank(what, int(rank or 0), most, usual)
 
 
-def slow_computer(evidence: Evidence) -> SlowRank | None:
-    """Return the rank whose compute all others wait for; None if there is none, or with a pipeline."""
-    return _slow_rank(evidence, COMPUTE_TIMES)
-
-
-def _slow_rank(evidence: Evidence, times: Sequence[str]) -> SlowRank | None:
+def slow_rank(evidence: Evidence, times: Sequence[str] = COMPUTE_TIMES) -> SlowRank | None:
     """Return the rank that delays the others most by one of these times; None if there is none, or with a pipeline."""
     measured, mesh = step_breakdown(evidence), evidence.plan.mesh
     if measured is None or mesh.pp > 1 or mesh.world_size == 1:
         return None
-    found = (each for what in times if (each := _slowest(evidence, what)) and each.is_slow(measured))
-    return max(found, key=lambda each: each.lost, default=None)
-
-
-def _from_incidents(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the stragglers that the supervisor reported, if the ranks' own times show none."""
-    latest = {
-        tuple(each.get("suspects") or ()): each for each in evidence.incidents if each.get("cause") == "straggler"
-    }
-    for suspects, incident in latest.items():
-        slowdown = get_number(incident, "evidence", "slowdown")
-        yield Finding(
-            code="F005",
-            severity="warning",
-            verdict=str(incident.get("what", f"rank {suspects} is slow")),
-            culprit=", ".join(f"rank {each}" for each in suspects),
-            evidence={"slowdown": slowdown, "kind": "hardware", "incident": incident.get("id")},
-            fix=SLOW_NODE_FIX,
-            gain=1 - 1 / slowdown if slowdown and slowdown > 1 else None,
-            confidence=0.8,
-        )
+    found = filter(None, (_slowest(evidence, what) for what in times))
+    least = MIN_LOST_FRACTION * measured.step
+    slow = [each for each in found if each.ratio >= MIN_SLOWDOWN and each.lost >= least]
+    return max(slow, key=lambda each: each.lost, default=None)
 
 
 def _hardware_reason(evidence: Evidence, slow: SlowRank) -> str:
@@ -217,11 +196,9 @@ MIN_STAGE_RATIO = 1.25  # of the busiest stage over the median stage
 
 
 def uneven_stages(evidence: Evidence) -> Iterator[Finding]:
-    """Yield F011 if another cut of the measured stages shortens steps.
-
-    Runs of earlier versions did not measure stages: there, the pipeline bubble must be clearly above its schedule's, or
-    one stage clearly busier, and the cost model says whether another cut helps.
-    """
+    """Yield F011 if another cut of the measured stages shortens steps."""
+    # Runs of earlier versions did not measure stages: there, the pipeline bubble must be clearly above its schedule's,
+    # or one stage clearly busier, and the cost model says whether another cut helps.
     measured, plan = step_breakdown(evidence), evidence.plan
     if measured is None or plan.mesh.pp == 1:
         return
@@ -281,8 +258,8 @@ def _of_measured_stages(evidence: Evidence, measured: StepBreakdown, stages: Mea
     if best is None or best.layers == now.layers:
         return
     saved = min(now.step_seconds, measured.step) * (1 - best.step_seconds / now.step_seconds)
-    gain = shorter_steps({"plan.pipeline.stages": list(best.layers)}, saved / measured.step)
-    if gain.gain < MIN_GAIN_FRACTION or predicted_gain(evidence, measured, gain.patch) is None:  # it cannot run
+    patch, gain = {"plan.pipeline.stages": list(best.layers)}, saved / measured.step
+    if gain < MIN_GAIN_FRACTION or predicted_gain(evidence, measured, patch) is None:  # it cannot run
         return
     longest = max(range(len(now.seconds)), key=lambda number: now.seconds[number])
     yield Finding(
@@ -295,7 +272,7 @@ def _of_measured_stages(evidence: Evidence, measured: StepBreakdown, stages: Mea
         evidence={"stages": list(now.layers), "stage_seconds": [round(each, 6) for each in now.seconds],
                   "expected_stage_seconds": [round(each, 6) for each in best.seconds],
                   "measured_bubble": round(measured.fraction("bubble"), 4)},
-        **remedy_fields(gain),
+        **remedy_fields(Remedy(patch, gain, f"steps {gain:.0%} shorter")),
         confidence=0.9,
     )  # fmt: skip
 

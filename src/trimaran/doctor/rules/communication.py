@@ -105,12 +105,10 @@ MIN_EXPOSED_RATIO = 2.0  # of exposed communication now over that with the best 
 
 
 def bucket(evidence: Evidence) -> Iterator[Finding]:
-    """Yield F010 if another bucket size would expose clearly less of the gradient all-reduce.
-
-    Each bucket costs the latency of a ring, so many small ones add up. The first bucket is sent when its part of
-    backward is done, and the last one is fully exposed, so large ones overlap little. Gloo overlaps only if cores are
-    idle; then the ring is as slow as it was measured.
-    """
+    """Yield F010 if another bucket size would expose clearly less of the gradient all-reduce."""
+    # Each bucket costs the latency of a ring, so many small ones add up. The first bucket is sent when its part of
+    # backward is done, and the last one is fully exposed, so large ones overlap little. Gloo overlaps only if cores are
+    # idle; then the ring is as slow as it was measured.
     measured, question, plan = step_breakdown(evidence), evidence.planner_inputs(), evidence.plan
     is_ddp = plan.sharding == "none" and plan.mesh.data > 1 and not plan.comm.local.is_on
     is_ddp = is_ddp and plan.comm.overlap and plan.engine_traits.uses_fsdp
@@ -165,11 +163,9 @@ RULES_BY_CAUSE = {
 
 
 def scaling(evidence: Evidence) -> Iterator[Finding]:
-    """Yield F014 if the scaling efficiency is clearly below the prediction, with the loss by cause.
-
-    Efficiency is the fraction of a step in which ranks compute. With a reference run it is a rank's throughput
-    relative to a rank there, and waits that the reference has as well are no loss.
-    """
+    """Yield F014 if the scaling efficiency is clearly below the prediction, with the loss by cause."""
+    # Efficiency is the fraction of a step in which ranks compute. With a reference run it is a rank's throughput
+    # relative to a rank there, and waits that the reference has as well are no loss.
     measured, world = step_breakdown(evidence), evidence.plan.mesh.world_size
     lost = _losses(evidence)
     if measured is None or lost is None or world == 1:

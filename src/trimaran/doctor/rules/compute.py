@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 from statistics import fmean, median
 
-from trimaran.core import Finding, Plan, Prediction, Seconds, show_bytes, show_seconds
+from trimaran.core import Finding, Prediction, Seconds, show_bytes, show_seconds
 from trimaran.cost import HostOverhead, predict
 from trimaran.doctor.evidence import Evidence
 from trimaran.doctor.predicted_gain import Patch, best_patch, remedy_fields
@@ -26,10 +26,8 @@ NO_HOST_OVERHEAD = HostOverhead(Seconds(0.0), Seconds(0.0), Seconds(0.0))
 
 
 def launch_bound(evidence: Evidence) -> Iterator[Finding]:
-    """Yield F003 if launching many small kernels takes longer than running them.
-
-    The cost model predicts compute with and without launch overhead; the run must be nearly as slow as with it.
-    """
+    """Yield F003 if launching many small kernels takes longer than running them."""
+    # The cost model predicts compute with and without launch overhead; the run must be nearly as slow as with it.
     measured, question = step_breakdown(evidence), evidence.planner_inputs()
     if measured is None or question is None or not question.cluster.device.traits.runs_async:
         return
@@ -75,11 +73,9 @@ BUSY_HOST_FIX = (
 
 
 def host_limit(evidence: Evidence) -> Iterator[Finding]:
-    """Yield F016 if the host takes as long to issue a step as the step takes, and the device waits for it.
-
-    Both are measured. F003, which compares with a prediction, says the same where it applies. No line of a CPU run says
-    that its device has waited: there the host is the device.
-    """
+    """Yield F016 if the host takes as long to issue a step as the step takes, and the device waits for it."""
+    # Both are measured. F003, which compares with a prediction, says the same where it applies. No line of a CPU run
+    # says that its device has waited: there the host is the device.
     steps, measured = steady_steps(evidence), step_breakdown(evidence)
     host = get_numbers(steps, "host_seconds")
     if measured is None or not host:
@@ -156,7 +152,12 @@ def memory_bound(evidence: Evidence) -> Iterator[Finding]:
     fraction, ratio = 1 - without_memory / now, measured.compute / now
     if fraction < MIN_MEMORY_FRACTION or not MIN_PREDICTION_RATIO <= ratio <= MAX_PREDICTION_RATIO:
         return
-    best = best_patch(evidence, measured, _fewer_bytes(evidence.plan))
+    plan = evidence.plan
+    patches = [*larger_micro_batches(plan)]
+    patches += [] if plan.compile else [{"plan.compile": True}]
+    patches += [{"plan.loss": "fused"}] if plan.loss == "logits" else []
+    patches += [{"plan.precision": "bf16"}] if plan.precision == "fp32" else []
+    best = best_patch(evidence, measured, patches)
     if best is None:
         return
     yield Finding(
@@ -173,16 +174,6 @@ def memory_bound(evidence: Evidence) -> Iterator[Finding]:
         **remedy_fields(best),
         confidence=0.7,
     )
-
-
-def _fewer_bytes(plan: Plan) -> Iterator[Patch]:
-    yield from larger_micro_batches(plan)
-    if not plan.compile:
-        yield {"plan.compile": True}
-    if plan.loss == "logits":
-        yield {"plan.loss": "fused"}
-    if plan.precision == "fp32":
-        yield {"plan.precision": "bf16"}
 
 
 MIN_RECOMPILATIONS = 3  # after the warm-up: one or two may come from a last, smaller batch
@@ -255,10 +246,8 @@ def prediction_off(evidence: Evidence) -> Iterator[Finding]:
 def _slow_steps(
     evidence: Evidence, measured: StepBreakdown, prediction: Prediction, *, on_cpu: bool
 ) -> Iterator[Finding]:
-    """Yield a finding about step time. Waits for data and checkpoints are left out, as in the prediction.
-
-    CPU cores are shared with other programs, so on a CPU the node's samples must be there.
-    """
+    """Yield a finding about step time. Waits for data and checkpoints are left out, as in the prediction."""
+    # CPU cores are shared with other programs, so on a CPU the node's samples must be there.
     took, time = measured.step - measured.data - measured.checkpoint, prediction.time
     # Cores that other processes use, by node.
     found: dict[object, list[float]] = {}

@@ -78,33 +78,24 @@ def _cores_of_loader(evidence: Evidence, measured: StepBreakdown, workers: int) 
 def _more_workers(
     evidence: Evidence, measured: StepBreakdown, workers: int, loader_cores: float | None
 ) -> tuple[Patch, float]:
-    """Return the number of workers that keeps up with the trainer, or the most that the cores allow, and its gain.
-
-    A waiting trainer runs at the loader's rate, so loading a batch takes one worker `workers` steps.
-    """
+    """Return the number of workers that keeps up with the trainer, or the most that the cores allow, and its gain."""
+    # A waiting trainer runs at the loader's rate, so loading a batch takes one worker `workers` steps. One core of each
+    # rank is the rank's own. A process needs `loader_cores`, if that was measured, and else a whole one.
     busy = measured.step - measured.data
     load_seconds = max(1, workers) * measured.step
     wanted = math.ceil(LOADER_HEADROOM * load_seconds / busy)
-    limit = _max_workers(evidence, loader_cores)
-    given = max(1, min(wanted, MAX_WORKERS_IF_CORES_UNKNOWN if limit is None else limit))
-    gain = 1 - max(busy, load_seconds / given) / measured.step
-    return ({"data.workers": given}, gain) if gain >= MIN_GAIN_FRACTION else ({}, 0.0)
-
-
-def _max_workers(evidence: Evidence, loader_cores: float | None) -> int | None:
-    """Return how many processes the cores of the node allow each rank, one core being the rank's; None without samples.
-
-    A process needs `loader_cores`, if that was measured, and else a whole one.
-    """
     limits = [
         int(cores) // len(ranks) - 1
         for each in evidence.samples
         if (cores := get_number(each, "cores")) and isinstance(ranks := each.get("ranks"), dict) and ranks
     ]
-    if not limits or loader_cores is None:
-        return min(limits) if limits else None
-    waiting = int(max(min(limits), MIN_SPARE_CORES) / max(loader_cores, MIN_LOADER_CORES))
-    return max(min(limits), min(waiting, MAX_WORKERS_IF_CORES_UNKNOWN))
+    limit = min(limits, default=None)
+    if limit is not None and loader_cores is not None:
+        waiting = int(max(limit, MIN_SPARE_CORES) / max(loader_cores, MIN_LOADER_CORES))
+        limit = max(limit, min(waiting, MAX_WORKERS_IF_CORES_UNKNOWN))
+    given = max(1, min(wanted, MAX_WORKERS_IF_CORES_UNKNOWN if limit is None else limit))
+    gain = 1 - max(busy, load_seconds / given) / measured.step
+    return ({"data.workers": given}, gain) if gain >= MIN_GAIN_FRACTION else ({}, 0.0)
 
 
 MIN_PADDING_FRACTION = 0.15  # of positions; packing leaves a few percent

@@ -17,7 +17,11 @@ def hang(evidence: Evidence) -> Iterator[Finding]:
     files = [str(each) for each in (last.get("evidence") or {}).get("files", ())]
     facts = _facts(last)
     effect, confidence = "", 0.9 if last.get("suspects") else 0.5
-    if not ended_run(last) and not _was_passed(evidence, last):
+    # Whether the run later got past what it was doing then: a new step, or its end with exit code 0.
+    over = [each["over"] for each in evidence.attempts if "over" in each]
+    later = any(each.get("attempt", 0) > last.get("attempt", 0) for each in evidence.events_of_kind("done"))
+    was_passed = evidence.last_step > int(last.get("step") or 0) or later or over[-1:] == [0]
+    if not ended_run(last) and not was_passed:
         effect = "the run has not got past this point yet, and may hang there again until this is fixed"
     elif not ended_run(last) and len(incidents) > 1:
         effect, confidence = "the run later got past this point, but it hung more than once", 0.5
@@ -38,13 +42,6 @@ def hang(evidence: Evidence) -> Iterator[Finding]:
 
 def _facts(incident: Line) -> list[str]:
     return [str(each) for each in (incident.get("evidence") or {}).get("facts", ())]
-
-
-def _was_passed(evidence: Evidence, incident: Line) -> bool:
-    """Whether the run later got past what it was doing at the incident: a new step, or its end with exit code 0."""
-    over = [each["over"] for each in evidence.attempts if "over" in each]
-    later = [each for each in evidence.events_of_kind("done") if each.get("attempt", 0) > incident.get("attempt", 0)]
-    return evidence.last_step > int(incident.get("step") or 0) or bool(later) or over[-1:] == [0]
 
 
 def mismatch(evidence: Evidence) -> Iterator[Finding]:

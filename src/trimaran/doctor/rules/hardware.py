@@ -25,10 +25,8 @@ MIN_FRACTION_OF_DEFAULT_LIMIT = 0.95  # a power limit below that was set by a us
 
 
 def gpu_throttled(evidence: Evidence) -> Iterator[Finding]:
-    """Yield F069 for each GPU that was too hot, throttled by a fault, or limited by a setting.
-
-    A busy GPU at its power limit lowers its clock; that alone is no fault.
-    """
+    """Yield F069 for each GPU that was too hot, throttled by a fault, or limited by a setting."""
+    # A busy GPU at its power limit lowers its clock; that alone is no fault.
     for name, samples in _samples_by_gpu(evidence):
         if found := _throttled(name, samples[-MAX_SAMPLES:]) or _limited(name, samples):
             yield found
@@ -149,7 +147,14 @@ def swap(evidence: Evidence) -> Iterator[Finding]:
         rams, useds = get_numbers(samples, "ram"), get_numbers(samples, "ram_used")
         if not rams or not useds or max(useds) < MIN_USED_FRACTION * rams[-1]:
             continue
-        ram, used, swapped = rams[-1], max(useds), _swapped(samples)
+        # The bytes swapped out and in, or else the growth of swap: old pages that stay there cost nothing.
+        held = get_numbers(samples, "swap_used")
+        grown = held[-1] - min(held) if held else 0.0
+        pairs = [(get_number(after, "time"), get_number(before, "time"), get_number(after, "swap_read"),
+                  get_number(after, "swap_written")) for before, after in pairwise(samples)]  # fmt: skip
+        counted = sum((now - then) * (came + went) for now, then, came, went in pairs
+                      if now is not None and then is not None and came is not None and went is not None)  # fmt: skip
+        ram, used, swapped = rams[-1], max(useds), max(grown, counted)
         if swapped < max(MIN_SWAPPED_BYTES, MIN_SWAPPED_FRACTION * ram):
             continue
         patch: Patch = {"checkpoint.memory": 0}  # what frees host memory at the least cost, then fewer loaders
@@ -169,14 +174,3 @@ def swap(evidence: Evidence) -> Iterator[Finding]:
             expected_effect="less host memory is used, and no process waits for swapping" if patch else "",
             confidence=0.85,
         )  # fmt: skip
-
-
-def _swapped(samples: Sequence[Line]) -> float:
-    """Return the bytes swapped out and in, or else the growth of swap: old pages that stay there cost nothing."""
-    held = get_numbers(samples, "swap_used")
-    grown = held[-1] - min(held) if held else 0.0
-    pairs = [(get_number(after, "time"), get_number(before, "time"), get_number(after, "swap_read"),
-              get_number(after, "swap_written")) for before, after in pairwise(samples)]  # fmt: skip
-    counted = sum((now - then) * (came + went) for now, then, came, went in pairs
-                  if now is not None and then is not None and came is not None and went is not None)  # fmt: skip
-    return max(grown, counted)

@@ -28,15 +28,23 @@ def not_finite(evidence: Evidence) -> Iterator[Finding]:
     origin, reproduced = searched.get("born", {}), searched.get("reproduced") or {}
     is_device = reproduced.get("again") is False
     repetition = f"; {reproduced['verdict']}" if reproduced.get("verdict") else ""
-    patch = {} if is_device else valid_patch(evidence.recipe, _not_finite_patch(evidence, origin, len(skips)))
+    # A precision with a wider range, or a rewind that skips the samples if they are the cause.
+    what, faults = origin.get("what"), evidence.recipe.faults
+    always = len(skips) > faults.max_skips // 2 and what != "input"
+    patch: Patch = {}
+    if not is_device and evidence.plan.precision in NARROW_RANGE_PRECISIONS and what in ("output", "gradient", None):
+        patch = {"plan.precision": "bf16"}
+    elif not (is_device or what in ("weight", "not again") or faults.not_finite == "rewind" or always):
+        patch = {"faults.not_finite": "rewind"}
+    patch = valid_patch(evidence.recipe, patch)
     fix, effect = "", ""
     if "plan.precision" in patch:
         effect = "bf16 has the range of fp32 and does not overflow here"
     elif patch:
         effect = "the run rewinds to the last good state and skips these samples"
-    elif is_device or origin.get("what") == "not again":
+    elif is_device or what == "not again":
         fix = f"suspect the hardware of {ranks or 'the ranks'}, not the data: run `trimaran doctor` there"
-    elif origin.get("what") == "weight":
+    elif what == "weight":
         fix = "move the later checkpoints away (`trimaran checkpoints list RUN` shows them), and resume"
     else:
         fix = f"check divisions, square roots and logarithms in {origin.get('module') or 'the model'}"
@@ -80,16 +88,6 @@ def _describe(origin: Line) -> str:
         case "not again":
             return "a second computation of the same samples was finite"
     return "its origin was not searched"
-
-
-def _not_finite_patch(evidence: Evidence, origin: Line, num_skips: int) -> Patch:
-    """Return the patch: a precision with a wider range, or a rewind that skips the samples if they are the cause."""
-    if evidence.plan.precision in NARROW_RANGE_PRECISIONS and origin.get("what") in ("output", "gradient", None):
-        return {"plan.precision": "bf16"}
-    if origin.get("what") in ("weight", "not again") or evidence.recipe.faults.not_finite == "rewind":
-        return {}
-    always = num_skips > evidence.recipe.faults.max_skips // 2 and origin.get("what") != "input"
-    return {} if always else {"faults.not_finite": "rewind"}
 
 
 MIN_NORMS = 20
@@ -248,7 +246,19 @@ def loss_spike(evidence: Evidence) -> Iterator[Finding]:
     skipped = [
         each for each in evidence.events_of_kind("skip") if str(each["data"].get("reason", "")).startswith(SPIKE_REASON)
     ]
-    applied = list(_applied_spikes(evidence))
+    applied: list[Line] = []
+    losses: list[float] = []
+    for step in evidence.steps:
+        loss = get_number(step, "loss")
+        if loss is None or step.get("skipped"):
+            continue
+        recent = losses[-SPIKE_WINDOW_STEPS:]
+        if len(recent) == SPIKE_WINDOW_STEPS:
+            usual = median(recent)
+            deviation = median(abs(each - usual) for each in recent)
+            if loss - usual > max(MIN_SPIKE, MIN_SPIKE_FRACTION * abs(usual), MIN_DEVIATIONS * deviation):
+                applied.append({"step": step["step"], "loss": loss, "before": usual})
+        losses.append(loss)
     refused: list[Line] = [
         {"step": int(each.get("step") or 0), "loss": get_number(each, "data", "loss") or 0.0, "before": 0.0}
         for each in skipped
@@ -284,20 +294,6 @@ def loss_spike(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _applied_spikes(evidence: Evidence) -> Iterator[Line]:
-    losses: list[float] = []
-    for step in evidence.steps:
-        loss = get_number(step, "loss")
-        if loss is None or step.get("skipped"):
-            continue
-        if len(losses) >= SPIKE_WINDOW_STEPS:
-            usual = median(losses[-SPIKE_WINDOW_STEPS:])
-            deviation = median(abs(each - usual) for each in losses[-SPIKE_WINDOW_STEPS:])
-            if loss - usual > max(MIN_SPIKE, MIN_SPIKE_FRACTION * abs(usual), MIN_DEVIATIONS * deviation):
-                yield {"step": step["step"], "loss": loss, "before": usual}
-        losses.append(loss)
-
-
 MIN_LOSSES_HIGH = 20
 LAST_STEPS = 10  # whose median is the last loss
 MIN_RISE_FRACTION = 0.02  # of the first loss
@@ -308,15 +304,18 @@ LOWERED_UPDATE_RATIO = 0.02  # that the patch aims for
 
 
 def learning_rate_high(evidence: Evidence) -> Iterator[Finding]:
-    """Yield F056 if updates are huge compared with the weights, or large while the loss is above its start.
-
-    Updates are largest in the first steps, before the weights have grown, so those steps must be in the evidence.
-    """
+    """Yield F056 if updates are huge compared with the weights, or large while the loss is above its start."""
+    # Updates are largest in the first steps, before the weights have grown, so those steps must be in the evidence.
     losses = get_numbers(evidence.steps, "loss")
     if len(losses) < MIN_LOSSES_HIGH or evidence.steps[0]["step"] > LAST_STEPS:
         return
     first, last, highest = losses[0], median(losses[-LAST_STEPS:]), max(losses)
-    ratio, at, most = _largest_update(evidence)
+    ratio, at, most = 0.0, 0, ""  # the largest update of the median group, its step, and the group of the largest there
+    for step in steps_with_groups(evidence):
+        ratios = {name: each for name in step["groups"]
+                  if (each := get_number(step, "groups", name, "update_ratio")) is not None}  # fmt: skip
+        if ratios and (middle := median(ratios.values())) > ratio:
+            ratio, at, most = middle, int(step["step"]), max(ratios, key=lambda name: ratios[name])
     early_jump = max(losses[:MIN_LOSSES_HIGH]) > first + max(1.0, 0.25 * first)
     risen = last > first * (1 + MIN_RISE_FRACTION) or early_jump
     if not (ratio > HUGE_UPDATE_RATIO or (risen and (ratio > LARGE_UPDATE_RATIO or not ratio))):
@@ -335,17 +334,6 @@ def learning_rate_high(evidence: Evidence) -> Iterator[Finding]:
         expected_effect=f"updates of at most {ratio * factor:.2g} of the weight norm" if ratio else "the loss falls",
         confidence=0.9 if ratio else 0.6,
     )
-
-
-def _largest_update(evidence: Evidence) -> tuple[float, int, str]:
-    """Return the largest update ratio of the median group, its step, and the group with the largest ratio there."""
-    best = (0.0, 0, "")
-    for step in steps_with_groups(evidence):
-        ratios = {name: ratio for name in step["groups"]
-                  if (ratio := get_number(step, "groups", name, "update_ratio")) is not None}  # fmt: skip
-        if ratios and (middle := median(ratios.values())) > best[0]:
-            best = middle, int(step["step"]), max(ratios, key=lambda name: ratios[name])
-    return best
 
 
 MIN_LOSSES_LOW = 30

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import fmean, median
 
-from trimaran.core import Finding, Recipe, show_bytes, show_seconds
+from trimaran.core import Finding, show_bytes, show_seconds
 from trimaran.doctor.evidence import Evidence, Line
 from trimaran.doctor.evidence_queries import ended_run, incidents_of, samples_by_node, valid_patch
 from trimaran.doctor.predicted_gain import Patch
 from trimaran.doctor.step_breakdown import (
-    StepBreakdown,
     get_number,
     get_numbers,
     get_timed_numbers,
@@ -41,7 +40,16 @@ def checkpoint_stall(evidence: Evidence) -> Iterator[Finding]:
     ]
     stall = fmean(seconds for _, seconds in stalls) if stalls else measured.checkpoint
     every = median(after - before for (before, _), (after, _) in pairwise(stalls)) if len(stalls) > 1 else 1
-    patch, left = _shorter_stalls(evidence.recipe, measured, stall, usual)
+    # The patch that makes stalls short or rare, and the fraction of the time that remains.
+    settings = evidence.recipe.checkpoint
+    patch: Patch = {}
+    left = measured.fraction("checkpoint")
+    if not settings.asynchronous:
+        patch, left = {"checkpoint.asynchronous": True}, PATCHED_STALL_FRACTION
+    elif settings.every not in ("auto", "off"):
+        patch, left = {"checkpoint.every": "auto"}, PATCHED_STALL_FRACTION / 2
+    elif settings.memory not in ("auto", 0):
+        patch, left = {"checkpoint.memory": "auto"}, PATCHED_STALL_FRACTION / 2
     gain = measured.fraction("checkpoint") - left
     yield Finding(
         code="F007",
@@ -61,17 +69,6 @@ def checkpoint_stall(evidence: Evidence) -> Iterator[Finding]:
         gain=gain if patch else None,
         confidence=0.9,
     )
-
-
-def _shorter_stalls(recipe: Recipe, measured: StepBreakdown, stall: float, usual: float) -> tuple[Patch, float]:
-    """Return the patch that makes stalls short or rare, and the fraction of the time that remains."""
-    if not recipe.checkpoint.asynchronous:
-        return {"checkpoint.asynchronous": True}, PATCHED_STALL_FRACTION
-    if recipe.checkpoint.every not in ("auto", "off"):
-        return {"checkpoint.every": "auto"}, PATCHED_STALL_FRACTION / 2
-    if recipe.checkpoint.memory not in ("auto", 0):
-        return {"checkpoint.memory": "auto"}, PATCHED_STALL_FRACTION / 2
-    return {}, measured.fraction("checkpoint")
 
 
 MIN_FREE_BYTES = 1 << 30

@@ -109,7 +109,7 @@ def test_alternating_windows_cancel_a_drift_that_fools_a_single_comparison() -> 
             found.append(StepWindow(side, tuple(steps), tuple(seconds() for _ in steps)))
         return found
 
-    alternating = compare(windows(False, True, False, True))
+    alternating = compare(tuple(windows(False, True, False, True)))
     assert alternating is not None
     assert abs(alternating.gain) < 3 * alternating.error
     assert alternating.confidence < 0.95
@@ -117,7 +117,7 @@ def test_alternating_windows_cancel_a_drift_that_fools_a_single_comparison() -> 
 
 def test_the_spread_decides_how_many_steps_a_trial_needs() -> None:
     seconds = noise(5)
-    before = baseline_of([seconds() for _ in range(100)])
+    before = baseline_of(tuple(seconds() for _ in range(100)))
     small, large = (steps_to_show(gain, before, confidence=0.95) for gain in (0.02, 0.2))
     assert small > 20 * large
     assert before.spread == pytest.approx(SPREAD, rel=0.3)
@@ -127,15 +127,15 @@ def test_the_spread_decides_how_many_steps_a_trial_needs() -> None:
 
 def test_steps_that_are_alike_count_less() -> None:
     seconds = noise(7, correlation=0.8)
-    assert baseline_of([seconds() for _ in range(300)]).inflation > 3
+    assert baseline_of(tuple(seconds() for _ in range(300))).inflation > 3
 
 
 def test_a_side_with_one_step_is_not_compared() -> None:
-    assert compare([StepWindow(False, (1, 2), (1.0, 1.0)), StepWindow(True, (3,), (0.5,))]) is None
+    assert compare((StepWindow(False, (1, 2), (1.0, 1.0)), StepWindow(True, (3,), (0.5,)))) is None
 
 
 def test_equal_steps_are_compared_without_a_spread() -> None:
-    found = compare([StepWindow(False, (1, 2, 3), (1.0,) * 3), StepWindow(True, (4, 5, 6), (0.5,) * 3)])
+    found = compare((StepWindow(False, (1, 2, 3), (1.0,) * 3), StepWindow(True, (4, 5, 6), (0.5,) * 3)))
     assert found is not None
     assert found.gain == pytest.approx(0.5)
     assert found.confidence > 0.99

@@ -28,7 +28,7 @@ def measured_by_all(run: RunDirectory) -> dict[str, float]:
     watch.refresh(now=1.0)
     return {
         "doctor": breakdown.step_seconds,
-        "autopilot": baseline_of([each.seconds for each in Controller(run).loop.baseline_steps()]).step_seconds,
+        "autopilot": baseline_of(tuple(each.seconds for each in Controller(run).loop.baseline_steps())).step_seconds,
         "tune": median_step(watch.steady).step_seconds,
         "history": read_measured_run(run.path).plans[-1].steps.step_seconds,
     }

@@ -124,16 +124,23 @@ class Controller:
         if has_open_incident or (pending is not None and pending.by == "user"):
             self._write(loop.take_output())
             return
-        self._notice_recovery()
+        try:
+            version = self.run.node_speeds.stat().st_mtime_ns
+        except OSError:
+            version = self._speeds_version
+        if version != self._speeds_version:
+            self._speeds_version, before = version, self._recovered
+            self._recovered = {host for host, each in read_node_speeds(self.run).items() if has_recovered(each)}
+            if self._recovered - before:
+                self.loop.due, self._diagnose_due = min(self.loop.due, self.loop.step), self._clock()
         if (shift := loop.find_shift()) is not None:
             log.info("%s", shift)
             self._layouts, self._links, self._diagnose_due = {}, None, self._clock()
         if loop.trial is None and (not loop.is_due() or self._clock() < self._diagnose_due):
             self._write(loop.take_output())
             return
-        facts = RunSettings(
-            total_steps=self.recipe.train.steps, settings=self.settings(), memory_limit=self._memory_limit
-        )
+        steps, limit = self.recipe.train.steps, self._memory_limit
+        facts = RunSettings(total_steps=steps, settings=self.settings(), memory_limit=limit)
         self._write(loop.poll(facts, now=time.time(), propose=self.propose))
 
     # Reading
@@ -165,17 +172,6 @@ class Controller:
                 self.loop.restarted(self.loop.step)
         self._waits_for_nodes = _is_about_nodes(self.loop.pending)
 
-    def _notice_recovery(self) -> None:
-        try:
-            version = self.run.node_speeds.stat().st_mtime_ns
-        except OSError:
-            return
-        if version != self._speeds_version:
-            self._speeds_version, before = version, self._recovered
-            self._recovered = {host for host, each in read_node_speeds(self.run).items() if has_recovered(each)}
-            if self._recovered - before:
-                self.loop.due, self._diagnose_due = min(self.loop.due, self.loop.step), self._clock()
-
     def settings(self) -> dict[str, Any]:
         """Return the present values of the fields that can change; the ranks replace both files after a change."""
         version = tuple((each.st_ino, each.st_mtime_ns) for each in (self.run.recipe.stat(), self.run.plan.stat()))
@@ -189,7 +185,9 @@ class Controller:
     def propose(self) -> Sequence[Proposal]:
         """Diagnose the steps under the present plan. Expensive, so it is not done again for a while."""
         began = time.thread_time()
-        evidence = self._evidence()
+        evidence = read_evidence(self.run, calibrations=self._calibrations)
+        first = min((each.step for each in self.loop.baseline_steps()), default=0)
+        evidence = replace(evidence, steps=tuple(each for each in evidence.steps if each["step"] >= first))
         limit, peak = self._memory_limit, max((each.get("peak_bytes") or 0 for each in evidence.steps), default=0)
         if limit is not None:  # other processes may hold a part of the device
             limit = min(limit, usable_bytes(evidence) or limit)
@@ -212,11 +210,6 @@ class Controller:
             self._diagnose_due = self._clock() + took / MAX_CPU_FRACTION[mode]
         return found
 
-    def _evidence(self) -> Evidence:
-        evidence = read_evidence(self.run, calibrations=self._calibrations)
-        first = min((each.step for each in self.loop.baseline_steps()), default=0)
-        return replace(evidence, steps=tuple(each for each in evidence.steps if each["step"] >= first))
-
     def _with_measured_links(self, evidence: Evidence) -> Evidence:
         """Return the evidence with links as slow as they were measured, under this plan or an earlier one."""
         question, measured = evidence.planner_inputs(), step_breakdown(evidence)
@@ -230,15 +223,15 @@ class Controller:
         return replace(evidence, planner_inputs=lambda: question)
 
     def _write(self, output: Output) -> None:
+        """Write the decisions, and pass the request on to the ranks, or to the supervisor if it is about nodes."""
         for decision in output.decisions:
             self._ledger.write(decision)
             log.info("decision %d: %s: %s", decision.id, decision.outcome, decision.reason)
             if LEFT_OUT_FIELD in decision.patch and decision.outcome in ("rolled-back", "failed"):
                 write_left_out(self.run, decision.undo[LEFT_OUT_FIELD])
-        if output.request is not None:
-            self._request(output.request)
-
-    def _request(self, pending: PendingRequest) -> None:
+        pending = output.request
+        if pending is None:
+            return
         self._requested_at, self._lost_polls = self._clock(), 0
         if _is_about_nodes(pending):
             write_left_out(self.run, pending.patch[LEFT_OUT_FIELD], reason=pending.reason)

@@ -124,10 +124,8 @@ class DecisionLoop:
         del self._samples[:-MAX_KEPT_STEPS]
 
     def find_shift(self) -> StepShift | None:
-        """Return a sudden change of the speed under the present plan, once; then measure and decide anew from there.
-
-        Nothing is looked for during a trial: its verdict compares the steps anyway.
-        """
+        """Return a sudden change of the speed under the present plan, once; then measure and decide anew from there."""
+        # Nothing is looked for during a trial: its verdict compares the steps anyway.
         if self.trial is not None or self._num_shifts >= MAX_SHIFTS:
             return None
         shift = find_shift(self.baseline_steps(), self._known)
@@ -145,11 +143,26 @@ class DecisionLoop:
 
     def add_answer(self, answer: ChangeAnswer) -> None:
         """Add an answer of the ranks to a request, of the autopilot or of a user."""
+        # A person's change wins: it ends the trial as it stands, and its fields stay as the person set them.
         self.last_request = max(self.last_request, answer.id)
         trial, pending = self.trial, self.pending
         if answer.by == "user":
             if answer.status == "applied":
-                self._user_changed(answer)
+                self.pins += [each for each in answer.patch if each not in self.pins]
+                for each in reversed(self.decisions.values()):
+                    restored = each.undo and all(answer.patch.get(name) == value for name, value in each.undo.items())
+                    if each.outcome == "kept" and restored and answer.step >= each.step:
+                        self._write(replace(each, outcome="undone", by="user"))
+                        break
+                if trial is not None and answer.step >= trial.step:
+                    is_after = bool(self._changes) and self._changes[-1].is_after
+                    why = f"{trial.reason}; not measured to the end: a person changed the run"
+                    self._write(
+                        replace(trial, outcome="kept" if is_after else "rolled-back", reason=why, measured=None)
+                    )
+                    self.pending = None
+                if self.trial is None:
+                    self._forget_trial(answer.step)
         elif trial is None or answer.step < trial.step or answer.patch not in (trial.patch, trial.undo):
             if answer.status == "applied":  # of an earlier trial, read again after a restart of the controller
                 self._since = max(self._since, answer.step + WARM_UP_STEPS + 1)
@@ -175,23 +188,6 @@ class DecisionLoop:
                 outcome: DecisionOutcome = "refused" if answer.status == "refused" else "failed"
                 self._write(replace(trial, outcome=outcome, reason=why, measured=measured))
                 self._forget_trial(answer.step)
-
-    def _user_changed(self, answer: ChangeAnswer) -> None:
-        """A person's change wins: it ends the trial as it stands, and its fields stay as the person set them."""
-        self.pins += [each for each in answer.patch if each not in self.pins]
-        for each in reversed(self.decisions.values()):
-            restored = each.undo and all(answer.patch.get(name) == value for name, value in each.undo.items())
-            if each.outcome == "kept" and restored and answer.step >= each.step:
-                self._write(replace(each, outcome="undone", by="user"))
-                break
-        trial = self.trial
-        if trial is not None and answer.step >= trial.step:
-            is_after = bool(self._changes) and self._changes[-1].is_after
-            why = f"{trial.reason}; not measured to the end: a person changed the run"
-            self._write(replace(trial, outcome="kept" if is_after else "rolled-back", reason=why, measured=None))
-            self.pending = None
-        if self.trial is None:
-            self._forget_trial(answer.step)
 
     def resume_trial(self, pending: PendingRequest | None) -> None:
         """Go on with the trial that an earlier controller left; `pending` is its request if it is not answered yet."""
@@ -267,7 +263,7 @@ class DecisionLoop:
         steps = self.baseline_steps()
         if len(steps) < MIN_BASELINE_STEPS:
             return
-        baseline = baseline_of([each.seconds for each in steps])
+        baseline = baseline_of(tuple(each.seconds for each in steps))
         half, memory = len(steps) // 2, None
         if facts.memory_limit and steps:
             parts = (steps[:half], steps[half:])
@@ -306,10 +302,8 @@ class DecisionLoop:
             self._write(decision)
 
     def _returns(self, baseline: Baseline, settings: Mapping[str, Any]) -> Iterable[Proposal]:
-        """Yield the patch that restores the plan before the steps became longer, if they are clearly shorter again.
-
-        What a step took then is known: no cost model is needed.
-        """
+        """Yield the patch that restores the plan before the steps became longer, if they are clearly shorter again."""
+        # What a step took then is known: no cost model is needed.
         for old in self.decisions.values():
             usual, after = old.baseline.get(USUAL_SECONDS, 0.0), (old.measured or {}).get("step_seconds", 0.0)
             is_present = all(settings.get(name) == value for name, value in old.patch.items())
@@ -374,7 +368,7 @@ class DecisionLoop:
         known, record = None, self._record(trial)
         if record.before and self._changes:  # a step under the plan that the run goes on with, as it was measured
             after = [each for window in record.windows if window.is_after for each in window.seconds]
-            known = (baseline_of(after) if after else None) if outcome == "kept" else record.baseline
+            known = (baseline_of(tuple(after)) if after else None) if outcome == "kept" else record.baseline
         self._write(replace(self.decisions[trial.id], outcome=outcome, measured=self._measured(trial)))
         self._forget_trial(self._changes[-1].step if self._changes else self.step)
         self._known = known

@@ -13,12 +13,7 @@ from functools import reduce
 from statistics import NormalDist
 from typing import Any, Protocol
 
-from trimaran.autopilot.trial import (
-    LOOK_CONFIDENCE,
-    MIN_HARM_STEPS,
-    MIN_WINDOW_STEPS,
-    max_trial_steps,
-)
+from trimaran.autopilot.trial import LOOK_CONFIDENCE, MIN_HARM_STEPS, MIN_WINDOW_STEPS, max_trial_steps
 from trimaran.autopilot.verdict import Baseline, smallest_gain_to_show, steps_to_show
 from trimaran.core import KINDS, AutopilotSection, Decision, Plan, Recipe, UserError, load_plugin
 from trimaran.core.autopilot_section import OTHER_CHANGEABLE_FIELDS
@@ -27,35 +22,26 @@ from trimaran.runs import LEFT_OUT_FIELD, WARM_UP_STEPS
 
 log = logging.getLogger(__name__)
 
-
 Patch = dict[str, Any]  # recipe fields by dotted name, such as `plan.micro_batch`
 CHECKPOINT_FIELDS = tuple(field for field in OTHER_CHANGEABLE_FIELDS if field.startswith("checkpoint."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """One change: `patch`, and `undo`, the patch that takes it back.
-
-    `gain` is the fraction of a step that it should save, `uncertainty` the standard deviation of that. `reason` is one
-    sentence, `finding` the code of the finding that it is from. `peak_ratio` is the predicted peak memory with it over
-    that without it. `saves_memory`: it is made to need less memory, whatever it costs in time. `is_in_place`: ranks
-    make it without building networks again. `first_step_seconds` is what the first step takes longer: compilation.
-    `facts` are further numbers to write down with the decision. `is_measured`: its gain follows from steps that were
-    measured, so it may take back a change that was kept.
-    """
+    """One change."""
 
     patch: Patch
-    undo: Patch
-    gain: float
-    uncertainty: float
-    reason: str
-    finding: str = ""
-    peak_ratio: float = 1.0
-    saves_memory: bool = False
-    is_in_place: bool = False
-    first_step_seconds: float = 0.0
-    is_measured: bool = False
-    facts: Mapping[str, float] = field(default_factory=dict)
+    undo: Patch  # takes it back
+    gain: float  # the fraction of a step that it should save
+    uncertainty: float  # the standard deviation of that
+    reason: str  # one sentence
+    finding: str = ""  # the code of the finding that it is from
+    peak_ratio: float = 1.0  # the predicted peak memory with it over that without it
+    saves_memory: bool = False  # it is made to need less memory, whatever it costs in time
+    is_in_place: bool = False  # ranks make it without building networks again
+    first_step_seconds: float = 0.0  # what the first step takes longer: compilation
+    is_measured: bool = False  # its gain follows from measured steps, so it may take back a change that was kept
+    facts: Mapping[str, float] = field(default_factory=dict)  # further numbers to write down with the decision
 
 
 def is_changeable(field: str) -> bool:
@@ -70,10 +56,8 @@ def changes_course(patch: Iterable[str]) -> bool:
 
 
 def is_pinned(field: str, pins: Iterable[str]) -> bool:
-    """Return whether a pin such as `mesh`, `plan.mesh` or `plan.mesh.tp` covers the field.
-
-    Micro-batch and accumulation change together, so a pin of one covers both.
-    """
+    """Return whether a pin such as `mesh`, `plan.mesh` or `plan.mesh.tp` covers the field."""
+    # Micro-batch and accumulation change together, so a pin of one covers both.
     names = {field, field.replace("grad_accum", "micro_batch"), field.replace("micro_batch", "grad_accum")}
     full = [pin for each in pins for pin in (each, f"plan.{each}")]
     return any(
@@ -148,29 +132,21 @@ class MemoryTrend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What the policy knows about a run at one step.
-
-    `settings` are the present values of the fields that can change. `decisions` are those so far, in order. `pins` are
-    fields that must stay. `budget_seconds` is what all trials of the run may cost together. `pause_seconds` is the
-    measured pause of changes, by whether they are in place. `shifted_at` is the step since which steps take longer or
-    shorter, without a change: what was found to help before it, or not to help, is open again.
-    """
+    """What the policy knows about a run at one step."""
 
     step: int
     steps_left: int
     baseline: Baseline
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # the present values of the fields that can change
     proposals: Sequence[Proposal]
-    budget_seconds: float
-    decisions: Sequence[Decision] = ()
-    pins: Sequence[str] = ()
+    budget_seconds: float  # what all trials of the run may cost together
+    decisions: Sequence[Decision] = ()  # so far, in order
+    pins: Sequence[str] = ()  # fields that must stay
     may_change_course: bool = False
     memory: MemoryTrend | None = None
-    pause_seconds: Mapping[bool, float] = field(default_factory=dict)
+    pause_seconds: Mapping[bool, float] = field(default_factory=dict)  # measured, by whether changes are in place
+    # since then steps take longer or shorter, without a change: what helped before it, or not, is open again
     shifted_at: int = 0
-
-    def pause_of(self, proposal: Proposal) -> float:
-        return self.pause_seconds.get(proposal.is_in_place, PAUSE_SECONDS[proposal.is_in_place])
 
     @property
     def spent_seconds(self) -> float:
@@ -187,10 +163,8 @@ class PricedProposal:
 
 
 def decide(situation: Situation) -> Proposal | None:
-    """Return the change to try now; None if none is worth it.
-
-    A run that is about to run out of memory gets the cheapest change that saves some, whatever it costs in time.
-    """
+    """Return the change to try now; None if none is worth it."""
+    # A run that is about to run out of memory gets the cheapest change that saves some, whatever it costs in time.
     allowed = [each for each in situation.proposals if why_not(each, situation) is None]
     saving = [each for each in allowed if each.saves_memory]
     if situation.memory is not None and situation.memory.is_running_out and saving:
@@ -203,10 +177,8 @@ def decide(situation: Situation) -> Proposal | None:
 
 
 def advise(situation: Situation) -> Proposal | None:
-    """Return the change to advise a person to make; None if none is predicted to gain enough, or was advised before.
-
-    Unlike `decide` it does not explore: nobody measures what was only advised.
-    """
+    """Return the change to advise a person to make; None if none is predicted to gain enough, or was advised before."""
+    # Unlike `decide` it does not explore: nobody measures what was only advised.
     waiting = [each for each in situation.decisions if each.outcome == "advised"]
     known = {kind_of(each.patch) for each in waiting}
     allowed = [
@@ -224,10 +196,8 @@ def advise(situation: Situation) -> Proposal | None:
 
 
 def price(proposal: Proposal, situation: Situation) -> PricedProposal:
-    """Return what a trial of the proposal should bring, in seconds.
-
-    The gain is taken as normally distributed. Only gains that a trial can show are kept, so only those count.
-    """
+    """Return what a trial of the proposal should bring, in seconds."""
+    # The gain is taken as normally distributed. Only gains that a trial can show are kept, so only those count.
     proposal = replace(proposal, uncertainty=max(proposal.uncertainty, seen_error(proposal, situation.decisions)))
     before, seconds = situation.baseline, situation.baseline.step_seconds
     most = max_trial_steps(situation.steps_left)
@@ -239,7 +209,8 @@ def price(proposal: Proposal, situation: Situation) -> PricedProposal:
     if_kept = max(proposal.gain, shown, kept_gain / max(kept_chance, 1e-6))
     needed = steps_to_show(if_kept, measured, confidence=LOOK_CONFIDENCE)
     window = max(MIN_WINDOW_STEPS, min(most, needed))
-    pause, settle = situation.pause_of(proposal), WARM_UP_STEPS
+    pause = situation.pause_seconds.get(proposal.is_in_place, PAUSE_SECONDS[proposal.is_in_place])
+    settle = WARM_UP_STEPS
     worse, _ = _part_above(0.0, -proposal.gain, deviation)  # of a step, while a change for the worse is tried
     noticed = steps_to_show(max(worse, shown), measured, confidence=LOOK_CONFIDENCE)  # then the trial is over
     loss = worse * (max(MIN_HARM_STEPS, min(window, noticed)) + settle) * seconds
@@ -258,10 +229,8 @@ def baseline_steps_needed(proposal: Proposal, situation: Situation) -> int:
 
 
 def seen_error(proposal: Proposal, decisions: Sequence[Decision]) -> float:
-    """Return by how much the gain of earlier changes of the same fields differed from the predicted one, at most.
-
-    Where the cost model was wrong about a field, its other values may be better than it says, and are worth a trial.
-    """
+    """Return by how much the gain of earlier changes of the same fields differed from the predicted one, at most."""
+    # Where the cost model was wrong about a field, its other values may be better than it says, and are worth a trial.
     kind = kind_of(proposal.patch)
     if proposal.is_measured:
         return 0.0
@@ -299,7 +268,9 @@ def why_not(proposal: Proposal, situation: Situation) -> str | None:
     tries = [
         each
         for each in situation.decisions
-        if each.outcome == "rolled-back" and is_current(each, situation) and _key(each.patch) == _key(proposal.patch)
+        if each.outcome == "rolled-back"
+        and each.step >= situation.shifted_at
+        and _key(each.patch) == _key(proposal.patch)
     ]
     if len(tries) >= MAX_TRIES:  # under other plans or without an answer
         return "it did not help before"
@@ -317,7 +288,7 @@ def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, i
     if old.outcome in ("failed", "refused"):
         contains = all(proposal.patch.get(name, _MISSING) == value for name, value in old.patch.items())
         return "it failed before" if further or contains else None
-    if old.outcome in ("rolled-back", "kept") and not is_current(old, situation):
+    if old.outcome in ("rolled-back", "kept") and old.step < situation.shifted_at:
         return None
     if old.outcome == "rolled-back" and old.measured:
         # If steps were clearly shorter with it than they are without it now, the machine became slower during the
@@ -326,7 +297,9 @@ def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, i
             return None
         further |= same and old.measured.get("gain", 0.0) < -MIN_CLEAR_LOSS
         return "it did not help before" if further or (same and is_same_plan) else None
-    if old.outcome == "kept" and not proposal.saves_memory and _returns(proposal, old):
+    goes_back = any(old.undo.get(each, _MISSING) == value and old.patch.get(each) != value
+                    for each, value in proposal.patch.items())  # fmt: skip
+    if old.outcome == "kept" and not proposal.saves_memory and goes_back:
         kept = [each for each in situation.decisions if each.outcome == "kept"]
         num_returns = sum(
             any(
@@ -343,17 +316,6 @@ def _why_not_after(old: Decision, proposal: Proposal, situation: Situation, *, i
         return None if may_return else "it would take back a change that was kept"
     forbidden = {"undone": "a person took it back", "advised": "it was advised before"}
     return forbidden.get(old.outcome) if same else None
-
-
-def is_current(old: Decision, situation: Situation) -> bool:
-    """Return whether a decision was made at the present speed of the machines, before which nothing counts."""
-    return old.step >= situation.shifted_at
-
-
-def _returns(proposal: Proposal, old: Decision) -> bool:
-    """Return whether the proposal sets a field back to the value that an earlier decision took it from."""
-    return any(old.undo.get(each, _MISSING) == value and old.patch.get(each) != value
-               for each, value in proposal.patch.items())  # fmt: skip
 
 
 def _goes_further(proposal: Proposal, old: Decision, situation: Situation) -> bool:
@@ -385,7 +347,6 @@ class AutopilotPolicy(Protocol):
 
     def choose(self, situation: Situation) -> Proposal | None:
         """Return the change to make, one of `situation.proposals` or another; None to leave the run as it is."""
-        ...
 
 
 def choose_change(section: AutopilotSection, situation: Situation) -> Proposal | None:

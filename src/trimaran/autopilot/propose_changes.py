@@ -13,21 +13,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trimaran.autopilot.policy import (
-    Patch,
-    Proposal,
-    changes_course,
-    describe,
-    is_changeable,
-    settings_of,
-    undo_of,
-)
+from trimaran.autopilot.policy import Patch, Proposal, changes_course, describe, is_changeable, settings_of, undo_of
 from trimaran.core import Decision, Finding, Plan, UserError
 from trimaran.core.autopilot_section import OTHER_CHANGEABLE_FIELDS
 from trimaran.doctor import Evidence, forecast, predicted_gain
 from trimaran.doctor.memory_fix import cheapest_memory_fix
-from trimaran.doctor.rules.balance import slow_computer
-from trimaran.doctor.step_breakdown import MIN_STEPS, StepBreakdown, get_number, steady_steps, step_breakdown
+from trimaran.doctor.rules.balance import slow_rank
+from trimaran.doctor.step_breakdown import MIN_STEPS, get_number, steady_steps, step_breakdown
 from trimaran.launch.supervise.next_attempt import resized
 from trimaran.planner import check_micro_batches, neighbour_patches, plan_with, search
 from trimaran.planner.change_plan import RESULT_FIELDS, is_in_place
@@ -46,8 +38,14 @@ def without_slow_node(
     The others do its work: the global batch stays. `instead` are other answers to the slow rank, which keep the node:
     leaving it out must be better than these.
     """
-    slow, measured, plan = slow_computer(evidence), step_breakdown(evidence), evidence.plan
-    hosts = hosts_of_ranks(evidence)
+    slow, measured, plan = slow_rank(evidence), step_breakdown(evidence), evidence.plan
+    starts = evidence.events_of_kind("start")
+    newest = max((int(each.get("attempt") or 0) for each in starts), default=0)
+    hosts = {
+        int(each["rank"]): str(each["data"]["host"])
+        for each in starts
+        if each.get("attempt") == newest and isinstance(each.get("data"), dict) and "host" in each["data"]
+    }
     if slow is None or measured is None or LEFT_OUT_FIELD not in settings or slow.rank not in hosts:
         return []
     host, size = hosts[slow.rank], plan.mesh.world_size
@@ -120,27 +118,13 @@ def with_recovered_node(
     return found
 
 
-def hosts_of_ranks(evidence: Evidence) -> dict[int, str]:
-    """Return the host of each rank of the newest attempt."""
-    starts = evidence.events_of_kind("start")
-    newest = max((int(each.get("attempt") or 0) for each in starts), default=0)
-    return {
-        int(each["rank"]): str(each["data"]["host"])
-        for each in starts
-        if each.get("attempt") == newest and isinstance(each.get("data"), dict) and "host" in each["data"]
-    }
-
-
 FIELD = "plan.micro_batches"
 MAX_DIFFERENCE = 1.2  # times, between the speeds of ranks that count as equally fast
 
 
 def rows_by_speed(evidence: Evidence, settings: Mapping[str, Any]) -> list[Proposal]:
-    """Return the change of rows that one slow rank asks for; none if there is no slow rank, or no better deal.
-
-    The global batch stays, and with it the results.
-    """
-    plan, slow, measured = evidence.plan, slow_computer(evidence), step_breakdown(evidence)
+    """Return the rows that one slow rank asks for, or none. The global batch stays, and with it the results."""
+    plan, slow, measured = evidence.plan, slow_rank(evidence), step_breakdown(evidence)
     if measured is None or plan.mesh.dp == 1 or plan.mesh.pp > 1 or FIELD not in settings:
         return []
     if plan.rows_by_rank and _are_alike(evidence):
@@ -242,10 +226,38 @@ def proposals_of(
     for kind, patch in [*candidates, *([("layout", layout)] if layout else [])]:
         if _key(patch) not in known:
             known.add(_key(patch))
-            priced = _priced(evidence, measured, patch, settings)
-            found += [each for each in priced if kind not in MEMORY_FOR_TIME or each.peak_ratio >= 1]
-    if peak_is_near:
-        found += _saving_memory(evidence, settings)
+            patch = _as_json(patch)
+            undo, may_change_course = undo_of(patch, settings), evidence.recipe.autopilot.may_change_course
+            if undo is None or question is None or (changes_course(patch) and not may_change_course):
+                continue
+            gain = predicted_gain(evidence, measured, patch)
+            if gain is None:  # it cannot run, does not fit, or cannot be predicted
+                continue
+            direction = (
+                f"{gain:.0%} shorter" if gain > 0 else f"{-gain:.0%} longer, give or take {MIN_UNCERTAINTY:.0%},"
+            )
+            uncertainty = max(MIN_UNCERTAINTY, RELATIVE_UNCERTAINTY * abs(gain))
+            reason = f"{describe(patch, undo)}: steps should be {direction} by the cost model"
+            proposal = _predicted(evidence, patch, undo, gain=gain, uncertainty=uncertainty, reason=reason)
+            if kind not in MEMORY_FOR_TIME or proposal.peak_ratio >= 1:
+                found.append(proposal)
+    fix = cheapest_memory_fix(evidence, ran_out=True) if peak_is_near else None
+    patch = _as_json(fix.patch) if fix else {}
+    undo = undo_of(patch, settings)
+    if fix is not None and undo is not None:
+        found.append(
+            _predicted(
+                evidence,
+                patch,
+                undo,
+                gain=fix.gain,
+                uncertainty=MIN_UNCERTAINTY,
+                reason=f"memory is about to run out: {describe(patch, undo)}; {fix.effect}",
+                finding="F061",
+                peak_ratio=fix.peak_ratio,
+                saves_memory=True,
+            )
+        )
     return found
 
 
@@ -278,21 +290,6 @@ def _of_findings(evidence: Evidence, findings: Sequence[Finding], settings: Mapp
         )
 
 
-def _priced(evidence: Evidence, measured: StepBreakdown, patch: Patch, settings: Mapping[str, Any]) -> list[Proposal]:
-    """Return the proposal for a patch; none if it cannot run, does not fit, or cannot be predicted."""
-    patch = _as_json(patch)
-    undo, may_change_course = undo_of(patch, settings), evidence.recipe.autopilot.may_change_course
-    if undo is None or evidence.planner_inputs() is None or (changes_course(patch) and not may_change_course):
-        return []
-    gain = predicted_gain(evidence, measured, patch)
-    if gain is None:
-        return []
-    direction = f"{gain:.0%} shorter" if gain > 0 else f"{-gain:.0%} longer, give or take {MIN_UNCERTAINTY:.0%},"
-    uncertainty = max(MIN_UNCERTAINTY, RELATIVE_UNCERTAINTY * abs(gain))
-    reason = f"{describe(patch, undo)}: steps should be {direction} by the cost model"
-    return [_predicted(evidence, patch, undo, gain=gain, uncertainty=uncertainty, reason=reason)]
-
-
 def _predicted(evidence: Evidence, patch: Patch, undo: Patch, **known: Any) -> Proposal:
     """Return the proposal for a patch, with `known` and what the planner tells of the changed plan."""
     plan, question = evidence.plan, evidence.planner_inputs()
@@ -308,28 +305,6 @@ def _predicted(evidence: Evidence, patch: Patch, undo: Patch, **known: Any) -> P
     known = {"peak_ratio": peak_ratio, **known}
     place: dict[str, Any] = {"is_in_place": in_place, "first_step_seconds": first_step_seconds}
     return Proposal(patch=patch, undo=undo, **place, **known)
-
-
-def _saving_memory(evidence: Evidence, settings: Mapping[str, Any]) -> list[Proposal]:
-    """Return the change with the shortest step that needs clearly less memory."""
-    fix = cheapest_memory_fix(evidence, ran_out=True)
-    patch = _as_json(fix.patch) if fix else {}
-    undo = undo_of(patch, settings)
-    if fix is None or undo is None:
-        return []
-    return [
-        _predicted(
-            evidence,
-            patch,
-            undo,
-            gain=fix.gain,
-            uncertainty=MIN_UNCERTAINTY,
-            reason=f"memory is about to run out: {describe(patch, undo)}; {fix.effect}",
-            finding="F061",
-            peak_ratio=fix.peak_ratio,
-            saves_memory=True,
-        )
-    ]
 
 
 def best_layout(evidence: Evidence) -> Patch:

@@ -12,7 +12,7 @@ from functools import cached_property
 from statistics import fmean, median
 from typing import Literal
 
-from trimaran.autopilot.verdict import Baseline, Comparison, StepWindow, baseline_of, compare, steps_to_show
+from trimaran.autopilot.verdict import Baseline, StepWindow, baseline_of, compare, steps_to_show
 from trimaran.core import robust_sigma
 from trimaran.runs import WARM_UP_STEPS, StepPlace
 
@@ -58,22 +58,16 @@ class AppliedChange:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRecord:
-    """The steps and changes of one trial, oldest first. There is at least one step before the first change.
-
-    `expected_gain` is what the trial looks for, with at most `max_steps` steps with the change. `allowance` is how many
-    seconds it may cost. `saves_memory`: it is judged by the peak memory and not by time. `counts_checkpoints`: steps
-    are measured with their checkpoints. `left_out` are steps that are not compared, such as the first ones after a
-    change. They count as its cost.
-    """
+    """The steps and changes of one trial, oldest first. There is at least one step before the first change."""
 
     samples: Sequence[TimedStep]
     changes: Sequence[AppliedChange]
-    expected_gain: float
-    left_out: Sequence[TimedStep] = ()
-    max_steps: int = MAX_WINDOW_STEPS
-    allowance: float = math.inf
-    saves_memory: bool = False
-    counts_checkpoints: bool = False
+    expected_gain: float  # what the trial looks for
+    left_out: Sequence[TimedStep] = ()  # not compared, such as the first steps after a change: they count as its cost
+    max_steps: int = MAX_WINDOW_STEPS  # with the change
+    allowance: float = math.inf  # seconds that it may cost
+    saves_memory: bool = False  # it is judged by the peak memory and not by time
+    counts_checkpoints: bool = False  # steps are measured with their checkpoints
 
     def seconds(self, sample: TimedStep) -> float:
         return sample.seconds_with_checkpoint if self.counts_checkpoints else sample.seconds
@@ -86,16 +80,16 @@ class TrialRecord:
 
     @cached_property
     def baseline(self) -> Baseline:
-        return baseline_of([self.seconds(each) for each in self.before])
+        return baseline_of(tuple(self.seconds(each) for each in self.before))
 
     @cached_property
-    def windows(self) -> list[StepWindow]:
+    def windows(self) -> tuple[StepWindow, ...]:
         """The steps before the first change, and those after each one, without the first steps after it."""
         after = [
             self._window(change.is_after, self.after_change(index, settled=True))
             for index, change in enumerate(self.changes)
         ]
-        return [self._window(False, self.before), *after]
+        return (self._window(False, self.before), *after)
 
     def after_change(self, index: int, *, settled: bool) -> list[TimedStep]:
         """Return the steps between a change and the next one; if `settled`, without the first ones."""
@@ -139,11 +133,10 @@ class TrialRecord:
 
 
 def next_move(trial: TrialRecord) -> Move:
-    """Return what to do next in a trial.
-
-    A change that is cheap to make alternates with the old plan: windows without, with, without and with it are compared
-    at once, so that a drift cancels. Any other change is applied once, and looked at after one, two and four windows.
-    """
+    """Return what to do next in a trial."""
+    # A change that is cheap to make alternates with the old plan: windows without, with, without and with it are
+    # compared at once, so that a drift cancels. Any other change is applied once, and looked at after one, two and four
+    # windows.
     if not trial.changes:
         return "apply"
     if trial.saves_memory:
@@ -155,41 +148,30 @@ def next_move(trial: TrialRecord) -> Move:
     is_after = trial.changes[-1].is_after
     if is_after and _harms(trial):
         return "roll back"
-    return _alternate(trial) if alternates(trial) else _look_once(trial)
-
-
-def _alternate(trial: TrialRecord) -> Move:
-    if len(trial.windows[-1].seconds) < window_steps(trial):
-        return "wait"
-    if not trial.changes[-1].is_after:
-        return "apply"
-    looks = (len(trial.changes) - 1) // 2  # after three, five and seven changes
-    if looks == 0:
-        return "undo"
-    verdict = _verdict(compare(trial.windows))
-    if verdict != "wait":
-        return verdict
-    return "undo" if looks < MAX_LOOKS else "roll back"
-
-
-def _look_once(trial: TrialRecord) -> Move:
-    """Return what follows from the last look that is due. Steps after it do not count, so polling often is no harm."""
-    window = window_steps(trial)
-    looks = sorted({min(window * 2**look, trial.max_steps) for look in range(MAX_LOOKS)})
-    due = [each for each in looks if each <= trial.num_after]
-    if not due:
-        return "wait"
     *before, last = trial.windows
-    verdict = _verdict(compare([*before, last.first(due[-1])]))
-    return "roll back" if verdict == "wait" and due[-1] == looks[-1] else verdict
-
-
-def _verdict(comparison: Comparison | None) -> Move:
-    if comparison is None:
-        return "wait"
-    if comparison.confidence >= LOOK_CONFIDENCE:
+    window = window_steps(trial)
+    if alternates(trial):
+        if len(last.seconds) < window:
+            return "wait"
+        if not is_after:
+            return "apply"
+        looks = (len(trial.changes) - 1) // 2  # after three, five and seven changes
+        if looks == 0:
+            return "undo"
+        comparison, otherwise = compare(trial.windows), "undo" if looks < MAX_LOOKS else "roll back"
+    else:
+        # Steps after the last look that is due do not count, so polling often is no harm.
+        looks_at = sorted({min(window * 2**look, trial.max_steps) for look in range(MAX_LOOKS)})
+        due = [each for each in looks_at if each <= trial.num_after]
+        if not due:
+            return "wait"
+        comparison = compare((*before, last.first(due[-1])))
+        otherwise = "roll back" if due[-1] == looks_at[-1] else "wait"
+    if comparison is not None and comparison.confidence >= LOOK_CONFIDENCE:
         return "keep"
-    return "roll back" if comparison.highest_gain < MIN_USEFUL_GAIN else "wait"
+    if comparison is not None and comparison.highest_gain < MIN_USEFUL_GAIN:
+        return "roll back"
+    return otherwise
 
 
 def window_steps(trial: TrialRecord) -> int:
@@ -219,7 +201,7 @@ def _harms(trial: TrialRecord) -> bool:
         return False
     *before, last = trial.windows
     count = max((each for each in HARM_LOOKS if each <= len(last.seconds)), default=0)
-    comparison = compare([*before, last.first(count)])
+    comparison = compare((*before, last.first(count)))
     return comparison is not None and comparison.confidence < 1 - HARM_CONFIDENCE
 
 
@@ -248,10 +230,7 @@ class StepShift:
 
 
 def find_shift(steps: Sequence[TimedStep], known: Baseline | None = None) -> StepShift | None:
-    """Return the shift in the last steps under one plan; None if there is none, or too few steps are known.
-
-    `known` is a step of this plan as a trial measured it before; it counts as long as there are few steps.
-    """
+    """Return the shift in the last steps under one plan, if any; `known` is a step of it, used while there are few."""
     earlier, recent = steps[:-RECENT_STEPS][-MAX_EARLIER_STEPS:], steps[-RECENT_STEPS:]
     if len(recent) < RECENT_STEPS or (len(earlier) < MIN_EARLIER_STEPS and known is None):
         return None
@@ -268,16 +247,10 @@ def find_shift(steps: Sequence[TimedStep], known: Baseline | None = None) -> Ste
     if min(map(abs, moved)) < least or moved[0] * moved[1] < 0:
         return None
     after = median(math.log(each.seconds) for each in recent)
-    return StepShift(
-        step=_first_step([*earlier, *recent], before, after), before=math.exp(before), after=math.exp(after)
-    )
-
-
-def _first_step(steps: Sequence[TimedStep], before: float, after: float) -> int:
-    """Return the first step at the new speed. `before` and `after` are logarithms of seconds."""
-    middle = (before + after) / 2
-    is_new = [(math.log(each.seconds) - middle) * (after - before) > 0 for each in steps]
-    first = next(index for index in range(len(steps) - RECENT_STEPS, len(steps)) if is_new[index])
+    # The first step at the new speed.
+    known_steps, middle = [*earlier, *recent], (before + after) / 2
+    is_new = [(math.log(each.seconds) - middle) * (after - before) > 0 for each in known_steps]
+    first = next(index for index in range(len(known_steps) - RECENT_STEPS, len(known_steps)) if is_new[index])
     while first > 0 and is_new[first - 1]:
         first -= 1
-    return steps[first].step
+    return StepShift(step=known_steps[first].step, before=math.exp(before), after=math.exp(after))

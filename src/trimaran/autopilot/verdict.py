@@ -38,16 +38,12 @@ class StepWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The steps with a change against those without it.
+    """The steps with a change against those without it."""
 
-    `gain` is the fraction of a step that the change saves, `error` its standard error, `confidence` the probability
-    (one-sided) that steps are shorter with it, `step_seconds` a typical step with it.
-    """
-
-    gain: float
-    error: float
-    confidence: float
-    step_seconds: float
+    gain: float  # the fraction of a step that the change saves
+    error: float  # standard error of the gain
+    confidence: float  # the probability (one-sided) that steps are shorter with it
+    step_seconds: float  # a typical step with it
     steps: int
 
     @property
@@ -58,19 +54,17 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """A typical step of a plan: median seconds, relative standard deviation, number of steps.
+    """A typical step of a plan."""
 
-    `inflation` is how many steps carry as much information as one independent step.
-    """
-
-    step_seconds: float
-    spread: float
+    step_seconds: float  # the median
+    spread: float  # relative standard deviation
     steps: int
-    inflation: float = 1.0
+    inflation: float = 1.0  # how many steps carry as much information as one independent step
 
 
 @lru_cache(maxsize=8)  # that of a trial stays the same until its end
-def _baseline_of(seconds: tuple[float, ...]) -> Baseline:
+def baseline_of(seconds: tuple[float, ...]) -> Baseline:
+    """Return what is typical of these steps. `seconds` must not be empty."""
     logs = [math.log(each) for each in seconds]
     low, high = _limits(logs)
     logs = [min(max(each, low), high) for each in logs]
@@ -78,28 +72,16 @@ def _baseline_of(seconds: tuple[float, ...]) -> Baseline:
     residuals = [each - middle for each in logs]
     spread = math.sqrt(_dot(residuals, residuals) / max(1, len(logs) - 1))
     return Baseline(
-        step_seconds=median(seconds),
-        spread=max(MIN_SPREAD, spread),
-        steps=len(logs),
-        inflation=_inflation([residuals]),
+        step_seconds=median(seconds), spread=max(MIN_SPREAD, spread), steps=len(logs), inflation=_inflation([residuals])
     )
 
 
-def baseline_of(seconds: Sequence[float]) -> Baseline:
-    """Return what is typical of these steps. `seconds` must not be empty."""
-    return _baseline_of(tuple(seconds))
-
-
-def compare(windows: Sequence[StepWindow]) -> Comparison | None:
+@lru_cache(maxsize=8)  # a trial that waits for its next look asks for the same comparison again and again
+def compare(windows: tuple[StepWindow, ...]) -> Comparison | None:
     """Return how steps with the change compare to those without it; None if one side has fewer than two steps.
 
     The drift of step times is fitted together with the change.
     """
-    return _compare(tuple(windows))
-
-
-@lru_cache(maxsize=8)  # a trial that waits for its next look asks for the same comparison again and again
-def _compare(windows: tuple[StepWindow, ...]) -> Comparison | None:
     sides = {side: [each for window in windows if window.is_after == side for each in window.seconds]
              for side in (False, True)}  # fmt: skip
     if min(map(len, sides.values())) < 2:
@@ -143,11 +125,9 @@ def smallest_gain_to_show(before: Baseline, steps: float, *, confidence: float, 
 def _regress(
     logs: Sequence[Sequence[float]], changed: Sequence[Sequence[float]], times: Sequence[Sequence[float]]
 ) -> tuple[float, float, float]:
-    """Return the effect of `changed` on `logs`, its standard error and its degrees of freedom.
-
-    A drift along `times` is fitted, too. It is taken as normally distributed around none (`USUAL_DRIFT`), so that a
-    drift which cannot be told from the change makes the error larger, and does not hide a change which is.
-    """
+    """Return the effect of `changed` on `logs`, its standard error and its degrees of freedom."""
+    # A drift along `times` is fitted, too. It is taken as normally distributed around none (`USUAL_DRIFT`), so that a
+    # drift which cannot be told from the change makes the error larger, and does not hide a change which is.
     values, effect, trend = (_centred([each for window in part for each in window]) for part in (logs, changed, times))
     size, shared, length = _dot(effect, effect), _dot(effect, trend), _dot(trend, trend)
     effects, trends = _dot(values, effect), _dot(values, trend)
@@ -177,11 +157,9 @@ def _regress(
 
 
 def _inflation(windows: Sequence[Sequence[float]]) -> float:
-    """Return how many residuals carry as much information as one independent one: 1 + 2 sum of autocorrelations.
-
-    It is the larger of two estimates: from neighbours alone, as for noise with one time constant, and from all lags up
-    to the first that is not correlated. Outliers among slow noise make the first too small.
-    """
+    """Return how many residuals carry as much information as one independent one: 1 + 2 sum of autocorrelations."""
+    # It is the larger of two estimates: from neighbours alone, as for noise with one time constant, and from all lags
+    # up to the first that is not correlated. Outliers among slow noise make the first too small.
     count = sum(map(len, windows))
     square = sum(_dot(window, window) for window in windows)
     if count < 4 or not square:

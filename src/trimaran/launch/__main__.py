@@ -18,7 +18,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-from trimaran.launch.supervise.early_supervisor import LATER, WARM, Signals, redirect_output, wait_for_arguments
+from trimaran.launch.supervise.early_supervisor import LATER, WARM, Signals, wait_for_arguments
 from trimaran.launch.supervise.fork_server_process import ForkServerProcess, fork_warm_or_start, start_fork_server
 from trimaran.runs import drop_unread_output, raise_soft_limits
 
@@ -31,13 +31,12 @@ if __name__ == "__main__":
         EARLY_FORK_SERVER = (fork_warm_or_start if WARM in sys.argv else start_fork_server)(os.environ)
     gc.disable()  # imports leave little garbage, and looking for it takes a tenth of their time
 
-from trimaran.core import EXIT_AGAIN, EXIT_USER, Plan, Recipe, UserError, append_regular_file  # noqa: E402
+from trimaran.core import EXIT_AGAIN, EXIT_USER, Plan, UserError, append_regular_file  # noqa: E402
 from trimaran.launch.supervise.head_client import HeadClient, create_as_head_has_it  # noqa: E402
 from trimaran.launch.supervise.local_node import LocalNode, LocalNodeGroup  # noqa: E402
 from trimaran.launch.supervise.multi_node import run_on_several_nodes  # noqa: E402
 from trimaran.launch.supervise.next_attempt import cluster_of  # noqa: E402
 from trimaran.launch.supervise.node_options import (  # noqa: E402
-    NodeOptions,
     add_node_flags,
     given_token,
     keep_token,
@@ -48,7 +47,6 @@ from trimaran.launch.supervise.node_options import (  # noqa: E402
 from trimaran.launch.supervise.recovery_policy import EXIT_FAULT  # noqa: E402
 from trimaran.launch.supervise.side_processes import PreflightProcess, autopilot_process  # noqa: E402
 from trimaran.launch.supervise.supervisor import Supervisor, file_lost_supervisor  # noqa: E402
-from trimaran.machine import Cluster  # noqa: E402
 from trimaran.models.hub_files import restore_missing_files  # noqa: E402
 from trimaran.runs import RunDirectory, last_step, open_run  # noqa: E402
 from trimaran.runs.compile_cache import refuse_unusable  # noqa: E402
@@ -79,16 +77,33 @@ def main(signals: Signals, fork_server: ForkServerProcess | None = None) -> int:
         refuse_unusable(os.environ)
         node_options = parse_node_options(flags)
         if node_options is not None and node_options.own_disk:
+            # The run is on this node's own disk, with the run's token. The head has the run, or creates it. The others
+            # create theirs as the head has it, or compare it.
             node_options = with_own_address(node_options)
-            run = open_own_run(flags, node_options, signals)
+            token = given_token(os.environ, flags.token_file, is_head=node_options.is_head)
+            run = create_run_from(flags.create_from, flags.run) if flags.create_from else None
+            if node_options.is_head:
+                run = run or open_run(flags.run)
+            else:
+                token = needed_token(token, RunDirectory(flags.run))
+                client = HeadClient(node_options.head_address, token, node_options.name)
+                answer = client.ask(signals, seconds=node_options.wait_seconds)
+                if answer is None:  # the head cannot be reached
+                    return EXIT_AGAIN
+                run = create_as_head_has_it(flags.run, answer)
+            keep_token(run, token)
         else:
             run = create_run_from(flags.create_from, flags.run) if flags.create_from else open_run(flags.run)
-        if run is None:
-            return EXIT_AGAIN
         held = HeldDirectory(run.path)
         if is_early:
             with append_regular_file(held.run.agent_log) as log:
-                redirect_output(log.fileno())
+                # Into the log, first what this process has printed to a file in memory so far.
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+                with open("/proc/self/fd/2", "rb") as printed:
+                    os.write(log.fileno(), printed.read())
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
         held.watch()
         options: dict[str, Any] = {"check": not flags.no_check, "fork_server": fork_server}
         restore_missing_files(held.run.read_recipe())
@@ -105,25 +120,6 @@ def main(signals: Signals, fork_server: ForkServerProcess | None = None) -> int:
         return EXIT_FAULT if isinstance(error, LostDirectoryError) else EXIT_USER
 
 
-def open_own_run(flags: argparse.Namespace, options: NodeOptions, signals: Signals) -> RunDirectory | None:
-    """Return the run on this node's own disk, with the run's token; None if the head cannot be reached.
-
-    The head has the run, or creates it. The others create theirs as the head has it, or compare it.
-    """
-    token, path = given_token(os.environ, flags.token_file, is_head=options.is_head), flags.run
-    run = create_run_from(flags.create_from, path) if flags.create_from else None
-    if options.is_head:
-        run = run or open_run(path)
-    else:
-        token = needed_token(token, RunDirectory(path))
-        answer = HeadClient(options.head_address, token, options.name).ask(signals, seconds=options.wait_seconds)
-        if answer is None:
-            return None
-        run = create_as_head_has_it(path, answer)
-    keep_token(run, token)
-    return run
-
-
 def run_on_this_machine(
     held: HeldDirectory, signals: Signals, *, check: bool = True, fork_server: ForkServerProcess | None = None
 ) -> int:
@@ -137,11 +133,14 @@ def run_on_this_machine(
         debug = recipe.faults.debug
         return worker_environment(os.environ, plan, on_cpu=on_cpu, deterministic=deterministic, debug=debug)
 
+    # The most ranks that this machine may ever hold.
+    num_ranks, most = plan.mesh.world_size, recipe.faults.ranks[1] if recipe.faults.ranks else 0
+    num_ranks = max(num_ranks, most if cluster.device.traits.shares_cores else min(most, cluster.devices_per_node))
     with take_lease(run) as lease:
         preflight = PreflightProcess(run, kind=cluster.device.kind) if check else None
         node = LocalNode(
             run,
-            num_ranks=max_ranks(recipe, plan, cluster),
+            num_ranks=num_ranks,
             environment=os.environ | environment(plan),
             faults=recipe.faults,
             fork_server=fork_server,
@@ -153,12 +152,6 @@ def run_on_this_machine(
             incident = file_lost_supervisor(run)
             known: dict[str, Any] = {"highest_step": last_step(run), "open_incident": incident}
             return Supervisor(run, nodes, signals, held=held, **known).supervise().code
-
-
-def max_ranks(recipe: Recipe, plan: Plan, cluster: Cluster) -> int:
-    """Return the most ranks that this machine may ever hold: those of the plan, or the recipe's `faults.ranks`."""
-    now, most = plan.mesh.world_size, recipe.faults.ranks[1] if recipe.faults.ranks else 0
-    return max(now, most if cluster.device.traits.shares_cores else min(most, cluster.devices_per_node))
 
 
 if __name__ == "__main__":

@@ -22,25 +22,21 @@ SHORT_SECTIONS: tuple[Section, ...] = ("start", "first", "step", "finish", "clos
 
 
 class AttemptWatch:
-    """The state of an attempt: which ranks ended, which are silent, which nodes are lost, and the ranks' events.
-
-    `highest_step` is how many steps all ranks have finished. `events` are those of this attempt. `is_saved`: the last
-    step is done, and the last checkpoint and the model are on disk. The rank that commits both knows. A poll reads the
-    events of rank 0 and of the next `files_per_poll` ranks.
-    """
+    """The state of an attempt: which ranks ended, which are silent, which nodes are lost, and the ranks' events."""
 
     def __init__(
         self, run: RunDirectory, nodes: Sequence[Node], spec: AttemptSpec, *, files_per_poll: int = FILES_PER_POLL
     ) -> None:
-        self._files_per_poll = files_per_poll
+        self._files_per_poll = files_per_poll  # events of rank 0 and of the next so many ranks are read
         self.nodes: Sequence[Node] = nodes
         self.spec = spec
         self.lead_ranks: tuple[int, ...] = (0,)  # one of them commits the last checkpoint and the model
         self.ended: dict[int, RankEnded] = {}
         self.silent: dict[int, RankSilent] = {}
         self.lost: list[NodeLost] = []
-        self.events: list[dict[str, Any]] = []
-        self.highest_step = 0
+        self.events: list[dict[str, Any]] = []  # of this attempt
+        self.highest_step = 0  # that all ranks have finished
+        # The last step is done, and the last checkpoint and the model are on disk: the rank that commits both knows.
         self.is_saved = False
         self._oom_kills = count_oom_kills()
         # Skip the lines of earlier attempts; those that are still being written are recognised by their number.
@@ -97,10 +93,7 @@ class AttemptWatch:
         return "done" if codes == {EXIT_DONE} else "stopped"
 
     def _is_hung(self, heartbeats: Mapping[int, Heartbeat]) -> bool:
-        """Return whether silent ranks mean a hang. They do not while they wait for a rank in a long section.
-
-        A rank that a signal stopped is always a hang: the ranks that wait for it may be in a long section too.
-        """
+        """Return whether silent ranks mean a hang: one is stopped, or none waits for a rank in a long section."""
         self.silent = {
             rank: each
             for rank, each in self.silent.items()

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from trimaran.core import EXIT_AGAIN, EXIT_DONE, EXIT_USER, Cause
 from trimaran.launch.supervise.node import RankEnded
-from trimaran.launch.supervise.rank_report import Operation, RankReport
+from trimaran.launch.supervise.rank_report import STOPPED_STATES, Operation, RankReport
 from trimaran.runs import CONNECTION_LOST, GLOO_NOISE, HOST_RAN_OUT, OUT_OF_MEMORY, memory_holes
 
 # What torch's watchdog logs before it aborts a rank whose NCCL peers are gone. NCCL reports a peer that was killed as a
@@ -41,21 +41,34 @@ CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFault:
-    """Why one rank ended. `what` is a sentence whose subject is the rank.
-
-    `primary`: the rank failed by itself, not because it lost the connection to others.
-    """
+    """Why one rank ended."""
 
     cause: Cause
-    what: str
-    primary: bool = True
+    what: str  # a sentence whose subject is the rank
+    primary: bool = True  # it failed by itself, not because it lost the connection to others
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_exit(code: int, error: Mapping[str, Any] | None, log_tail: str, *, oom_killed: bool = False) -> RankFault:
     """Return why a rank ended, from its exit code, the data of its `error` event if any, and the end of its log."""
     if error is not None:
-        return _read_error(error)
+        if "code" in error and error.get("cause") == "storage":
+            return RankFault(cause="storage", what=f"reported {error['code']}: {error['what']}", facts=dict(error))
+        if "code" in error:
+            what = f"reported a configuration error: {error['code']}: {error['what']}"
+            return RankFault(cause="user", what=what, facts=dict(error))
+        kind, message = str(error.get("type", "an error")), str(error.get("message", ""))
+        reported: Cause | None = next((each for each in CAUSES if each == error.get("cause")), None)
+        cause = reported or CAUSE_OF_TYPE.get(kind) or _cause_in_text(f"{kind}: {message}")
+        what = f"raised {kind}: {_first_line(message)}"
+        if cause is not None:
+            facts = {key: error[key] for key in ("sample_ids", "step") if key in error}
+            facts |= memory_holes(message) if cause == "oom" else {}
+            return RankFault(cause=cause, what=what, facts=facts)
+        if CONNECTION_LOST.search(message):
+            what = f"lost the connection to other ranks: {GLOO_NOISE.sub('', _first_line(message))}"
+            return RankFault(cause="network", what=what, primary=False)
+        return RankFault(cause="crash", what=what)
     if code < 0:
         number = -code
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
@@ -78,26 +91,6 @@ def read_exit(code: int, error: Mapping[str, Any] | None, log_tail: str, *, oom_
     if (cause := _cause_in_text(log_tail)) is not None:
         return RankFault(cause=cause, what=f"exited with code {code}: {_line_with(CAUSE_PATTERNS[cause], log_tail)}")
     return RankFault(cause="crash", what=f"exited with code {code} without an error event")
-
-
-def _read_error(error: Mapping[str, Any]) -> RankFault:
-    if "code" in error and error.get("cause") == "storage":
-        return RankFault(cause="storage", what=f"reported {error['code']}: {error['what']}", facts=dict(error))
-    if "code" in error:
-        what = f"reported a configuration error: {error['code']}: {error['what']}"
-        return RankFault(cause="user", what=what, facts=dict(error))
-    kind, message = str(error.get("type", "an error")), str(error.get("message", ""))
-    reported: Cause | None = next((each for each in CAUSES if each == error.get("cause")), None)
-    cause = reported or CAUSE_OF_TYPE.get(kind) or _cause_in_text(f"{kind}: {message}")
-    what = f"raised {kind}: {_first_line(message)}"
-    if cause is not None:
-        facts = {key: error[key] for key in ("sample_ids", "step") if key in error}
-        facts |= memory_holes(message) if cause == "oom" else {}
-        return RankFault(cause=cause, what=what, facts=facts)
-    if CONNECTION_LOST.search(message):
-        what = f"lost the connection to other ranks: {GLOO_NOISE.sub('', _first_line(message))}"
-        return RankFault(cause="network", what=what, primary=False)
-    return RankFault(cause="crash", what=what)
 
 
 def _cause_in_text(text: str) -> Cause | None:
@@ -144,7 +137,16 @@ def find_waits(reports: Mapping[int, RankReport]) -> Edges:
 def terminal_components(edges: Edges) -> list[frozenset[int]]:
     """Return the strongly connected components that have no edge out: single ranks, or cycles of ranks."""
     ranks = {*edges, *(peer for peers in edges.values() for peer in peers)}
-    reach = {rank: _reachable(rank, edges) for rank in ranks}
+    reach: dict[int, set[int]] = {}
+    for rank in ranks:
+        seen: set[int] = set()
+        pending = list(edges.get(rank, ()))
+        while pending:
+            peer = pending.pop()
+            if peer not in seen:
+                seen.add(peer)
+                pending.extend(edges.get(peer, ()))
+        reach[rank] = seen
     component = {rank: frozenset({rank} | {other for other in reach[rank] if rank in reach[other]}) for rank in ranks}
     return sorted({component[rank] for rank in ranks if reach[rank] <= component[rank]}, key=sorted)
 
@@ -166,17 +168,6 @@ def find_mismatch(reports: Mapping[int, RankReport]) -> dict[int, Operation] | N
     return None
 
 
-def _reachable(rank: int, edges: Edges) -> set[int]:
-    seen: set[int] = set()
-    pending = list(edges.get(rank, ()))
-    while pending:
-        peer = pending.pop()
-        if peer not in seen:
-            seen.add(peer)
-            pending.extend(edges.get(peer, ()))
-    return seen
-
-
 MAX_STACK_CALLS = 4
 Events = Sequence[Mapping[str, Any]]
 # If several ranks failed by themselves for different causes, the incident gets the first of these.
@@ -185,16 +176,13 @@ CAUSE_PRIORITY: tuple[Cause, ...] = ("user", "data", "numeric", "oom", "mismatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """What happened and which ranks are at fault (`suspects`) or affected (`victims`).
-
-    `what` is a sentence without a full stop; `evidence` has `facts` and more.
-    """
+    """What happened and which ranks are at fault (`suspects`) or affected (`victims`)."""
 
     cause: Cause
-    what: str
+    what: str  # a sentence without a full stop
     suspects: tuple[int, ...] = ()
     victims: tuple[int, ...] = ()
-    evidence: dict[str, Any] = field(default_factory=dict)
+    evidence: dict[str, Any] = field(default_factory=dict)  # `facts` and more
 
 
 def attribute_fault(
@@ -237,7 +225,7 @@ def attribute_fault(
 def attribute_hang(reports: Mapping[int, RankReport]) -> Attribution:
     """Return which ranks are at fault when all are alive and none makes progress."""
     ranks = sorted(reports)
-    if stopped := [rank for rank in ranks if reports[rank].stopped]:
+    if stopped := [rank for rank in ranks if reports[rank].state in STOPPED_STATES]:
         what = f"{name_ranks(stopped)} {is_or_are(stopped)} stopped (SIGSTOP or a debugger)"
         facts = [f"the process of rank {rank} is in state T (stopped)" for rank in stopped]
         return _hang(what, stopped, ranks, facts, reports)
@@ -265,7 +253,23 @@ def attribute_hang(reports: Mapping[int, RankReport]) -> Attribution:
         return Attribution(cause="mismatch", what=calls, suspects=tuple(suspects), victims=victims, evidence=evidence)
     edges = find_waits(reports)
     if not edges:
-        return _attribute_without_waits(reports)
+        # No rank waits for another: all are in one operation, or some do not communicate.
+        inside = [rank for rank in ranks if reports[rank].operations and not reports[rank].operations[-1].done]
+        started = [rank for rank in inside if reports[rank].operations[-1].state == "started"]
+        if behind := [rank for rank in inside if started and rank not in started]:
+            what = f"the device of {name_ranks(behind)} did not reach the operation that the others are in"
+            return _hang(what, behind, ranks, [], reports)
+        if inside == ranks:
+            last = reports[ranks[0]].operations[-1]
+            facts = [f"all ranks have begun operation {last.number} of group {last.group}, {last}, and it does not end"]
+            evidence = _evidence(facts, (), reports)
+            what = "all ranks are in the same operation and it does not end: suspect the network"
+            return Attribution(cause="network", what=what, victims=tuple(ranks), evidence=evidence)
+        outside = [rank for rank in ranks if rank not in inside] if len(inside) < len(ranks) else ranks
+        slowest = min(reports[rank].step for rank in outside)
+        suspects = [rank for rank in outside if reports[rank].step == slowest]
+        return _hang(f"{name_ranks(suspects)} made no progress, without waiting for another rank", suspects, ranks, [],
+                     reports)  # fmt: skip
     ends = terminal_components(edges)
     single = [rank for end in ends if len(end) == 1 for rank in end]
     busy = [rank for end in ends if len(end) > 1 for rank in end if not reports[rank].may_be_waiting]
@@ -310,33 +314,8 @@ def _attribute_deaths(
     return Attribution(cause=cause, what=what, suspects=tuple(suspects), victims=tuple(victims), evidence=evidence)
 
 
-def _attribute_without_waits(reports: Mapping[int, RankReport]) -> Attribution:
-    """Attribute a hang in which no rank waits for another: all are in one operation, or some do not communicate."""
-    ranks = sorted(reports)
-    inside = [rank for rank in ranks if reports[rank].operations and not reports[rank].operations[-1].done]
-    started = [rank for rank in inside if reports[rank].operations[-1].state == "started"]
-    if behind := [rank for rank in inside if started and rank not in started]:
-        what = f"the device of {name_ranks(behind)} did not reach the operation that the others are in"
-        return _hang(what, behind, ranks, [], reports)
-    if inside == ranks:
-        last = reports[ranks[0]].operations[-1]
-        facts = [f"all ranks have begun operation {last.number} of group {last.group}, {last}, and it does not end"]
-        evidence = _evidence(facts, (), reports)
-        what = "all ranks are in the same operation and it does not end: suspect the network"
-        return Attribution(cause="network", what=what, victims=tuple(ranks), evidence=evidence)
-    outside = [rank for rank in ranks if rank not in inside] if len(inside) < len(ranks) else ranks
-    slowest = min(reports[rank].step for rank in outside)
-    suspects = [rank for rank in outside if reports[rank].step == slowest]
-    return _hang(f"{name_ranks(suspects)} made no progress, without waiting for another rank", suspects, ranks, [],
-                 reports)  # fmt: skip
-
-
 def _hang(
-    what: str,
-    suspects: Sequence[int],
-    ranks: Sequence[int],
-    facts: Sequence[str],
-    reports: Mapping[int, RankReport],
+    what: str, suspects: Sequence[int], ranks: Sequence[int], facts: Sequence[str], reports: Mapping[int, RankReport]
 ) -> Attribution:
     victims = tuple(rank for rank in ranks if rank not in suspects)
     locations = [f"rank {rank} is at {call}" for rank in suspects if (call := reports[rank].user_call) is not None]

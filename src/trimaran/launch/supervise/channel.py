@@ -23,31 +23,22 @@ EXCHANGE_SECONDS, SECONDS_PER_NODE = 0.1, 0.0005
 
 @dataclass(eq=False, slots=True)
 class Mailbox:
-    """The messages between one node and the coordinator.
+    """The messages between one node and the coordinator."""
 
-    `heard` is when the node last sent something (monotonic clock), `begun` when it first did (wall clock). `session`
-    identifies one connection of the node's supervisor, `broken` says that the connection is gone. `given_up`: the node
-    counts as lost, and has to connect anew. `changed` is set with each message and when it breaks. `read_until` returns
-    up to when all that arrived has been read: a channel that is late does not make nodes silent.
-    """
-
-    session: str
-    heard: float
+    session: str  # of one connection of the node's supervisor
+    heard: float  # when the node last sent something (monotonic clock)
     inbox: deque[Record] = field(default_factory=deque)
     outbox: deque[Record] = field(default_factory=deque)
-    broken: bool = False
-    given_up: bool = False
-    changed: threading.Event = field(default_factory=threading.Event)
+    broken: bool = False  # the connection is gone
+    given_up: bool = False  # the node counts as lost, and has to connect anew
+    changed: threading.Event = field(default_factory=threading.Event)  # set with each message and when it breaks
+    # up to when all that arrived was read: a late channel silences no node
     read_until: Callable[[], float] = time.monotonic
-    begun: float = field(default_factory=time.time)
+    begun: float = field(default_factory=time.time)  # when the node first sent something (wall clock)
 
     @property
     def silent_seconds(self) -> float:
         return self.read_until() - self.heard
-
-    @property
-    def in_use(self) -> bool:
-        return not self.broken and self.silent_seconds < SILENT_SECONDS
 
 
 class Channel(ConnectionServer):
@@ -102,10 +93,7 @@ class Channel(ConnectionServer):
         self.call(end)
 
     def exchange_keys(self, attempt: int, prefix: str, written: Mapping[str, bytes | None]) -> dict[str, bytes]:
-        """Write to the store of an attempt, in order, and return the values whose keys begin with `prefix`.
-
-        None deletes a key.
-        """
+        """Write to an attempt's store in order (None deletes), and return the values whose keys begin with `prefix`."""
         found: dict[str, bytes] = {}
 
         def exchange() -> None:
@@ -128,14 +116,15 @@ class Channel(ConnectionServer):
         return self._stores.get(attempt)
 
     def relay_to(self, client: ChannelClient, *, attempt: int) -> None:
-        """From now on relay the requests of the ranks of `attempt` to the coordinator, to which `client` is connected.
-
-        If that connection breaks, those of the ranks are closed too: what they have set may not have arrived.
-        """
+        """Relay the requests of the ranks of `attempt` to the coordinator, to which `client` is connected."""
+        # If that connection breaks, those of the ranks are closed too: what they have set may not have arrived.
 
         def begin() -> None:
             self._end_relay()
-            self._upstream = self.adopt(client, lambda _, message: relay.receive(message))
+            sock, reader, authenticator = client.detach()
+            sock.setblocking(False)
+            self._upstream = Connection(self, sock, lambda _, message: relay.receive(message), reader, authenticator)
+            self.add(self._upstream)
             relay = self._relay = StoreRelay(attempt, self._upstream.reply)
 
         self.call(begin)
@@ -214,7 +203,8 @@ class Channel(ConnectionServer):
         if not isinstance(name, str) or not isinstance(session, str) or not isinstance(messages, list):
             raise WireError("an exchange without a node, a session or messages")
         mailbox = self.mailboxes.get(name)
-        if name == self._own_node or (mailbox is not None and mailbox.session != session and mailbox.in_use):
+        is_alive = mailbox is not None and not mailbox.broken and mailbox.silent_seconds < SILENT_SECONDS
+        if name == self._own_node or (mailbox is not None and mailbox.session != session and is_alive):
             connection.reply({"error": "another node of this name takes part"})
             return
         if mailbox is None or mailbox.session != session:

@@ -17,7 +17,6 @@ from queue import SimpleQueue
 
 from trimaran.core import UserError
 from trimaran.runs import (
-    ChannelClient,
     FrameAuthenticator,
     FrameReader,
     Record,
@@ -39,22 +38,18 @@ MAX_UNSENT_BYTES = 64 * 2**20  # of answers that a client does not read
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """One connection of `server`. `receive` is called with each record that arrives.
-
-    `authenticator` is None until the client has proved the token. An urgent connection is served before the others.
-    `events` is the selector's mask.
-    """
+    """One connection of `server`."""
 
     server: "ConnectionServer"
     socket: socket.socket
-    receive: Callable[["Connection", Record], None]
+    receive: Callable[["Connection", Record], None]  # called with each record
     reader: FrameReader = field(default_factory=FrameReader)
-    authenticator: FrameAuthenticator | None = None
+    authenticator: FrameAuthenticator | None = None  # None until the client has proved the token
     nonce: str = field(default_factory=new_nonce)
     since: float = field(default_factory=time.monotonic)
-    is_urgent: bool = False
+    is_urgent: bool = False  # served before the others
     unsent: bytearray = field(default_factory=bytearray)
-    events: int = selectors.EVENT_READ
+    events: int = selectors.EVENT_READ  # the selector's mask
 
     @property
     def is_open(self) -> bool:
@@ -66,11 +61,15 @@ class Connection:
         self.server.outgoing.add(self)
 
     def close(self) -> None:
-        self.server.close_connection(self)
+        if self.server.remove(self):
+            self.socket.close()
+            self.server.forget(self)
 
     def detach(self) -> socket.socket:
         """Return the socket for another reader and writer, who has to close it."""
-        return self.server.detach_connection(self)
+        self.server.remove(self)
+        self.socket.setblocking(True)
+        return self.socket
 
 
 class ConnectionServer:
@@ -159,24 +158,6 @@ class ConnectionServer:
             self._wake.send(b"!")
             self._thread.join()
 
-    def adopt(self, client: ChannelClient, receive: Callable[[Connection, Record], None]) -> Connection:
-        """Serve a connection that was opened to another server. Call it in the server's thread."""
-        sock, reader, authenticator = client.detach()
-        sock.setblocking(False)
-        connection = Connection(self, sock, receive, reader, authenticator)
-        self._add(connection)
-        return connection
-
-    def close_connection(self, connection: Connection) -> None:
-        if self._remove(connection):
-            connection.socket.close()
-            self.forget(connection)
-
-    def detach_connection(self, connection: Connection) -> socket.socket:
-        self._remove(connection)
-        connection.socket.setblocking(True)
-        return connection.socket
-
     def _serve(self) -> None:
         with self._selector, self._listener, self._wake, self._woken:
             while True:
@@ -193,10 +174,15 @@ class ConnectionServer:
                         self._serve_connection(key.data, events)
                     elif key.fileobj is self._listener:
                         self._accept()
-                    elif not self._run_calls():
-                        for connection in list(self._connections.values()):
-                            connection.close()
-                        return
+                    else:  # what other threads have queued
+                        self._woken.recv(4096)
+                        while not self._calls.empty():
+                            call = self._calls.get()
+                            if call is None:
+                                for connection in list(self._connections.values()):
+                                    connection.close()
+                                return
+                            call()
                 self._flush()  # urgent ones first: a node that is not answered in time takes the coordinator for lost
                 self.note_urgent_served(now)
                 for connection, events in requests:
@@ -208,16 +194,6 @@ class ConnectionServer:
                 latest = time.monotonic() - self._authentication_seconds
                 while (oldest := next(iter(self._unproved), None)) and oldest.since <= latest:
                     self._refuse(oldest, "timeout")
-
-    def _run_calls(self) -> bool:
-        """Run what other threads have queued; return False when this thread is to end."""
-        self._woken.recv(4096)
-        while not self._calls.empty():
-            call = self._calls.get()
-            if call is None:
-                return False
-            call()
-        return True
 
     def _accept(self) -> None:
         for _ in range(MAX_ACCEPTED):
@@ -235,7 +211,7 @@ class ConnectionServer:
                 self._refuse_oldest()
             connection = Connection(self, sock, self._authenticate)
             self._unproved[connection] = None
-            self._add(connection)
+            self.add(connection)
             connection.reply({"trimaran": 1, "run": self._run, "nonce": connection.nonce})
             self._send(connection)
 
@@ -310,11 +286,11 @@ class ConnectionServer:
         self.refused[reason] += 1
         connection.close()
 
-    def _add(self, connection: Connection) -> None:
+    def add(self, connection: Connection) -> None:
         self._connections[connection.socket.fileno()] = connection
         self._selector.register(connection.socket, selectors.EVENT_READ, connection)
 
-    def _remove(self, connection: Connection) -> bool:
+    def remove(self, connection: Connection) -> bool:
         """Serve a connection no more. Returns False if it is closed or detached already."""
         if self._connections.pop(connection.socket.fileno(), None) is None:
             return False

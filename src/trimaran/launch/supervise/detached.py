@@ -84,10 +84,7 @@ class DetachedProcess:
         return {**record, "state": "lost"} if end is None else {**record, **end, "state": "ended"}
 
     def follow(self, offset: int, output: BinaryIO) -> int:
-        """Write the log from `offset` on to `output` until the command has ended; return its exit code.
-
-        Returns early if nobody reads `output` any more.
-        """
+        """Write the log from `offset` on until the command has ended, or nobody reads; return its exit code."""
         watch = select.poll()
         watch.register(output.fileno(), 0)  # reports only that the other end is closed
         with open(self.log, "rb") as log:

@@ -150,11 +150,9 @@ def resume_early() -> None:
 
 
 def stop_with_parent() -> None:
-    """Have the supervisor get a SIGHUP, upon which it stops the run, when the process that starts it dies.
-
-    Signals stay blocked until the supervisor handles them. SIGHUP gets its default handler: `nohup` is meant for the
-    command, and the supervisor must not inherit that it is ignored.
-    """
+    """Have the supervisor get a SIGHUP, upon which it stops the run, when the process that starts it dies."""
+    # Signals stay blocked until the supervisor handles them. SIGHUP gets its default handler: `nohup` is meant for the
+    # command, and the supervisor must not inherit that it is ignored.
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     die_with_parent(signal.SIGHUP)
@@ -170,13 +168,3 @@ def wait_for_arguments(words: Sequence[str]) -> list[str]:
     if not text:
         os._exit(0)  # the fork server dies with this process
     return [*(word for word in words if word != later), *json.loads(text)]
-
-
-def redirect_output(log: int) -> None:
-    """Send what this process prints to the descriptor `log`, first what it has printed to a file in memory so far."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    with open("/proc/self/fd/2", "rb") as printed:
-        os.write(log, printed.read())
-    os.dup2(log, 1)
-    os.dup2(log, 2)

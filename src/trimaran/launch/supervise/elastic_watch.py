@@ -28,6 +28,8 @@ from trimaran.runs.replica_records import (
     round_key,
 )
 
+log = logging.getLogger(__name__)
+
 Written = dict[str, bytes | None]
 """What to write to the store, in order; None deletes a key."""
 KEPT_ROUNDS = 8  # in the store: a rank may be slow to read
@@ -35,17 +37,13 @@ MAX_FAILED_ROUNDS = 5  # in a row, although no replica was lost
 
 
 class ReplicaRounds:
-    """The rounds of one attempt. Methods return what to write to the store, in order.
-
-    `members` are the replicas that train, with their starts; None before the first round. `is_stuck`: exchanges fail,
-    although nobody is lost.
-    """
+    """The rounds of one attempt. Methods return what to write to the store, in order."""
 
     def __init__(self, num_replicas: int, ranks_per_replica: int) -> None:
         self.num_replicas, self._ranks_per_replica = num_replicas, ranks_per_replica
         self.starts = dict.fromkeys(range(num_replicas), 0)
         self.lost: set[int] = set()  # replicas that are not running; they may be started again
-        self.members: dict[int, int] | None = None
+        self.members: dict[int, int] | None = None  # that train, with their starts; None before the first round
         self.number = -1  # of the last round
         self.step = 0  # of the last round that counts
         self._open: Round | None = None
@@ -55,11 +53,12 @@ class ReplicaRounds:
 
     @property
     def is_stuck(self) -> bool:
+        """Whether exchanges fail, although nobody is lost."""
         return self._num_failed >= MAX_FAILED_ROUNDS
 
     @property
     def living_members(self) -> list[int]:
-        return sorted(each for each in self.members or () if self._is_living_member(each))
+        return sorted(each for each, start in (self.members or {}).items() if self._is_running(each, start))
 
     def has_contributed(self, replica: int) -> bool:
         """Return whether a replica, as it was last started, contributed to the last round that counts."""
@@ -106,11 +105,9 @@ class ReplicaRounds:
             self.number, self.step, self.members = 0, newest, dict(self.starts)
             result = RoundResult(ok=True, members=tuple(sorted(self.members)))
             return {round_key(0): first.encode(), result_key(0): result.encode(), LAST_ROUND: b"0"}
-        return self._settle(self._open, statements) if self._open else self._open_round(statements)
-
-    def _open_round(self, statements: Mapping[int, Statement]) -> Written:
-        """Open a round once all living members have arrived. Who is ready to join by then takes part."""
-        assert self.members is not None
+        if self._open:
+            return self._settle(self._open, statements)
+        # Open a round once all living members have arrived. Who is ready to join by then takes part.
         living = self.living_members
         arrived = {each: self._said(each, statements, "arrive", self.number) for each in living}
         if not living or not all(arrived.values()):
@@ -142,7 +139,7 @@ class ReplicaRounds:
     def _settle(self, opened: Round, statements: Mapping[int, Statement]) -> Written:
         """Decide whether a round counts, once all have voted or one of them is lost."""
         votes = {each: self._said(each, statements, "vote", opened.number) for each in opened.contributors}
-        is_complete = all(map(self._is_living_member, opened.contributors))
+        is_complete = {*opened.contributors} <= {*self.living_members}
         # If one rank has voted that it did not get the values, the others need not wait for each other.
         ranks = (rank for each in opened.contributors for rank in self.ranks_of(each))
         said = [statements[rank] for rank in ranks if rank in statements]
@@ -163,9 +160,6 @@ class ReplicaRounds:
         members = tuple(sorted(self.members or ())) if ok else tuple(self.living_members)
         return {result_key(opened.number): RoundResult(ok=ok, members=members).encode()}
 
-    def _is_living_member(self, replica: int) -> bool:
-        return self.members is not None and replica in self.members and self._is_running(replica, self.members[replica])
-
     def _is_running(self, replica: int, start: int) -> bool:
         return replica not in self.lost and self.starts[replica] == start
 
@@ -179,8 +173,6 @@ class ReplicaRounds:
         return current if len(current) == self._ranks_per_replica else []
 
 
-log = logging.getLogger(__name__)
-
 MAX_LOSSES = 3  # of a replica before it contributes again; then it is not started any more
 LEAVE_SECONDS = 10.0  # for the ranks of a replica that leaves to end, after its last synchronisation
 PAUSE_SECONDS = 1.0  # before a second start without having contributed; doubled each time
@@ -188,16 +180,13 @@ PAUSE_SECONDS = 1.0  # before a second start without having contributed; doubled
 
 @dataclass(slots=True)
 class LostReplica:
-    """A replica that is not running, or has not contributed since. `count`: losses since it last contributed.
-
-    `is_back`: it takes part again.
-    """
+    """A replica that is not running, or has not contributed since."""
 
     incident: Incident
     since: float
-    count: int
+    count: int  # losses since it last contributed
     due: float
-    is_back: bool = False
+    is_back: bool = False  # it takes part again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +224,8 @@ class ElasticWatch(AttemptWatch):
         self._left_at: dict[int, float] = {}  # when replicas that were asked to leave had their last synchronisation
         self._asked_to_leave: list[Node] = []
         self._let_go: list[Node] = []  # of these, those without ranks
-        self._started: dict[int, tuple[float, int]] = {}  # when, and how many errors were known
+        # When each was started again, and how many errors were known then.
+        self._started = dict.fromkeys(range(num_replicas), (0.0, 0))
         super().__init__(run, nodes, spec)
         self.lead_ranks = tuple(self.rounds.ranks_of(each)[0] for each in range(num_replicas))
         firsts = [0]
@@ -253,7 +243,11 @@ class ElasticWatch(AttemptWatch):
         if self.rounds.members is None:
             self._decide_rounds()
             return super()._outcome(heartbeats)
-        self.ended = {rank: each for rank, each in self.ended.items() if each.time >= self._started_at(rank)[0]}
+        self.ended = {
+            rank: each
+            for rank, each in self.ended.items()
+            if each.time >= self._started[self.rounds.replica_of(rank)][0]
+        }
         living = self.rounds.living_members
         # What another replica cannot do better: a user's mistake, or the last checkpoint, which the disk did not take.
         final = [
@@ -282,10 +276,38 @@ class ElasticWatch(AttemptWatch):
                     if lost := self._gone.get(self.rounds.replica_of(rank)):
                         lost.due = min(lost.due, time.monotonic())
                 log.info("%s takes the place of a node that was lost", fitting[0].name)
-        self._start_lost()
+        # Start lost replicas again whose nodes are there.
+        now = time.monotonic()
+        for replica in sorted(self.rounds.lost):
+            loss, parts = self._gone[replica], self._parts(replica)
+            may_start = self._restart and loss.count <= MAX_LOSSES and now >= loss.due and not self.is_saved
+            if not may_start or any(_is_gone(node) or node in self._asked_to_leave for node, _ in parts):
+                continue
+            number = self.rounds.start_again(replica)
+            self._started[replica] = now, len(self.of_kind("error"))
+            for node, ranks in parts:
+                here = self._ranges[self.nodes.index(node)]
+                spec = replace(self.spec, first_rank=here.start, num_ranks=len(here), replica_start=number)
+                node.start_ranks(spec, ranks)
+            log.info("replica %d is started again", replica)
         self._decide_rounds()
-        self._note_joined()
-        return "trouble" if self.rounds.is_stuck else self._end()
+        # Write the cost of a loss once the replica takes part again.
+        for replica, loss in [*self._gone.items()]:
+            if replica in self.rounds.living_members and not loss.is_back:
+                loss.is_back = True
+                cost = {"seconds_to_recover": round(time.monotonic() - loss.since, 3), "lost_steps": 0.0}
+                evidence = loss.incident.evidence | {"joined_at_step": self.rounds.step}
+                self._incidents.amend(loss.incident, cost=loss.incident.cost | cost, evidence=evidence)
+            if self.rounds.has_contributed(replica):
+                del self._gone[replica]
+        if self.rounds.is_stuck:
+            return "trouble"
+        # The attempt is over if all replicas that trained have ended well; others are not waited for.
+        ranks = [rank for each in self.rounds.living_members for rank in self.rounds.ranks_of(each)]
+        ended = [self.ended[rank] for rank in ranks if rank in self.ended]
+        if len(ended) < len(ranks) or not all(map(self._has_last_event, ended)):
+            return None
+        return "done" if {each.code for each in ended} == {EXIT_DONE} else "stopped"
 
     def let_leave(self, names: Sequence[str]) -> list[str]:
         """Ask the replicas on these nodes to leave at their next synchronisation; the others go on.
@@ -325,17 +347,6 @@ class ElasticWatch(AttemptWatch):
                 self._let_go.append(node)
                 node.kill()  # its supervisor, which was asked to stop, ends when it has no ranks
 
-    def _end(self) -> AttemptOutcome | None:
-        """Return how the attempt ended if all replicas that trained have ended well; others are not waited for."""
-        ranks = [rank for each in self.rounds.living_members for rank in self.rounds.ranks_of(each)]
-        ended = [self.ended[rank] for rank in ranks if rank in self.ended]
-        if len(ended) < len(ranks) or not all(map(self._has_last_event, ended)):
-            return None
-        return "done" if {each.code for each in ended} == {EXIT_DONE} else "stopped"
-
-    def _started_at(self, rank: int) -> tuple[float, int]:
-        return self._started.get(self.rounds.replica_of(rank), (0.0, 0))
-
     def _faults(self, heartbeats: Mapping[int, Heartbeat]) -> dict[int, ReplicaFault]:
         """Return the faults of replicas that are running: lost nodes, hung ranks and unexpected exits."""
         found: dict[int, ReplicaFault] = {}
@@ -343,36 +354,30 @@ class ElasticWatch(AttemptWatch):
             for rank in event.ranks:
                 fault = ReplicaFault(cause="host", what=f"{event.node} was lost: {event.what}", ranks=event.ranks)
                 found.setdefault(self.rounds.replica_of(rank), fault)
-        for rank in self._hung_ranks(heartbeats):
-            what = f"rank {rank} hung for {self.silent[rank].seconds:.0f} s"
-            found.setdefault(self.rounds.replica_of(rank), ReplicaFault(cause="hang", what=what, ranks=(rank,)))
-        for ended in self.unexpected_exits(grace_seconds=LAST_EVENT_SECONDS):
-            num_earlier = self._started_at(ended.rank)[1]
-            errors = [each for each in self.of_kind("error")[num_earlier:] if each["rank"] == ended.rank]
-            why = read_exit(ended.code, errors[-1]["data"] if errors else None, "", oom_killed=self.oom_killed)
-            fault = ReplicaFault(cause=why.cause, what=f"rank {ended.rank} {why.what}", ranks=(ended.rank,))
-            if why.primary or self.rounds.replica_of(ended.rank) not in found:
-                found[self.rounds.replica_of(ended.rank)] = fault
-        return {each: fault for each, fault in found.items() if each not in self.rounds.lost | self.rounds.left}
-
-    def _hung_ranks(self, heartbeats: Mapping[int, Heartbeat]) -> list[int]:
-        """Return the silent ranks that hang. They do not while they wait for a rank of their replica that is busy."""
-        hung = []
         self.silent = {
             rank: each
             for rank, each in self.silent.items()
             if rank in heartbeats and heartbeats[rank].entered <= each.heartbeat.entered
         }
         for rank, each in self.silent.items():
-            others = [other for other in self.rounds.ranks_of(self.rounds.replica_of(rank)) if other in heartbeats]
+            replica = self.rounds.replica_of(rank)
+            # It does not hang while it waits for a rank of its replica that is busy.
             waits = any(
                 heartbeats[other].section not in SHORT_SECTIONS and heartbeats[other].step <= each.heartbeat.step
-                for other in others
-                if other not in self.silent and other not in self.ended
+                for other in self.rounds.ranks_of(replica)
+                if other in heartbeats and other not in self.silent and other not in self.ended
             )
             if each.stopped or not waits:
-                hung.append(rank)
-        return hung
+                what = f"rank {rank} hung for {each.seconds:.0f} s"
+                found.setdefault(replica, ReplicaFault(cause="hang", what=what, ranks=(rank,)))
+        for ended in self.unexpected_exits(grace_seconds=LAST_EVENT_SECONDS):
+            num_earlier = self._started[self.rounds.replica_of(ended.rank)][1]
+            errors = [each for each in self.of_kind("error")[num_earlier:] if each["rank"] == ended.rank]
+            why = read_exit(ended.code, errors[-1]["data"] if errors else None, "", oom_killed=self.oom_killed)
+            fault = ReplicaFault(cause=why.cause, what=f"rank {ended.rank} {why.what}", ranks=(ended.rank,))
+            if why.primary or self.rounds.replica_of(ended.rank) not in found:
+                found[self.rounds.replica_of(ended.rank)] = fault
+        return {each: fault for each, fault in found.items() if each not in self.rounds.lost | self.rounds.left}
 
     def _lose(self, replica: int, fault: ReplicaFault, heartbeats: Mapping[int, Heartbeat]) -> None:
         """End what is left of a replica, tell the others, and file an incident."""
@@ -384,7 +389,7 @@ class ElasticWatch(AttemptWatch):
         count = before.count + 1 if before else 1
         what = f"replica {replica} was lost: {fault.what}; the others continue"
         evidence = {"replica": replica, "step_of_replica": reached, "last_synchronisation": self.rounds.step}
-        if not self._may_start(count):
+        if not self._restart or count > MAX_LOSSES:
             evidence |= {"why": f"it is not started again: it was lost {count} times without contributing"}
         known = {"attempt": self.spec.attempt, "step": self.highest_step, "suspects": fault.ranks}
         incident = self._incidents.notice(fault.cause, what, action="continued", evidence=evidence, **known)
@@ -401,40 +406,10 @@ class ElasticWatch(AttemptWatch):
             self.ended.pop(rank, None)
             self.silent.pop(rank, None)
 
-    def _may_start(self, count: int) -> bool:
-        return self._restart and count <= MAX_LOSSES
-
     def _parts(self, replica: int) -> list[tuple[Node, list[int]]]:
         ranks = {*self.rounds.ranks_of(replica)}
         parts = zip(self.nodes, self._ranges, strict=True)
         return [(node, sorted(ranks & {*here})) for node, here in parts if ranks & {*here}]
-
-    def _start_lost(self) -> None:
-        """Start lost replicas again whose nodes are there."""
-        now = time.monotonic()
-        for replica in sorted(self.rounds.lost):
-            gone, parts = self._gone[replica], self._parts(replica)
-            may_start = self._may_start(gone.count) and now >= gone.due and not self.is_saved
-            if not may_start or any(_is_gone(node) or node in self._asked_to_leave for node, _ in parts):
-                continue
-            number = self.rounds.start_again(replica)
-            self._started[replica] = now, len(self.of_kind("error"))
-            for node, ranks in parts:
-                here = self._ranges[self.nodes.index(node)]
-                spec = replace(self.spec, first_rank=here.start, num_ranks=len(here), replica_start=number)
-                node.start_ranks(spec, ranks)
-            log.info("replica %d is started again", replica)
-
-    def _note_joined(self) -> None:
-        """Write the cost of a loss once the replica takes part again."""
-        for replica, gone in [*self._gone.items()]:
-            if replica in self.rounds.living_members and not gone.is_back:
-                gone.is_back = True
-                cost = {"seconds_to_recover": round(time.monotonic() - gone.since, 3), "lost_steps": 0.0}
-                evidence = gone.incident.evidence | {"joined_at_step": self.rounds.step}
-                self._incidents.amend(gone.incident, cost=gone.incident.cost | cost, evidence=evidence)
-            if self.rounds.has_contributed(replica):
-                del self._gone[replica]
 
     def _decide_rounds(self) -> None:
         written, self._unwritten = self._unwritten, {}

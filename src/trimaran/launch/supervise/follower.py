@@ -27,6 +27,8 @@ from trimaran.launch.supervise.side_processes import PreflightProcess
 from trimaran.runs import ChannelClient, LeaseHolder, LeaseWatch, LinkSpeed, Record, RunDirectory, run_token
 from trimaran.runs.rank_environment import without_unusable, worker_environment
 
+log = logging.getLogger(__name__)
+
 
 class NodeAgent:
     """Lives as long as this machine takes part, as coordinator or follower: the rank memories outlive role changes.
@@ -88,11 +90,8 @@ class NodeAgent:
         self.channel.close()
 
 
-log = logging.getLogger(__name__)
-
 POLL_SECONDS = 0.02
 MAX_WAITING_MESSAGES = 5  # that may all have pieces of files: one exchange takes them together
-
 
 LEASE_SECONDS = 1.0  # between looks at the lease, which is on a disk that all nodes share
 
@@ -155,18 +154,14 @@ class CoordinatorClient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowerEnd:
-    """How following a coordinator ended: with the run's exit `code`, or, if that is None, because of `why`.
+    """How following a coordinator ended."""
 
-    `connected`: whether there was any contact. `ranks_killed`: whether ranks were running; they were killed.
-    `name_taken`: another node takes part under our name. `refusal`: why the run cannot work on some node.
-    """
-
-    code: int | None = None
-    refusal: UserError | None = None
+    code: int | None = None  # of the run; if None, `why` says how it ended
+    refusal: UserError | None = None  # why the run cannot work on some node
     why: str = ""
-    connected: bool = False
-    ranks_killed: bool = False
-    name_taken: bool = False
+    connected: bool = False  # there was any contact
+    ranks_killed: bool = False  # ranks were running; they were killed
+    name_taken: bool = False  # another node takes part under our name
 
 
 class Follower:
@@ -206,10 +201,7 @@ class Follower:
         return self._coordinator.connected
 
     def follow(self, watch: LeaseWatch | HeadClient, signals: Signals) -> FollowerEnd:
-        """Execute commands until the run is over, the coordinator is lost or another node has taken over.
-
-        `watch` tells which process coordinates: the lease, or the head if the nodes have no disk in common.
-        """
+        """Execute commands until the run is over, the coordinator is lost, or `watch` names another one."""
         try:
             while (end := self._poll(watch, signals)) is None:
                 time.sleep(POLL_SECONDS)
@@ -284,10 +276,9 @@ class Follower:
                 return
 
     def _relayed(self, spec: AttemptSpec) -> AttemptSpec:
-        """Return `spec` with our channel as the store, which relays requests to the coordinator's.
-
-        If the coordinator cannot be reached for that now, the ranks ask it themselves, which takes them longer to join.
-        """
+        """Return `spec` with our channel as the store, which relays requests to the coordinator's."""
+        # If the coordinator cannot be reached for that now, the ranks ask it themselves, which takes them longer to
+        # join.
         try:
             client = ChannelClient(spec.store, self._token, seconds=SILENT_SECONDS)
         except (OSError, ValueError) as error:

@@ -23,16 +23,13 @@ FORK_SERVER = "trimaran.train.process.fork_server"
 
 @dataclass(slots=True)
 class ForkServerProcess:
-    """A fork server that may still import torch, and the socket to it.
-
-    `output` is a file in memory with what it prints until it knows the log of its run. A fork of the warm fork server
-    has neither `child`, as it is not a child of this process, nor `output`.
-    """
+    """A fork server that may still import torch, and the socket to it."""
 
     pid: int
     control: socket.socket
+    # not of a fork of the warm fork server, which is no child of this process
     child: subprocess.Popen[bytes] | None = None
-    output: int | None = None
+    output: int | None = None  # a file in memory with what it prints until it knows the log of its run; a fork has none
     pid_descriptor: int | None = None
     note: str = ""  # for the person who asked for a warm one
 
@@ -49,11 +46,6 @@ class ForkServerProcess:
         poll = select.poll()
         poll.register(self.pid_descriptor, select.POLLIN)
         return not poll.poll(0)  # readable once the process has ended
-
-    @property
-    def exit_text(self) -> str:
-        """How it ended, as far as this process can know."""
-        return "ended" if self.child is None else f"exited with code {self.child.returncode}"
 
     def kill(self) -> None:
         """Kill it and wait for its end; its ranks die with it."""
@@ -82,10 +74,7 @@ class ForkServerProcess:
 
 
 def fork_server_environment(outer: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a fork server, with variables that torch reads when it is imported.
-
-    Those are for its flight recorder, its profiler, and to count GPUs without initialising CUDA.
-    """
+    """Return the environment: for torch's flight recorder and profiler, and to count GPUs without initialising CUDA."""
     ours = {"TORCH_FR_BUFFER_SIZE": "2000", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONUNBUFFERED": "1"}
     return {"KINETO_LOG_LEVEL": "6", **outer, **ours}
 
@@ -111,11 +100,9 @@ SHARE_GPUS = "TRIMARAN_SHARE_GPUS"  # set to 1: ranks use GPU number LOCAL_RANK 
 
 
 def shared_gpu_environment(outer: Mapping[str, str], rank: int) -> dict[str, str]:
-    """Return the variables of `rank` that let NCCL connect ranks of one GPU; empty unless SHARE_GPUS is 1 in `outer`.
-
-    NCCL refuses two ranks with the same device on one host. So each rank gets the name of another host, and NCCL uses
-    its socket transport. This is slow, and neither shared memory, peer access nor RDMA is used.
-    """
+    """Return the variables of `rank` that let NCCL connect ranks of one GPU; empty unless `outer` has SHARE_GPUS=1."""
+    # NCCL refuses two ranks with the same device on one host. So each rank gets the name of another host, and NCCL uses
+    # its socket transport. This is slow, and neither shared memory, peer access nor RDMA is used.
     if outer.get(SHARE_GPUS) != "1":
         return {}
     return {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
@@ -167,10 +154,8 @@ def start_warm(environment: Mapping[str, str], *, idle_minutes: float = IDLE_MIN
 
 
 def fork_warm_or_start(environment: Mapping[str, str]) -> ForkServerProcess:
-    """Return a fork of the user's warm fork server, which is started if there is none; or else start a fork server.
-
-    The fork has torch imported, serves one run, and ends when its socket is closed.
-    """
+    """Return a fork of the user's warm fork server, which is started if there is none; or else start a fork server."""
+    # The fork has torch imported, serves one run, and ends when its socket is closed.
     connection, note = connect_warm(environment), "there is no warm fork server, and none could be started"
     if connection is None and start_warm(environment):
         deadline = time.monotonic() + ANSWER_SECONDS

@@ -133,10 +133,7 @@ class RankEventIncidents:
 
 
 def _reason(failed: str) -> str:
-    """Return why something could not be written, without what differs each time.
-
-    A failed save and metrics that cannot be written because of one disk are one incident.
-    """
+    """Return why something was not written, without what differs each time: one full disk is one incident."""
     on_disk = (each for each in DISK_REASONS if each in failed)
     return next(on_disk, VARIABLE_PARTS.sub("", failed))
 

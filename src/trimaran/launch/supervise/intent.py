@@ -46,14 +46,11 @@ Intent = Continue | Resize | LeaveOut | Stop | HandOver
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequests:
-    """Who asks for the end of the run. `moved` tells where its directory was moved to, `signal` which signal came.
+    """Who asks for the end of the run."""
 
-    `stop_file`: the file that asks for a stop exists. The supervisor itself writes it to have the ranks stop.
-    """
-
-    moved: str = ""
-    signal: str = ""
-    stop_file: bool = False
+    moved: str = ""  # where its directory was moved to
+    signal: str = ""  # which one came
+    stop_file: bool = False  # it exists; the supervisor itself writes it to have the ranks stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +63,11 @@ class NodeChanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllStopped:
-    """All ranks stopped with a complete checkpoint.
+    """All ranks stopped with a complete checkpoint."""
 
-    `leaving` are the nodes that leave the run. `enough_stay`: the others are enough to continue. `can_hand_over`: they
-    are enough without this node too, and one of them can coordinate.
-    """
-
-    leaving: tuple[str, ...] = ()
-    enough_stay: bool = False
-    can_hand_over: bool = False
+    leaving: tuple[str, ...] = ()  # the nodes that leave the run
+    enough_stay: bool = False  # the other nodes are enough to continue
+    can_hand_over: bool = False  # they are enough without this node too, and one of them can coordinate
 
 
 @dataclass(frozen=True, slots=True)

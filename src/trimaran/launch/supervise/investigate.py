@@ -19,6 +19,8 @@ from trimaran.launch.supervise.node import Node, NodeLost, on_all_nodes
 from trimaran.launch.supervise.rank_report import read_rank_reports
 from trimaran.runs import IncidentLog, Kind, RunDirectory, add_observation, bad_nodes_file, observe
 
+log = logging.getLogger(__name__)
+
 MAX_FACTS = 3
 MAX_FILES = 2
 MAX_SAMPLES = 8
@@ -94,8 +96,6 @@ def _cost(incident: Incident) -> str:
     return ", ".join(parts)
 
 
-log = logging.getLogger(__name__)
-
 # What the check of a node found, if a part of the node is broken: GPU memory errors, a network card that is down, wrong
 # results of an all-reduce, a node that is slow with every partner. All other codes may be a person's mistake.
 HARDWARE_CODES = frozenset({"H003", "H006", "H016", "H018"})
@@ -131,15 +131,16 @@ GATHER_SECONDS = 0.3  # after the first sign of trouble; what follows within it 
 REPORT_SECONDS_AFTER_DEATH, REPORT_SECONDS_IN_HANG = 0.5, 2.0  # how long live ranks may take to write their reports
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Investigation:
-    """An incident and when it began, by the monotonic clock: the first death, or the last progress before a hang."""
+@dataclass(slots=True, kw_only=True)
+class OpenIncident:
+    """An incident whose cost is not known yet."""
 
     incident: Incident
-    since: float
+    since: float  # the first death, or the last progress before a hang, by the monotonic clock
+    highest_step: int  # that was finished by then
 
 
-def investigate(run: RunDirectory, watch: AttemptWatch, incidents: IncidentLog, *, step: int) -> Investigation:
+def investigate(run: RunDirectory, watch: AttemptWatch, incidents: IncidentLog, *, step: int) -> OpenIncident:
     """File an incident for the trouble that `watch` has seen, with the ranks at fault and evidence. Kills no rank."""
     deaths = [each.time for each in watch.unexpected_exits()]
     silences = [each.heartbeat.entered for each in watch.silent.values()]
@@ -176,7 +177,7 @@ def investigate(run: RunDirectory, watch: AttemptWatch, incidents: IncidentLog, 
         evidence=evidence,
         cost={"seconds_to_detect": round(named - since, 3)} | loss_bound(watch),
     )
-    return Investigation(incident=incident, since=since)
+    return OpenIncident(incident=incident, since=since, highest_step=step)
 
 
 def loss_bound(watch: AttemptWatch) -> dict[str, float]:
@@ -189,10 +190,7 @@ def loss_bound(watch: AttemptWatch) -> dict[str, float]:
 
 
 def _attribute(run: RunDirectory, watch: AttemptWatch, reports: Path | None = None) -> Attribution:
-    """Return what is known, before any rank has written a report, or with the folder of their reports.
-
-    If a node is lost, it explains ranks that only lost a connection.
-    """
+    """Return what is known, before or after the ranks wrote `reports`. A lost node explains lost connections."""
     exits = watch.unexpected_exits()
     if watch.lost and not exits:
         return _attribute_lost_nodes(watch)

@@ -210,8 +210,8 @@ class StoreRelay:
         if request.get("attempt") != self.attempt:
             reply({"error": "over"})
             return
-        if are_written_once(request):
-            keys = request["keys"]
+        keys = request.get("keys")
+        if isinstance(keys, list) and keys and all(isinstance(key, str) and WRITTEN_ONCE in key for key in keys):
             match request.get("op"):
                 case "set" if is_short(request):
                     values = request["values"]
@@ -285,10 +285,7 @@ class RelayAnswers:
         self._answers: list[tuple[int, Record]] = []
 
     def answer(self, requests: list[RelayedRequest], keys: KeyStore | None, *, client: Hashable, now: float) -> None:
-        """Answer the requests of the ranks of another node. A malformed one is answered with an error.
-
-        `keys` is the store of their attempt; None if that is over.
-        """
+        """Answer another node's ranks, malformed requests with an error. `keys` is their store; None if it is over."""
         self._num_taken += 1
         self._unsent.add(self)
         for number, request in requests:
@@ -321,14 +318,6 @@ class RelayAnswers:
             parts = (answers[:middle], answers[middle:]) if middle else ([(answers[0][0], {"error": str(error)})],)
             for part in parts:
                 self._send_all(part)
-
-
-def are_written_once(request: Record) -> bool:
-    """Return whether all keys of `request` are written once."""
-    keys = request.get("keys")
-    if not isinstance(keys, list) or not keys:
-        return False
-    return all(isinstance(key, str) and WRITTEN_ONCE in key for key in keys)
 
 
 def is_short(request: Record) -> bool:

@@ -40,6 +40,8 @@ from trimaran.launch.supervise.rank_report import (
 from trimaran.launch.supervise.side_processes import SidecarProcess
 from trimaran.runs import Heartbeat, HeartbeatBoard, Lease, RunDirectory, Section, descriptor_of, run_token
 
+log = logging.getLogger(__name__)
+
 MAX_DESCRIPTORS = 200  # in one message; the kernel's limit is 253
 
 
@@ -67,14 +69,6 @@ class ForkServerClient:
     @property
     def alive(self) -> bool:
         return self.process.alive
-
-    def fork(self, ranks: Sequence[tuple[int, Mapping[str, str], Mapping[str, Sequence[int]]]]) -> None:
-        """Fork ranks, each with its environment, and with variables whose values are descriptors.
-
-        Descriptors are given by their place in the `fds` of `bind`, as the fork server has other numbers for them.
-        """
-        names = ("rank", "environment", "descriptors")
-        self.send({"start": [dict(zip(names, each, strict=True)) for each in ranks]})
 
     def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         """Send a line, and descriptors before it. `alive` says if the fork server is dead."""
@@ -110,8 +104,6 @@ class ForkServerClient:
                 log.write(printed)  # while it imported torch; from now on it writes to the log itself
         return events
 
-
-log = logging.getLogger(__name__)
 
 KILL_SECONDS = 30.0
 PAUSE_SECONDS = 1.0  # if the supervisor itself did not run for longer, silence until then does not count
@@ -187,8 +179,8 @@ class Deadlines:
         self._queued.update(queued)
         for rank, heartbeat in heartbeats.items():
             before = self._before.get(rank)
-            self._learn(rank, before, heartbeat)
             if before is None or heartbeat.entered > before.entered:
+                self._learn(rank, before, heartbeat)
                 self._core_wait_at[rank] = self._core_wait
             self._before[rank] = heartbeat
             seconds = self.counted_silence(heartbeat.entered, now) - (self._core_wait - self._core_wait_at[rank])
@@ -197,8 +189,7 @@ class Deadlines:
         return silent
 
     def _learn(self, rank: int, before: Heartbeat | None, after: Heartbeat) -> None:
-        if before is not None and after.entered <= before.entered:
-            return
+        """Learn from a rank's progress since its heartbeat `before`; None if this is its first."""
         if after.section == "restore" and self._steps:
             self._is_changed = True
             self._longest.pop("first", None)  # the first step of another plan may compile
@@ -298,7 +289,8 @@ class LocalNode:
         self._board.clear([each.local_rank for each in new])
         self._deadlines.forget(ranks)
         self._ranks |= {each.rank: each for each in new}
-        # The board is the first descriptor that the fork server got, the rank memories are the others.
+        # Descriptors by their place in what the fork server got, as it has other numbers for them: the board is the
+        # first, the rank memories are the others.
         descriptors = {"TRIMARAN_HEARTBEAT_FD": [0], "TRIMARAN_MEMORY_FDS": [*range(1, 1 + self.num_ranks)]}
         commands = []
         for each in new:
@@ -316,8 +308,8 @@ class LocalNode:
                 **shared_gpu_environment(self._environment, each.rank),
                 **spec.environment,
             }
-            commands.append((each.rank, environment, descriptors))
-        self._fork_server.fork(commands)
+            commands.append({"rank": each.rank, "environment": environment, "descriptors": descriptors})
+        self._fork_server.send({"start": commands})
 
     def kill_ranks(self, ranks: Sequence[int]) -> None:
         found = [self._ranks[rank] for rank in ranks if rank in self._ranks]
@@ -387,7 +379,8 @@ class LocalNode:
                 rank.code = event["code"]
                 yield RankEnded(rank=rank.rank, code=event["code"], time=event["time"])
         if not running and self._alive():
-            how = self._fork_server.process.exit_text
+            child = self._fork_server.process.child  # how another one ended is not known
+            how = "ended" if child is None else f"exited with code {child.returncode}"
             gone = tuple(self._alive())
             for rank in self._alive().values():
                 rank.code = -signal.SIGKILL

@@ -21,6 +21,8 @@ from trimaran.core import Seconds
 from trimaran.runs import ChannelClient, RunDirectory, frame
 from trimaran.runs.node_records import LinkSpeed, MeasuredLinks, Pair, read_measured_links, write_measured_links
 
+log = logging.getLogger(__name__)
+
 MEASURE_LINK = "measure_link"  # the operation that `serve_link` answers
 CONNECT_SECONDS = 5.0
 NUM_PINGS = 8
@@ -91,11 +93,9 @@ class MergedNodes:
 
 
 def group_nodes(nodes: Sequence[str], seconds: Mapping[Pair, float]) -> dict[str, tuple[str, ...]]:
-    """Return the groups that each node is in, from the largest; the groups have the form of switches.
-
-    A group is named after its first node. Differences below `MIN_FACTOR` are noise and make no group. A pair without
-    a time does not count; if two parts have no measured pair, they are as far apart as can be.
-    """
+    """Return the groups that each node is in, from the largest; the groups have the form of switches."""
+    # A group is named after its first node. Differences below `MIN_FACTOR` are noise and make no group. A pair without
+    # a time does not count; if two parts have no measured pair, they are as far apart as can be.
     found: dict[str, tuple[str, ...]] = dict.fromkeys(nodes, ())
     if len(nodes) > 2:
         # The tree of clusters that begins with single nodes and always merges the two closest.
@@ -112,10 +112,7 @@ def group_nodes(nodes: Sequence[str], seconds: Mapping[Pair, float]) -> dict[str
 
 
 def _add_groups(cluster: MergedNodes, found: dict[str, tuple[str, ...]]) -> None:
-    """Add the groups inside of `cluster` to those of its nodes.
-
-    Links inside of a part that are much faster than those between the parts make it a group of its own.
-    """
+    """Add the groups inside of `cluster`: parts whose own links are much faster than those between the parts."""
     for part in cluster.parts:
         if part.parts and math.isfinite(part.seconds) and cluster.seconds >= MIN_FACTOR * part.seconds:
             for node in part.nodes:
@@ -135,10 +132,8 @@ SLURM_ADDRESS, SLURM_PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTE
 
 
 def read_switches(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the switches above this node, from the top: what the user says, else what Slurm does; empty if unknown.
-
-    Slurm writes `spine1.leaf3.node17`, with the pattern `switch.switch.node`.
-    """
+    """Return the switches above this node, from the top: what the user says, else what Slurm does; empty if unknown."""
+    # Slurm writes `spine1.leaf3.node17`, with the pattern `switch.switch.node`.
     if given := environment.get(TOPOLOGY, ""):
         return tuple(given.split("."))
     parts, kinds = (environment.get(name, "").split(".") for name in (SLURM_ADDRESS, SLURM_PATTERN))
@@ -159,8 +154,6 @@ def order_nodes(switches: Mapping[str, Sequence[str]], *, first: str = "") -> li
     return sorted(names, key=lambda name: (name != first, -num_shared(name)))
 
 
-log = logging.getLogger(__name__)
-
 MAX_SECONDS = 10.0  # for all rounds
 PAIR_SECONDS, MIN_PAIR_SECONDS = 0.3, 0.05  # in which a link is busy; shorter with many nodes
 OVERHEAD_SECONDS = 0.15  # of a round: commands, connections, answers
@@ -176,11 +169,9 @@ class LinkNode(Protocol):
 
     def measure_link(self, peer: str, address: str, *, seconds: float) -> None:
         """Begin to measure the link from `peer`, whose channel is at `address`."""
-        ...
 
     def take_links(self) -> dict[str, LinkSpeed | None]:
         """Return the links that were measured since the last call, by peer; None for one that failed."""
-        ...
 
 
 @dataclass(slots=True)
@@ -229,10 +220,7 @@ def tournament(names: Sequence[str]) -> list[list[tuple[str, str]]]:
 def order_by_links(
     run: RunDirectory, nodes: Sequence[LinkNode], *, first: str = "", is_over: Callable[[], bool]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the groups of each node by measured links, and write them to the run directory.
-
-    The pairs that the run directory does not have are measured. `is_over` ends that early.
-    """
+    """Return each node's groups by links, measured if not yet known, and write them. `is_over` ends that early."""
     names, known, began = [node.name for node in nodes], read_measured_links(run), time.monotonic()
     rounds = [[pair for pair in each if frozenset(pair) not in known.links] for each in tournament(names)]
     missing, links = [each for each in rounds if each], dict(known.links)

@@ -20,10 +20,11 @@ from trimaran.launch.supervise.early_supervisor import Signals
 from trimaran.launch.supervise.follower import Follower, FollowerEnd, NodeAgent
 from trimaran.launch.supervise.fork_server_process import ForkServerProcess
 from trimaran.launch.supervise.head_client import RUN_FILES, FileSender, HeadClient, answer_nodes
+from trimaran.launch.supervise.investigate import OpenIncident
 from trimaran.launch.supervise.node_options import NodeOptions
 from trimaran.launch.supervise.remote_node_group import FencedError, RemoteNodeGroup
 from trimaran.launch.supervise.side_processes import autopilot_process
-from trimaran.launch.supervise.supervisor import OpenIncident, Supervisor
+from trimaran.launch.supervise.supervisor import Supervisor
 from trimaran.runs import AttemptLog, HeldDirectory, IncidentLog, append_line, last_step, read_attempts
 from trimaran.runs.lease import LeaseHolder, LeaseWatch, claim_term, held_lease_error
 
@@ -43,10 +44,7 @@ def run_on_several_nodes(
     check: bool = True,
     fork_server: ForkServerProcess | None = None,
 ) -> int:
-    """Take part in a run until it is over, as coordinator or follower, and return its exit code.
-
-    With `check`, a machine on which the run cannot work keeps it from starting on all nodes.
-    """
+    """Take part in a run to its end; return its exit code. With `check`, an unfit machine keeps all from starting."""
     agent = NodeAgent(held.run, node_options, check=check, fork_server=fork_server)
     is_follower = node_options.own_disk and not agent.is_head
     head = HeadClient(node_options.head_address, agent.token, node_options.name) if is_follower else None

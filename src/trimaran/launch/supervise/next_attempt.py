@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from trimaran.core import Comm, Incident, Mesh, Plan, Recipe, UserError, read_regular_text, show_bytes
 from trimaran.launch.supervise.node import Node
@@ -19,9 +18,6 @@ from trimaran.machine.parse_cluster import full_cluster
 from trimaran.runs import RunDirectory, append_line, read_attempts, read_incidents, replace_plan
 from trimaran.runs.fault_texts import HOST_RAN_OUT
 from trimaran.runs.rank_environment import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS
-
-if TYPE_CHECKING:
-    from trimaran.models.hf_facts import HfFacts
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +53,7 @@ def smaller_sizes(plan: Plan, recipe: Recipe) -> range:
 def resized(plan: Plan, recipe: Recipe, world_size: int) -> Plan | None:
     """Return the best plan for `world_size` ranks with the same results as `plan`; None if there is none."""
     from trimaran.models import outline_if_known, spec_of  # noqa: PLC0415
+    from trimaran.models.hf_facts import HfFacts, cached_facts  # noqa: PLC0415
     from trimaran.planner import choose  # noqa: PLC0415
 
     try:
@@ -64,29 +61,21 @@ def resized(plan: Plan, recipe: Recipe, world_size: int) -> Plan | None:
     except UserError:
         return None
     spec, outline = spec_of(recipe.model), outline_if_known(recipe.model, recipe.data)
-    facts = _known_facts(plan, recipe)
+    facts = cached_facts(recipe.model, os.environ)
+    if facts is None and recipe.model.kind.is_hf:  # it is not known what our trainer can do; the axes of `plan` work
+        unknown = UserError("M026", "whether the model supports this axis is not known", where="plan.mesh",
+                            fix="plan the run for this number of ranks: `trimaran plan`")  # fmt: skip
+        facts = HfFacts(
+            without_tp=unknown if plan.mesh.tp == 1 else None,
+            without_cp=unknown if plan.mesh.cp == 1 else None,
+            has_fp8_layers=plan.precision == "fp8",
+        )
     for pins in _looser(recipe.plan if isinstance(recipe.plan, Plan) else Plan(), plan):
         try:
             return choose(recipe.model_copy(update={"plan": pins}), spec, cluster, outline, facts)
         except UserError:
             continue
     return None
-
-
-def _known_facts(plan: Plan, recipe: Recipe) -> "HfFacts | None":
-    """Return what our trainer can do with a Hugging Face model. If that is not known, the axes of `plan` work."""
-    from trimaran.models.hf_facts import HfFacts, cached_facts  # noqa: PLC0415
-
-    facts = cached_facts(recipe.model, os.environ)
-    if facts is not None or not recipe.model.kind.is_hf:
-        return facts
-    unknown = UserError("M026", "whether the model supports this axis is not known", where="plan.mesh",
-                        fix="plan the run for this number of ranks: `trimaran plan`")  # fmt: skip
-    return HfFacts(
-        without_tp=unknown if plan.mesh.tp == 1 else None,
-        without_cp=unknown if plan.mesh.cp == 1 else None,
-        has_fp8_layers=plan.precision == "fp8",
-    )
 
 
 def _looser(pins: Plan, plan: Plan) -> Iterator[Plan]:
@@ -120,10 +109,8 @@ class OomRecovery:
 
 
 def recover_from_oom(run: RunDirectory, recipe: Recipe) -> OomRecovery | None:
-    """Return what to change after the run's last OOM; None if nothing is left to change.
-
-    The global batch stays. If the host ran out of memory, nothing is offloaded to it.
-    """
+    """Return what to change after the run's last OOM; None if nothing is left to change."""
+    # The global batch stays. If the host ran out of memory, nothing is offloaded to it.
     from trimaran.planner.memory_ladder import may_expand_segments  # noqa: PLC0415  as in `replan`
 
     plan, last = run.read_plan(), next((each for each in reversed(read_incidents(run)) if each.cause == "oom"), None)
@@ -146,10 +133,8 @@ def allocator_after_ooms(run: RunDirectory, outer: Mapping[str, str] = os.enviro
 
 
 def fit_plan(run: RunDirectory, nodes: Sequence[Node], *, world_size: int | None = None) -> str:
-    """Give the run a plan for `world_size` ranks, or for as many as the nodes hold. Returns an error text, or "".
-
-    A plan that already fits stays. If there is no plan for that many ranks, the next smaller number is tried.
-    """
+    """Give the run a plan for `world_size` ranks, or for as many as the nodes hold. Returns an error text, or ""."""
+    # A plan that already fits stays. If there is no plan for that many ranks, the next smaller number is tried.
     plan, recipe, capacity = run.read_plan(), run.read_recipe(), sum(node.num_ranks for node in nodes)
     size = min(world_size or plan.mesh.world_size, capacity)
     if size == plan.mesh.world_size:
@@ -201,10 +186,8 @@ class GrowthPlanner:
         self._planned_capacity = 0
 
     def size_at_start(self, nodes: Sequence[Node]) -> int | None:
-        """Return the number of ranks for the first start, on `nodes`; None for that of the plan, and later.
-
-        More nodes may be here than the plan is for if some were lost before, or if they join an elastic run.
-        """
+        """Return the number of ranks for the first start, on `nodes`; None for that of the plan, and later."""
+        # More nodes may be here than the plan is for if some were lost before, or if they join an elastic run.
         self._planned_capacity = 0
         if self._has_started:
             return None

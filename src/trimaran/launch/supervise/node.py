@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptSpec:
-    """What a node starts: `num_ranks` ranks from `first_rank` on, of `world_size`. `node` is the node's number.
+    """What a node starts.
 
-    `replica_start` counts the starts of an elastic replica in this attempt. Each rank gets RANK, LOCAL_RANK,
-    WORLD_SIZE, LOCAL_WORLD_SIZE, TRIMARAN_ATTEMPT, TRIMARAN_REPLICA_START, TRIMARAN_STORE and TRIMARAN_TOKEN from here,
-    TRIMARAN_HEARTBEAT_FD, TRIMARAN_MEMORY_FDS and TRIMARAN_FORK_SERVER from its node, and `environment` on top.
+    Each rank gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, TRIMARAN_ATTEMPT, TRIMARAN_REPLICA_START,
+    TRIMARAN_STORE and TRIMARAN_TOKEN from here, TRIMARAN_HEARTBEAT_FD, TRIMARAN_MEMORY_FDS and TRIMARAN_FORK_SERVER
+    from its node, and `environment` on top.
     """
 
     attempt: int
-    first_rank: int
-    num_ranks: int
+    first_rank: int  # of this node
+    num_ranks: int  # that it starts
     world_size: int
     store: str
     token: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    node: int = 0
-    replica_start: int = 0
+    node: int = 0  # its number
+    replica_start: int = 0  # how often an elastic replica was started in this attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +55,12 @@ class RankSilent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLost:
-    """A node no longer answers.
-
-    `ranks` were running on it. `since` is when the last message came, by the monotonic clock; 0 if unknown.
-    """
+    """A node no longer answers."""
 
     node: str
     what: str
-    ranks: tuple[int, ...] = ()
-    since: float = 0.0
+    ranks: tuple[int, ...] = ()  # that were running on it
+    since: float = 0.0  # when the last message came, by the monotonic clock; 0 if unknown
 
 
 NodeEvent = RankEnded | RankSilent | NodeLost
@@ -86,42 +83,33 @@ class Node(Protocol):
 
     def start(self, spec: AttemptSpec) -> None:
         """Start the ranks. Those of an earlier attempt must be gone."""
-        ...
 
     def start_ranks(self, spec: AttemptSpec, ranks: Sequence[int]) -> None:
         """Start only these of the ranks of `spec`, beside those that are running."""
-        ...
 
     def kill_ranks(self, ranks: Sequence[int]) -> None:
         """Kill every process of these ranks. They may be started again at once; how they ended is not reported."""
-        ...
 
     def poll(self) -> list[NodeEvent]:
         """Return what happened since the last call."""
-        ...
 
     def heartbeats(self) -> dict[int, Heartbeat]:
         """Return the last heartbeat of each rank."""
-        ...
 
     def collect_reports(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
         """Have every live rank, hung or not, write its stacks and collectives into `folder`; see `rank_report`.
 
         A rank that a signal stopped is continued for this, because it is killed next. `gently` leaves it stopped.
         """
-        ...
 
     def request_stop(self) -> None:
         """Ask every rank to stop at a step that all of them agree on."""
-        ...
 
     def request_leave(self) -> None:
         """Ask the ranks of this node alone to stop; those of other nodes go on."""
-        ...
 
     def kill(self) -> None:
         """Kill every process of the attempt, stopped ones too, and return when they are gone."""
-        ...
 
 
 class NodeGroup:

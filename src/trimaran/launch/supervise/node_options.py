@@ -173,25 +173,18 @@ AUTO = "auto"  # as an address: that of the route towards the other nodes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """The number of nodes of a run, the smallest number it continues with, and how long it waits for missing nodes.
+    """How a node takes part in a run on several nodes."""
 
-    `nodes` are the most that take part. The first start needs `start_nodes` of them (0: all); others may join later.
-    `address` is this node's address on the network that the nodes share; the channel and gloo use only its interface.
-    `auto` has to be replaced, see `with_own_address`; `peers` are the nodes towards which the route is asked.
-    `ranks` is how many ranks this node can hold; 0 means an equal part of the plan's. `own_disk`: the nodes have no
-    disk in common, and the one at `head`, `HOST` or `HOST:PORT`, coordinates.
-    """
-
-    nodes: int
-    min_nodes: int
-    address: str
-    wait_seconds: float = WAIT_SECONDS
-    ranks: int = 0
+    nodes: int  # the most that take part
+    min_nodes: int  # the smallest number that the run continues with
+    address: str  # of this node on the network that the nodes share; `auto`: see `with_own_address`
+    wait_seconds: float = WAIT_SECONDS  # for missing nodes
+    ranks: int = 0  # that this node can hold; 0: an equal part of the plan's
     node_name: str = ""
-    peers: tuple[str, ...] = ()
-    head: str = ""
-    own_disk: bool = False
-    start_nodes: int = 0
+    peers: tuple[str, ...] = ()  # nodes towards which the route is asked
+    head: str = ""  # `HOST` or `HOST:PORT` of the node that coordinates, with `own_disk`
+    own_disk: bool = False  # the nodes have no disk in common
+    start_nodes: int = 0  # that the first start needs, 0: all; others may join later
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.nodes:

@@ -25,6 +25,8 @@ from trimaran.core import open_regular_file, read_regular_bytes, read_regular_te
 from trimaran.launch.supervise.node import Node, on_all_nodes
 from trimaran.runs import HeartbeatBoard, RunDirectory
 
+log = logging.getLogger(__name__)
+
 MAX_HEARTBEAT_AGE_SECONDS = 1.5  # a heartbeat thread that has not run for so long will not answer a request
 # Process states in /proc. An empty one stands for a process that is gone.
 STOPPED_STATES, ENDED_STATES = frozenset("Tt"), frozenset(("Z", "X", ""))
@@ -49,13 +51,11 @@ def collect_reports(
     seconds: float,
     gently: bool,
 ) -> None:
-    """Have `ranks` write their reports into `folder`, and wait at most `seconds` for them.
-
-    The heartbeat thread of a rank writes its report (`train/process/heartbeat_thread.py`). `process-N.json` has the
-    process states of a node whose first rank is N. A rank whose heartbeat thread does not run gets a signal, whose
-    handler writes its stacks without needing the main thread or the GIL. A stopped rank has to be continued for that;
-    with `gently` no rank gets the signal.
-    """
+    """Have `ranks` write their reports into `folder`, and wait at most `seconds` for them."""
+    # The heartbeat thread of a rank writes its report (`train/process/heartbeat_thread.py`). `process-N.json` has the
+    # process states of a node whose first rank is N. A rank whose heartbeat thread does not run gets a signal, whose
+    # handler writes its stacks without needing the main thread or the GIL. A stopped rank has to be continued for that;
+    # with `gently` no rank gets the signal.
     folder.mkdir(parents=True, exist_ok=True)
     processes = {each.rank: _process(each) for each in ranks}
     if ranks:
@@ -173,39 +173,29 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportMoment:
-    """On which machine and when, in seconds since the epoch, a rank wrote its report.
-
-    `starved`: the seconds until then in which its threads were ready to run and had no core.
-    """
+    """On which machine and when a rank wrote its report."""
 
     host: str = ""
-    time: float = 0.0
-    starved: float = 0.0
+    time: float = 0.0  # seconds since the epoch
+    starved: float = 0.0  # seconds until then in which its threads were ready to run and had no core
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What is known of one rank. `answered`: its heartbeat thread wrote a report. `state`: its process state in /proc.
-
-    `groups` are the ranks of each group it is in; `sent` and `received` count the messages it has begun, by peer.
-    """
+    """What is known of one rank."""
 
     rank: int
-    answered: bool = False
-    state: str = ""
+    answered: bool = False  # its heartbeat thread wrote a report
+    state: str = ""  # its process state in /proc
     moment: ReportMoment = ReportMoment()
     step: int = 0
     calls: tuple[StackCall, ...] = ()
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # the ranks of each group that it is in
     operations: tuple[Operation, ...] = ()
-    sent: Mapping[int, int] = field(default_factory=dict)
-    received: Mapping[int, int] = field(default_factory=dict)
+    sent: Mapping[int, int] = field(default_factory=dict)  # messages that it has begun, by peer
+    received: Mapping[int, int] = field(default_factory=dict)  # the same
     messages: tuple[Mapping[str, Any], ...] = ()
     log_tail: str = ""
-
-    @property
-    def stopped(self) -> bool:
-        return self.state in STOPPED_STATES
 
     @cached_property
     def arrived(self) -> dict[str, int]:
@@ -304,8 +294,6 @@ def _load(path: Path) -> Any:
     except (OSError, ValueError):
         return None
 
-
-log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 1.5
 STATES = {"T": "stopped by a signal", "t": "held by a debugger", "D": "waiting for a device or a disk", "Z": "dead"}

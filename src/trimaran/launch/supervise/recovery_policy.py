@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from trimaran.core import EXIT_AGAIN, EXIT_STUCK, EXIT_USER, Action, FaultsSection, Incident
 
@@ -30,20 +31,14 @@ class Cycle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryOptions:
-    """The changes that are still possible.
+    """The changes that are still possible."""
 
-    `world_size` is the current one; `smaller` the next smaller one that the recipe allows and a plan exists for;
-    `less_memory` describes the change to a plan that needs less memory, or to the settings `allocator` of the CUDA
-    allocator; `quarantined` counts samples left out so far.
-    `last_step` is the number of the run's last step, if known.
-    """
-
-    world_size: int
-    smaller: int | None = None
-    less_memory: str | None = None
-    allocator: str = ""
-    quarantined: int = 0
-    last_step: int | None = None
+    world_size: int  # the current one
+    smaller: int | None = None  # the next smaller one that the recipe allows and a plan exists for
+    less_memory: str | None = None  # describes the change to a plan that needs less memory, or to the allocator
+    allocator: str = ""  # settings of the CUDA allocator for that
+    quarantined: int = 0  # samples left out so far
+    last_step: int | None = None  # of the run, if known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +51,6 @@ class PolicyDecision:
     world_size: int | None = None
     samples: tuple[int, ...] = ()
     allocator: str = ""
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """What the incident records beside the reason, for the next attempts."""
-        return {"allocator": self.allocator} if self.allocator else {}
 
 
 def decide(history: Sequence[Cycle], faults: FaultsSection, options: RecoveryOptions) -> PolicyDecision:
@@ -79,53 +69,29 @@ def decide(history: Sequence[Cycle], faults: FaultsSection, options: RecoveryOpt
     if cause == "numeric":
         return PolicyDecision(action="stopped", code=EXIT_STUCK, why="a restart would compute the same values again")
     if cause == "oom":
-        return _after_oom(options)
-    if cause == "data" and last.samples:
-        return _after_bad_samples(last, faults, options)
-    return _after_other_fault(history, faults, options)
-
-
-def _after_oom(options: RecoveryOptions) -> PolicyDecision:
-    """Never restart the same plan: it would run out of memory again."""
-    if options.less_memory:
-        return PolicyDecision(action="replanned", why=options.less_memory, allocator=options.allocator)
-    why = "no plan with less memory is left to try; use more devices, a smaller model or shorter sequences"
-    return PolicyDecision(action="stopped", code=EXIT_STUCK, why=why)
-
-
-def _after_bad_samples(last: Cycle, faults: FaultsSection, options: RecoveryOptions) -> PolicyDecision:
-    if options.quarantined + len(last.samples) > faults.max_quarantined:
-        why = f"more than {faults.max_quarantined} samples cannot be loaded (faults.max_quarantined)"
+        if options.less_memory:
+            return PolicyDecision(action="replanned", why=options.less_memory, allocator=options.allocator)
+        # The same plan would run out of memory again.
+        why = "no plan with less memory is left to try; use more devices, a smaller model or shorter sequences"
         return PolicyDecision(action="stopped", code=EXIT_STUCK, why=why)
-    shown = ", ".join(map(str, last.samples[:4]))
-    many = "samples" if len(last.samples) > 1 else "sample"
-    return PolicyDecision(action="quarantined", why=f"{many} {shown} will be left out", samples=last.samples)
-
-
-def _after_other_fault(history: Sequence[Cycle], faults: FaultsSection, options: RecoveryOptions) -> PolicyDecision:
-    stuck = _cycles_without_progress(history)
+    if cause == "data" and last.samples:
+        if options.quarantined + len(last.samples) > faults.max_quarantined:
+            why = f"more than {faults.max_quarantined} samples cannot be loaded (faults.max_quarantined)"
+            return PolicyDecision(action="stopped", code=EXIT_STUCK, why=why)
+        shown = ", ".join(map(str, last.samples[:4]))
+        many = "samples" if len(last.samples) > 1 else "sample"
+        return PolicyDecision(action="quarantined", why=f"{many} {shown} will be left out", samples=last.samples)
+    # The last cycles in a row without progress, the latest first.
+    stuck = [*takewhile(lambda cycle: not cycle.progress, reversed(history))]
     same = _same_rank(stuck)
     if same is not None and len(stuck) >= min(SAME_RANK_CYCLES, faults.cycles) and options.smaller:
         failed = f"rank {same} failed {len(stuck)} times in a row without a new step"
         why = f"{failed}; continuing with {options.smaller} ranks"
         return PolicyDecision(action="resized", why=why, world_size=options.smaller)
     if len(stuck) >= faults.cycles:
-        return PolicyDecision(
-            action="stopped",
-            code=EXIT_STUCK,
-            why=f"no new step in {len(stuck)} starts; {_suspicion(stuck, options.last_step)}",
-        )
+        why = f"no new step in {len(stuck)} starts; {_suspicion(stuck, options.last_step)}"
+        return PolicyDecision(action="stopped", code=EXIT_STUCK, why=why)
     return PolicyDecision(action="restarted", why="from the newest state")
-
-
-def _cycles_without_progress(history: Sequence[Cycle]) -> list[Cycle]:
-    """Return the last cycles in a row that made no progress."""
-    stuck: list[Cycle] = []
-    for cycle in reversed(history):
-        if cycle.progress:
-            break
-        stuck.insert(0, cycle)
-    return stuck
 
 
 def _same_rank(cycles: Sequence[Cycle]) -> int | None:

@@ -37,11 +37,9 @@ class MeasurableNode(Protocol):
 
     def begin_speed(self, kind: str, *, seconds: float) -> None:
         """Begin to measure the devices, which must be idle."""
-        ...
 
     def take_speed(self) -> float | None:
         """Return the measured speed, once; None until it is known."""
-        ...
 
 
 class LeftOutWatch:
@@ -105,6 +103,8 @@ class RemoteNodeGroup(NodeGroup):
         self._unfit: dict[str, UserError] = {agent.node.name: unfit} if unfit else {}
         self._agent, self._signals, self._formed = agent, signals, formed
         self._own_disk = agent.node_options.own_disk
+        # The node that has to be first, if any: without a shared disk rank 0, which writes the metrics, is on this one.
+        self._first = agent.node.name if self._own_disk else ""
         self._remote: dict[str, RemoteNode] = {}
         self._switches = {agent.node.name: read_switches(os.environ)}  # above each node
         self._groups: dict[str, tuple[str, ...]] = {}  # of each node, by measured links
@@ -135,7 +135,19 @@ class RemoteNodeGroup(NodeGroup):
                 continue
             if len(nodes) >= num_awaited or (len(nodes) >= options.min_nodes and waited > wait_for_all_seconds):
                 self._formed, self._num_before = True, len(nodes)
-                nodes = self._ordered_by_links(nodes)
+                agent = self._agent
+                is_measured = agent.recipe.nodes.order == "measured" and not any(self._switches.values())
+                if is_measured and len(nodes) >= MIN_ORDERED_NODES:  # order them by measured links
+                    links = [OwnLinks(agent.node.name, agent.channel.address, agent.token)]
+                    remote = [node for node in nodes if isinstance(node, RemoteNode) and node.channel_address]
+                    self._groups = order_by_links(
+                        agent.run,
+                        [*(links if agent.node in nodes else []), *remote],
+                        first=self._first,
+                        is_over=lambda: self._signals.stop_requested or not self.lease.holds(),
+                    )
+                    order = order_nodes({node.name: self._above(node.name) for node in nodes}, first=self._first)
+                    nodes = sorted(nodes, key=lambda node: order.index(node.name))
                 log.info("%d of %d nodes: %s", len(nodes), options.nodes, ", ".join(node.name for node in nodes))
                 return nodes
             if waited > max(wait_for_all_seconds, options.wait_seconds):
@@ -223,40 +235,13 @@ class RemoteNodeGroup(NodeGroup):
         order = order_nodes({node.name: self._above(node.name) for node in fit}, first=self._first)
         return sorted(fit, key=lambda node: order.index(node.name))[: self._agent.node_options.nodes]
 
-    @property
-    def _first(self) -> str:
-        """The name of the node that has to be first, if any.
-
-        Without a shared disk rank 0, which writes the metrics and the model, is on this node.
-        """
-        return self._agent.node.name if self._own_disk else ""
-
     def _above(self, name: str) -> Sequence[str]:
         """Return the switches above a node or, if no node's are known, its groups by measured links."""
         return self._switches[name] if any(self._switches.values()) else self._groups.get(name, ())
 
-    def _ordered_by_links(self, nodes: list[Node]) -> list[Node]:
-        """Return the nodes in the order that measured links give, if the recipe wants that and no switch is known."""
-        agent, remote = self._agent, [node for node in nodes if isinstance(node, RemoteNode)]
-        is_wanted = agent.recipe.nodes.order == "measured" and not any(self._switches.values())
-        if not is_wanted or len(nodes) < MIN_ORDERED_NODES:
-            return nodes
-        links = [OwnLinks(agent.node.name, agent.channel.address, agent.token)] if agent.node in nodes else []
-        measured = [*links, *(node for node in remote if node.channel_address)]
-        self._groups = order_by_links(
-            agent.run,
-            measured,
-            first=self._first,
-            is_over=lambda: self._signals.stop_requested or not self.lease.holds(),
-        )
-        order = order_nodes({node.name: self._above(node.name) for node in nodes}, first=self._first)
-        return sorted(nodes, key=lambda node: order.index(node.name))
-
     def _greet(self, name: str, mailbox: Mailbox, hello: Record) -> None:
-        """Add a node that has connected. If the run cannot work there and has already started, it is turned away.
-
-        A wall clock that differs from ours is reported, because logs of both nodes are then hard to compare.
-        """
+        """Add a node that has connected. If the run cannot work there and has already started, it is turned away."""
+        # A wall clock that differs from ours is reported, because logs of both nodes are then hard to compare.
         node = RemoteNode(self._agent.run, name, mailbox, num_ranks=int(hello["num_ranks"]), own_disk=self._own_disk)
         node.host, node.channel_address = str(hello.get("host", name)), str(hello.get("channel", ""))
         self._remote[name] = node

@@ -114,10 +114,8 @@ class SidecarProcess:
 
 @contextmanager
 def autopilot_process(run: RunDirectory, environment: Mapping[str, str]) -> Iterator[None]:
-    """Run the autopilot of a run whose recipe says `autopilot: act`; a run works without it, so nothing is raised.
-
-    There is no process for one that only advises: `trimaran doctor` advises the same.
-    """
+    """Run the autopilot of a run whose recipe says `autopilot: act`; a run works without it, so nothing is raised."""
+    # There is no process for one that only advises: `trimaran doctor` advises the same.
     process = None
     if run.read_recipe().autopilot.mode == "act":
         command = [sys.executable, "-m", "trimaran.autopilot", str(run.location.absolute())]

@@ -25,15 +25,11 @@ Kind = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """A rank that holds up the others.
-
-    `slowdown`: steps take this many times as long because of it. `waiting`: the fraction of the time that ranks with
-    the same work wait.
-    """
+    """A rank that holds up the others."""
 
     rank: int
-    slowdown: float
-    waiting: float
+    slowdown: float  # steps take this many times as long because of it
+    waiting: float  # the fraction of the time that ranks with the same work wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +51,40 @@ def find_stragglers(reports: Mapping[int, RankReport], *, since: float = 0.0) ->
     for each in reports.values():
         if each.answered:
             hosts[each.moment.host].append(each)
-    return [straggler for group in hosts.values() if len(group) > 1 for straggler in _find(group, since)]
+    stragglers: list[Straggler] = []
+    for group in [each for each in hosts.values() if len(each) > 1]:
+        arrivals = {each.rank: _arrivals(each) for each in group}
+        if not all(arrivals.values()):
+            continue
+        begin = max(since, *(each[0].time for each in arrivals.values()))
+        end = min(each[-1].time for each in arrivals.values())
+        times = [[each.time for each in of_rank if begin <= each.time <= end] for of_rank in arrivals.values()]
+        if any(len(each) < MIN_ARRIVALS for each in times):
+            continue
+        middle = max(each[len(each) // 2] for each in times)  # an arrival, so that no single pause is in both halves
+        window, *halves = (  # the fraction of the time that each rank waited for others
+            {rank: 1 - busy / (last - first) for rank, busy in busy_seconds(arrivals, first, last).items()}
+            for first, last in ((begin, end), (begin, middle), (middle, end))
+        )
+        # Groups of ranks with the same work: same kinds of operations, group sizes and message directions.
+        roles: dict[frozenset[Kind], list[int]] = defaultdict(list)
+        for each in group:
+            calls: set[Kind] = {(op.op, len(each.groups.get(op.group, ()))) for op in each.operations}
+            calls |= {(message["op"], message["peer"] > each.rank) for message in each.messages}
+            roles[frozenset(calls)].append(each.rank)
+        for role in roles.values():
+            for rank in role:
+                others = [other for other in role if other != rank]
+                # A straggler is slow in both halves, if less clearly; a single pause does not make one.
+                in_both = all(_holds_up(rank, others, half, slack=2.0) for half in halves) if others else False
+                if in_both and _holds_up(rank, others, window):
+                    waiting = min(window[other] for other in others)
+                    stragglers.append(Straggler(rank=rank, slowdown=1 / (1 - waiting), waiting=waiting))
+    return stragglers
 
 
 def is_starved(straggler: Straggler, before: Mapping[int, RankReport], after: Mapping[int, RankReport]) -> bool:
-    """Return whether a rank was slow between two reports only because it got less of busy cores than the others.
-
-    Then the machine has too few cores, and the next time another rank may be slow.
-    """
+    """Return whether a rank was slow between two reports only because busy cores, too few for all, ran it less."""
     fractions = {
         rank: (each.moment.starved - before[rank].moment.starved)
         / max(1e-9, each.moment.time - before[rank].moment.time)
@@ -93,38 +115,6 @@ def busy_seconds(arrivals: Mapping[int, Sequence[OperationArrival]], begin: floa
             if each.key in completed:
                 unfinished.append(each)
     return {rank: sum(_busy(each, completed, overlapping, begin, end)) for rank, each in arrivals.items()}
-
-
-def _find(group: Sequence[RankReport], since: float) -> list[Straggler]:
-    arrivals = {each.rank: _arrivals(each) for each in group}
-    if not all(arrivals.values()):
-        return []
-    begin = max(since, *(each[0].time for each in arrivals.values()))
-    end = min(each[-1].time for each in arrivals.values())
-    times = [[each.time for each in of_rank if begin <= each.time <= end] for of_rank in arrivals.values()]
-    if any(len(each) < MIN_ARRIVALS for each in times):
-        return []
-    middle = max(each[len(each) // 2] for each in times)  # an arrival, so that no single pause is in both halves
-    window, *halves = (  # the fraction of the time that each rank waited for others
-        {rank: 1 - busy / (last - first) for rank, busy in busy_seconds(arrivals, first, last).items()}
-        for first, last in ((begin, end), (begin, middle), (middle, end))
-    )
-    stragglers: list[Straggler] = []
-    # Groups of ranks with the same work: same kinds of operations, group sizes and message directions.
-    roles: dict[frozenset[Kind], list[int]] = defaultdict(list)
-    for each in group:
-        calls: set[Kind] = {(op.op, len(each.groups.get(op.group, ()))) for op in each.operations}
-        calls |= {(message["op"], message["peer"] > each.rank) for message in each.messages}
-        roles[frozenset(calls)].append(each.rank)
-    for role in roles.values():
-        for rank in role:
-            others = [other for other in role if other != rank]
-            # A straggler is slow in both halves, if less clearly; a single pause does not make one.
-            in_both = all(_holds_up(rank, others, half, slack=2.0) for half in halves) if others else False
-            if in_both and _holds_up(rank, others, window):
-                waiting = min(window[other] for other in others)
-                stragglers.append(Straggler(rank=rank, slowdown=1 / (1 - waiting), waiting=waiting))
-    return stragglers
 
 
 def _holds_up(rank: int, others: Sequence[int], waits: Mapping[int, float], *, slack: float = 1.0) -> bool:

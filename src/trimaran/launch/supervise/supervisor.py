@@ -3,10 +3,10 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, Cause, Incident
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, Cause
 from trimaran.launch.supervise.attempt_watch import AttemptWatch
 from trimaran.launch.supervise.early_supervisor import Signals
 from trimaran.launch.supervise.elastic_watch import ElasticWatch
@@ -24,7 +24,7 @@ from trimaran.launch.supervise.intent import (
     StopRequests,
     next_intent,
 )
-from trimaran.launch.supervise.investigate import Investigation, headline, investigate, note_lost_nodes
+from trimaran.launch.supervise.investigate import OpenIncident, headline, investigate, note_lost_nodes
 from trimaran.launch.supervise.next_attempt import (
     GrowthPlanner,
     allocator_after_ooms,
@@ -43,10 +43,9 @@ from trimaran.runs.node_records import read_left_out
 from trimaran.runs.reserve import fill_reserve, remove_reserve
 from trimaran.runs.run_records import AttemptLog, AttemptOutcome, read_attempts
 
-DIRECTORY_SECONDS = 1.0  # between looks at the run directory
-
-
 log = logging.getLogger(__name__)
+
+DIRECTORY_SECONDS = 1.0  # between looks at the run directory
 
 EVENT_BACKLOG_BYTES = 1 << 20  # the last events of a long run are enough
 MAX_COSTS = ("max_lost_steps", "max_lost_seconds")
@@ -56,15 +55,6 @@ LEASE_SECONDS = 1.0  # between checks of the lease
 LONG_WAIT_SECONDS = 1.0  # a longer wait for nodes is recorded with the incident
 
 SupervisorOutcome = AttemptOutcome | Literal["killed", "fenced", "deleted"]
-
-
-@dataclass(slots=True, kw_only=True)
-class OpenIncident:
-    """An incident whose cost is not known yet: when it began, and the highest step that was finished by then."""
-
-    incident: Incident
-    since: float
-    highest_step: int
 
 
 def file_lost_supervisor(run: RunDirectory) -> OpenIncident | None:
@@ -84,13 +74,10 @@ def file_lost_supervisor(run: RunDirectory) -> OpenIncident | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorEnd:
-    """How a supervisor ended, with exit code `code`: 0 done, 2, 75, 93, 128 + a signal, or another for a fault.
+    """How a supervisor ended."""
 
-    `handed_over`: only this node stopped; the run goes on, and another node has to coordinate it.
-    """
-
-    code: int
-    handed_over: bool = False
+    code: int  # 0 done, 2, 75, 93, 128 + a signal, or another for a fault
+    handed_over: bool = False  # only this node stopped; the run goes on, and another node has to coordinate it
 
 
 class Supervisor:
@@ -143,28 +130,25 @@ class Supervisor:
                     if each.incident.cause == "preempted":  # the others were asked first
                         self.incidents.amend(each.incident, action="saved")
                 return self._over(EXIT_AGAIN, "asked to stop")
-            if error := self._fit_plan(nodes):
+            # Fit the plan to the nodes that are present, and record if the run gets smaller.
+            size, requested = self.run.read_plan().mesh.world_size, self._growth.size_at_start(nodes)
+            if isinstance(self._intent, Resize):
+                requested = self._intent.size
+            self._intent = next_intent(self._intent, Restart())
+            error = fit_plan(self.run, nodes, world_size=requested)
+            new = self.run.read_plan().mesh.world_size
+            if new < size and requested is None:
+                why = f"{size} ranks before, {new} now: the nodes hold no more"
+                if not self._open_incidents:
+                    self.incidents.notice("host", "nodes are missing", action="resized", evidence={"why": why})
+                for each in self._open_incidents[-1:]:
+                    evidence = each.incident.evidence | {"why": why}
+                    each.incident = self.incidents.amend(each.incident, action="resized", evidence=evidence)
+            if error:
                 return self._over(EXIT_FAULT, error)
             end = self._attempt(nodes)
             if end is not None:
                 return end
-
-    def _fit_plan(self, nodes: Sequence[Node]) -> str:
-        """Fit the plan to the nodes that are present, and record if the run gets smaller. Returns an error, or ""."""
-        size, requested = self.run.read_plan().mesh.world_size, self._growth.size_at_start(nodes)
-        if isinstance(self._intent, Resize):
-            requested = self._intent.size
-        self._intent = next_intent(self._intent, Restart())
-        error = fit_plan(self.run, nodes, world_size=requested)
-        new = self.run.read_plan().mesh.world_size
-        if new < size and requested is None:
-            why = f"{size} ranks before, {new} now: the nodes hold no more"
-            if not self._open_incidents:
-                self.incidents.notice("host", "nodes are missing", action="resized", evidence={"why": why})
-            for each in self._open_incidents[-1:]:
-                evidence = each.incident.evidence | {"why": why}
-                each.incident = self.incidents.amend(each.incident, action="resized", evidence=evidence)
-        return error
 
     def _attempt(self, nodes: Sequence[Node]) -> SupervisorEnd | None:
         """Start the ranks and supervise them to their end. Returns None if they are to start again."""
@@ -220,7 +204,7 @@ class Supervisor:
             return self._over(self.signals.exit_code, f"ended at once by {self.signals.name}")
         return self._over(EXIT_DONE, "all steps are done") if outcome == "done" else self._stopped(watch)
 
-    def _finish(self, watch: AttemptWatch, investigation: Investigation | None) -> SupervisorEnd:
+    def _finish(self, watch: AttemptWatch, investigation: OpenIncident | None) -> SupervisorEnd:
         """End a run whose training is done and saved. The code is 0, whatever happened to its ranks after that."""
         why = "all steps are done and saved"
         left, step = watch.not_done(), watch.highest_step
@@ -263,7 +247,20 @@ class Supervisor:
                     return "fenced"
             if self.signals.kill_requested:
                 return "killed"
-            self._forward_requests(watch)
+            # Ask the ranks to stop if a stop or another number of ranks was requested; a resize is a stop and a start.
+            before = self._intent
+            has_file = self.run.stop_request.exists()
+            self._note_facts(StopRequests(moved=self._moved, signal=self.signals.name, stop_file=has_file), watch)
+            if isinstance(self._intent, Continue):
+                leaving, size = self.node_group.leaving(watch.nodes), None
+                if isinstance(watch, ElasticWatch):
+                    leaving = watch.let_leave(leaving)  # elastic replicas come and go within the attempt
+                elif not leaving:
+                    size = read_resize_request(self.run, watch.nodes) or self._growth.size_with_joined(watch.nodes)
+                self._note_facts(NodeChanges(leaving=tuple(leaving), size=size), watch)
+            if isinstance(before, Continue) and not isinstance(self._intent, Continue):
+                for node in watch.nodes:
+                    node.request_stop()
             if self.signals.show_requested:
                 self.signals.show_requested = False
                 show_ranks(self.run, watch.nodes, range(watch.spec.world_size))
@@ -286,22 +283,6 @@ class Supervisor:
     def _moved(self) -> str:
         """What happened to the run directory if it was moved; empty if it was not."""
         return self._held.explain("moved") if self._held is not None and self._held.place == "moved" else ""
-
-    def _forward_requests(self, watch: AttemptWatch) -> None:
-        """Ask the ranks to stop if a stop or another number of ranks was requested; a resize is a stop and a start."""
-        before = self._intent
-        has_file = self.run.stop_request.exists()
-        self._note_facts(StopRequests(moved=self._moved, signal=self.signals.name, stop_file=has_file), watch)
-        if isinstance(self._intent, Continue):
-            leaving, size = self.node_group.leaving(watch.nodes), None
-            if isinstance(watch, ElasticWatch):
-                leaving = watch.let_leave(leaving)  # elastic replicas come and go within the attempt
-            elif not leaving:
-                size = read_resize_request(self.run, watch.nodes) or self._growth.size_with_joined(watch.nodes)
-            self._note_facts(NodeChanges(leaving=tuple(leaving), size=size), watch)
-        if isinstance(before, Continue) and not isinstance(self._intent, Continue):
-            for node in watch.nodes:
-                node.request_stop()
 
     def _note_facts(self, facts: IntentFacts, watch: AttemptWatch) -> None:
         """Update the intent, and file an incident if it is to stop now."""
@@ -330,7 +311,7 @@ class Supervisor:
             self.incidents.amend(each.incident, cost=each.incident.cost | cost)
             self._open_incidents.remove(each)
 
-    def _recover(self, investigation: Investigation, *, new_steps: int) -> SupervisorEnd | None:
+    def _recover(self, investigation: OpenIncident, *, new_steps: int) -> SupervisorEnd | None:
         """Do what the policy decides about an incident. Returns None if the ranks are to start again."""
         incident = investigation.incident
         cycle = Cycle(incident=incident, new_steps=new_steps)
@@ -342,18 +323,18 @@ class Supervisor:
         # Steps that an open incident cost are lost to this one too, and no state is discarded before it is copied.
         bounds = [each.incident.cost for each in self._open_incidents]
         cost = {key: max(each.get(key, 0.0) for each in (incident.cost, *bounds)) for key in MAX_COSTS}
+        allocator = {"allocator": decision.allocator} if decision.allocator else {}  # for the next attempts
         incident = self.incidents.amend(
             incident,
             action=decision.action,
-            evidence=incident.evidence | {"why": decision.why} | decision.settings,
+            evidence=incident.evidence | {"why": decision.why} | allocator,
             cost=incident.cost | {key: each for key, each in cost.items() if each},
         )
         log.warning("%s: %s; %s", headline(incident), decision.action, decision.why)
         self.history.append(Cycle(incident=incident, new_steps=new_steps))
         if decision.action == "stopped":
             return self._over(decision.code, f"{incident.what}; {decision.why}")
-        opened = OpenIncident(incident=incident, since=investigation.since, highest_step=self._highest_step)
-        self._open_incidents.append(opened)
+        self._open_incidents.append(replace(investigation, incident=incident, highest_step=self._highest_step))
         apply_decision(self.run, self.recipe, decision, incident)
         self._intent = next_intent(self._intent, Restart())
         if isinstance(self._intent, Continue):

@@ -121,10 +121,8 @@ class KubernetesSite(BaseModel):
 
 
 def grace_seconds(request: LaunchRequest) -> int:
-    """Return how long a pod may take to stop: two saves and two steps, and time to agree on it and to exit.
-
-    The prediction of a save may be wrong by a factor of two; a pod that is killed during one loses it.
-    """
+    """Return how long a pod may take to stop: two saves and two steps, and time to agree on it and to exit."""
+    # The prediction of a save may be wrong by a factor of two; a pod that is killed during one loses it.
     step_seconds = request.plan.prediction.step_seconds if request.plan.prediction else 0.0
     return max(MIN_GRACE_SECONDS, math.ceil(STOP_SECONDS + 2 * (request.save_seconds + step_seconds)))
 
@@ -143,11 +141,9 @@ def _selector(request: LaunchRequest) -> dict[str, Any]:
 
 
 def _container(request: LaunchRequest) -> dict[str, Any]:
-    """Return the container. It has no liveness probe: a rank that holds the interpreter's lock is not dead.
-
-    Secrets are references, and may be missing. Recipe and plan are mounted one by one: in a mounted ConfigMap they
-    would be links, which no file of a run is.
-    """
+    """Return the container. It has no liveness probe: a rank that holds the interpreter's lock is not dead."""
+    # Secrets are references, and may be missing. Recipe and plan are mounted one by one: in a mounted ConfigMap they
+    # would be links, which no file of a run is.
     site: KubernetesSite = request.site
     # The root file system is read-only, and the user may not be in the image's /etc/passwd.
     own = {"HOME": "/tmp", "USER": "trimaran", "XDG_CACHE_HOME": f"{site.runs.rstrip('/')}/.cache"}
@@ -309,12 +305,10 @@ def _object(request: LaunchRequest, version: str, kind: str, *, name: str = "") 
 
 
 def _job_spec(request: LaunchRequest, *, with_size: bool = True) -> dict[str, Any]:
-    """Return the spec of the Job that keeps one pod for each node.
-
-    The run is done when one pod says so: all supervisors return the run's exit code, and a pod that was replaced at the
-    very end, or never found a node, has nothing left to do. Of the failure rules the first that fits decides; other
-    failures count as restarts.
-    """
+    """Return the spec of the Job that keeps one pod for each node."""
+    # The run is done when one pod says so: all supervisors return the run's exit code, and a pod that was replaced at
+    # the very end, or never found a node, has nothing left to do. Of the failure rules the first that fits decides;
+    # other failures count as restarts.
     nodes = request.max_nodes
     size = {"completions": nodes, "parallelism": nodes} if with_size else {}
     final = {"containerName": CONTAINER, "operator": "In", "values": sorted([EXIT_USER, EXIT_STUCK])}
@@ -350,10 +344,8 @@ def _job_set_spec(request: LaunchRequest, *, template: Document) -> dict[str, An
 
 
 def _workload(request: LaunchRequest) -> list[Document]:
-    """Return the job itself. A TrainJob has a runtime of its own, unless the site names one.
-
-    A TrainJob can change only a part of its runtime's pods. Exit codes, restarts and placement are not among it.
-    """
+    """Return the job itself. A TrainJob has a runtime of its own, unless the site names one."""
+    # A TrainJob can change only a part of its runtime's pods. Exit codes, restarts and placement are not among it.
     site = request.site
     spec: dict[str, Any] = {"suspend": site.uses_kueue}
     if site.kind == "job":

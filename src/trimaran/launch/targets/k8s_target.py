@@ -121,10 +121,8 @@ class KubernetesTarget:
             return describe(found, api.pods(name), kind)
 
     def stop(self, job: JobRecord) -> None:
-        """Ask the pods to stop: they get SIGTERM, and their grace period is longer than a save.
-
-        The job is suspended. Kueue would resume it, so one in a queue is deleted.
-        """
+        """Ask the pods to stop: they get SIGTERM, and their grace period is longer than a save."""
+        # The job is suspended. Kueue would resume it, so one in a queue is deleted.
         with _open_job(job) as (api, kind, name):
             if job.details.get("queued"):
                 api.delete(kind.version, kind.kind, name)
@@ -153,10 +151,8 @@ def _open_job(job: JobRecord) -> Iterator[tuple["Api", "JobKind", str]]:
 
 
 def _submit(folder: Path, details: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Create the objects of the launch files; return the job's native id and details. Raises if the job exists.
-
-    All objects are first created as a trial, so that nothing is left of a job that the API server refuses.
-    """
+    """Create the objects of the launch files; return the job's native id and details. Raises if the job exists."""
+    # All objects are first created as a trial, so that nothing is left of a job that the API server refuses.
     storage = folder / STORAGE_FILE
     documents = [*(_read_documents(storage) if storage.exists() else []), *_read_documents(folder / JOB_FILE)]
     job = documents[-1]
@@ -235,10 +231,7 @@ def _manifest_checks(request: LaunchRequest) -> list[SiteCheck]:
 
 
 def _path_errors(request: LaunchRequest) -> list[UserError]:
-    """Return a mistake for each path of the recipe that exists here and is not on the volume of the pods.
-
-    What comes from the Hub is fetched again by the pods, to the same path.
-    """
+    """Return a mistake for each path of the recipe that is only here; what comes from the Hub, pods fetch again."""
     recipe, runs = request.recipe, PurePosixPath(request.site.runs)
     model, adapter = recipe.model, recipe.model.adapter
     paths = {"model.path": model.path, "model.adapter.path": adapter.path if adapter else None,
@@ -410,10 +403,8 @@ def open_api(context: str, namespace: str = "") -> Iterator[Api]:
 
 
 def _try_out(api: Api, documents: Sequence[Mapping[str, Any]]) -> str:
-    """Let the API server check all objects without creating one, and return how many it accepts.
-
-    It cannot check a TrainJob before its runtime exists, so only whether there are TrainJobs is asked.
-    """
+    """Let the API server check all objects without creating one, and return how many it accepts."""
+    # It cannot check a TrainJob before its runtime exists, so only whether there are TrainJobs is asked.
     job = documents[-1]
     for tree in documents:
         if tree["kind"] == "TrainJob":

@@ -71,7 +71,20 @@ class LocalTarget:
             SiteCheck(name="devices", found=str(here), error=error),
             SiteCheck(name="disk", found=free, error=refusal),
         ]
-        return [*checks, _check_addresses(addresses_of(request))] if request.num_nodes > 1 else checks
+        addresses = addresses_of(request) if request.num_nodes > 1 else []
+        refused = None
+        for address in addresses:
+            try:
+                socket.create_server((address, 0)).close()
+            except OSError as failure:
+                refused = UserError("L012", f"a node cannot listen at {address}: {failure.strerror}",
+                                    where="this machine",
+                                    fix=f"add the address: ip address add {address}/8 dev lo")  # fmt: skip
+                addresses = [address]
+                break
+        if addresses:
+            checks.append(SiteCheck(name="addresses", found=", ".join(addresses), error=refused))
+        return checks
 
     def render(self, request: LaunchRequest) -> LaunchFiles:
         text, addresses = f"#!/usr/bin/env bash\n# Run {commented(request.name)} on this machine", addresses_of(request)
@@ -163,15 +176,3 @@ def _start(process: DetachedProcess) -> tuple[str, dict[str, Any]]:
 
 def _process(job: JobRecord) -> DetachedProcess:
     return DetachedProcess(Path(job.folder), PROCESS, logs=Path(job.run_dir, "logs"))
-
-
-def _check_addresses(addresses: list[str]) -> SiteCheck:
-    for address in addresses:
-        try:
-            with socket.create_server((address, 0)):
-                pass
-        except OSError as error:
-            refusal = UserError("L012", f"a node cannot listen at {address}: {error.strerror}", where="this machine",
-                                fix=f"add the address: ip address add {address}/8 dev lo")  # fmt: skip
-            return SiteCheck(name="addresses", found=address, error=refusal)
-    return SiteCheck(name="addresses", found=", ".join(addresses))

@@ -117,16 +117,13 @@ def newest_metrics(path: Path) -> dict[str, float] | None:
 
 @dataclass
 class SupervisorPlace:
-    """A place for a supervisor: a bundle of the placement group, or a node that joined the cluster later.
-
-    `where` is empty until the actor has started. `answer` is the pending call.
-    """
+    """A place for a supervisor: a bundle of the placement group, or a node that joined the cluster later."""
 
     index: int
     strategy: Any
     actor: Any = None
-    answer: Any = None
-    where: Mapping[str, Any] | None = None
+    answer: Any = None  # the pending call
+    where: Mapping[str, Any] | None = None  # None until the actor has started
     starts: int = 0
     code: int | None = None
 

@@ -38,7 +38,6 @@ def _without_secrets(values: dict[str, str]) -> dict[str, str]:
 
 Variables = Annotated[dict[str, str], AfterValidator(_without_secrets)]
 
-
 MAX_SITE_BYTES = 1 << 16
 EXAMPLE = "slurm: {partition: gpu, account: llm}"
 

@@ -18,6 +18,7 @@ from trimaran.runs import RunDirectory, append_line, last_lines, last_step, open
 
 MAX_DEATHS = 3  # ends in a row without a new step, of which no supervisor could say why
 MAX_REASON = 250  # characters
+ENDS = "launch/slurm.jsonl"  # of the run
 EVENT_BACKLOG_BYTES = 1 << 16
 SINCE_SECONDS = 2.0  # clocks of nodes may differ a little
 OUTCOME_OF_EVENT = {"done": EXIT_DONE, "stop": EXIT_AGAIN}
@@ -34,11 +35,9 @@ class JobEnd:
 
 
 def find_end(run: RunDirectory, *, code: int, since: float) -> JobEnd:
-    """Return how a job ended that began at `since` and whose step returned `code`.
-
-    What the coordinator wrote counts. If there is nothing of it, the supervisors were killed, and another start may
-    help, unless that happened several times without a new step.
-    """
+    """Return how a job ended that began at `since` and whose step returned `code`."""
+    # What the coordinator wrote counts. If there is nothing of it, the supervisors were killed, and another start may
+    # help, unless that happened several times without a new step.
     known = read_attempts(run)
     lines = [json.loads(line) for line in last_lines(run.attempts, 5)] if known.over is not None else []
     times = [float(line.get("time", 0.0)) for line in lines if "over" in line]
@@ -64,18 +63,14 @@ def find_end(run: RunDirectory, *, code: int, since: float) -> JobEnd:
 def read_ends(run: RunDirectory) -> list[dict[str, Any]]:
     """Return the last ends of the run's jobs, the oldest first."""
     try:
-        found = [json.loads(line) for line in last_lines(ends_path(run), 100)]
+        found = [json.loads(line) for line in last_lines(run.path / ENDS, 100)]
     except (OSError, ValueError):
         return []
     return [each for each in found if isinstance(each, dict)]
 
 
-def ends_path(run: RunDirectory) -> Path:
-    return run.path / "launch" / "slurm.jsonl"
-
-
 def record_end(run: RunDirectory, end: JobEnd, *, code: int, environ: Mapping[str, str]) -> None:
-    path = ends_path(run)
+    path = run.path / ENDS
     path.parent.mkdir(exist_ok=True)
     record = {
         "job": environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID", ""),

@@ -180,6 +180,13 @@ def script_lines(request: LaunchRequest, *, excluded: str = "") -> str:
     if request.min_nodes < request.max_nodes:
         nodes = f"{request.min_nodes} to {request.max_nodes} nodes"
     ranks = "1 rank" if request.ranks_per_node == 1 else f"{request.ranks_per_node} ranks each"
+    # Slurm signals only the batch shell, and the step only if the whole job must end.
+    if site.runner == "torchrun":  # which would kill its ranks; rank 0 reads the stop file
+        stop = 'touch "$RUN/stop"'
+    else:
+        stop = 'scancel --quiet --signal=TERM "$SLURM_JOB_ID" || touch "$RUN/stop"'
+    # The Python of a container is run inside of it.
+    inside = ["srun", "--nodes=1", "--ntasks=1", *_container(site), ""] if site.container_image else []
     parts = [
         "#!/bin/bash",
         *textwrap.wrap(
@@ -198,14 +205,33 @@ def script_lines(request: LaunchRequest, *, excluded: str = "") -> str:
         *([] if request.run_exists else ["FOLDER=$PWD  # with recipe.yaml and plan.json"]),
         f"PYTHON={shlex.quote(site.python or sys.executable)}",
         "",
-        *_trap_lines(site),
+        "# USR1: the time limit is near, or the job is preempted. USR2: stop, and do not go on. Both save first.",
+        "# A step that is being created misses a signal, so it is repeated; the run takes several as one.",
+        "# TERM: Slurm ends the job (scancel, scontrol requeue) and has told all its processes.",
+        'asked="" step="" reason=""',
+        "forward() {",
+        "  asked=$1",
+        f'  while kill -0 "$step" 2>/dev/null; do {stop}; sleep {REPEAT_SECONDS}; done &',
+        "}",
+        "trap 'forward again' USR1",
+        "trap 'forward stop' USR2",
+        "trap 'asked=${asked:-again}' TERM",
+        'say() { scontrol update JobId="$SLURM_JOB_ID" Comment="$1"; }',
+        "",
         *site.setup,
         "# Names of nodes may not resolve on the nodes: use the address that Slurm itself uses.",
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "head=$(scontrol show node --oneliner \"$head\" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')",
         "",
         *_step_lines(request),
-        *_end_lines(site),
+        "trap '' USR1 USR2 TERM",
+        "# What the coordinator wrote has the last word: srun returns the largest exit code of its tasks.",
+        "if { read -r found && read -r reason; } < <( \\",
+        f'  {" ".join(inside)}"$PYTHON" -m trimaran.launch.targets.slurm_end "$RUN" \\',
+        '  --code="$code" --since="$began" --asked="$asked"); then',
+        "  code=$found",
+        '  say "$reason"',
+        "fi",
         *_chain_lines(request),
         'exit "$code"',
     ]
@@ -262,29 +288,6 @@ def quote_option(option: str) -> str:
         return option
     escaped = option.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
-
-
-def _trap_lines(site: SlurmSite) -> list[str]:
-    """Return the handlers of the batch shell. Slurm signals only it, and the step only if the whole job must end."""
-    if site.runner == "torchrun":  # which would kill its ranks; rank 0 reads the stop file
-        stop = 'touch "$RUN/stop"'
-    else:
-        stop = 'scancel --quiet --signal=TERM "$SLURM_JOB_ID" || touch "$RUN/stop"'
-    return [
-        "# USR1: the time limit is near, or the job is preempted. USR2: stop, and do not go on. Both save first.",
-        "# A step that is being created misses a signal, so it is repeated; the run takes several as one.",
-        "# TERM: Slurm ends the job (scancel, scontrol requeue) and has told all its processes.",
-        'asked="" step="" reason=""',
-        "forward() {",
-        "  asked=$1",
-        f'  while kill -0 "$step" 2>/dev/null; do {stop}; sleep {REPEAT_SECONDS}; done &',
-        "}",
-        "trap 'forward again' USR1",
-        "trap 'forward stop' USR2",
-        "trap 'asked=${asked:-again}' TERM",
-        'say() { scontrol update JobId="$SLURM_JOB_ID" Comment="$1"; }',
-        "",
-    ]
 
 
 def _step_lines(request: LaunchRequest) -> list[str]:
@@ -346,26 +349,9 @@ def _container(site: SlurmSite) -> list[str]:
     return [shlex.quote(f"--{name}={value}") for name, value in given.items() if value]
 
 
-def _end_lines(site: SlurmSite) -> list[str]:
-    """Return how the job learns why it ended; the Python of a container is run inside of it."""
-    inside = ["srun", "--nodes=1", "--ntasks=1", *_container(site), ""] if site.container_image else []
-    return [
-        "trap '' USR1 USR2 TERM",
-        "# What the coordinator wrote has the last word: srun returns the largest exit code of its tasks.",
-        "if { read -r found && read -r reason; } < <( \\",
-        f'  {" ".join(inside)}"$PYTHON" -m trimaran.launch.targets.slurm_end "$RUN" \\',
-        '  --code="$code" --since="$began" --asked="$asked"); then',
-        "  code=$found",
-        '  say "$reason"',
-        "fi",
-    ]
-
-
 def _chain_lines(request: LaunchRequest) -> list[str]:
-    """Return how the run goes on in another job, unless it was cancelled or asked to stop.
-
-    Slurm puts the job back into the queue, or the rest of the chain waits for it; what is not needed is cancelled.
-    """
+    """Return how the run goes on in another job, unless it was cancelled or asked to stop."""
+    # Slurm puts the job back into the queue, or the rest of the chain waits for it; what is not needed is cancelled.
     if request.site.chain == "requeue":
         return [
             "# In any other state than RUNNING, Slurm itself ends the job or has requeued it.",

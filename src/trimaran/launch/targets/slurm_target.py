@@ -46,11 +46,6 @@ FIELD = re.compile(r"(?:^| )([A-Z][A-Za-z:/]*)=")
 UNKNOWN_JOB = "Invalid job id"
 
 
-def find_missing(*tools: str) -> list[str]:
-    """Return the commands of Slurm that are not installed here."""
-    return [tool for tool in tools if shutil.which(tool) is None]
-
-
 def run_slurm(
     *command: str, folder: Path | None = None, seconds: float = ASK_SECONDS
 ) -> subprocess.CompletedProcess[str]:
@@ -102,15 +97,6 @@ def show_jobs(job_ids: Sequence[str]) -> list[dict[str, str]]:
     return found
 
 
-def show_partition(name: str) -> dict[str, str] | None:
-    """Return the fields of a partition, or of the default one if `name` is empty; None if there is none."""
-    done = run_slurm("scontrol", "show", "partition", "--oneliner", *([name] if name else []))
-    found = [parse_fields(line) for line in done.stdout.splitlines() if line.startswith("PartitionName=")]
-    if name:
-        return found[0] if found and done.returncode == 0 else None
-    return next((each for each in found if each.get("Default") == "YES"), None)
-
-
 TOOLS = ("sbatch", "scontrol", "scancel", "sinfo", "srun")
 SHARED_DISKS = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph", "fuse.ceph", "glusterfs", "cifs", "9p"}
 QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
@@ -128,7 +114,7 @@ class SlurmTarget:
 
     def check(self, request: LaunchRequest | None, site: SlurmSite) -> list[SiteCheck]:
         """Return what was checked; the later checks need that the earlier ones have passed."""
-        if missing := find_missing(*TOOLS):
+        if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
             error = UserError("L030", f"Slurm's commands are not installed here: {', '.join(missing)}",
                               where="--on slurm",
                               fix="launch from a login node, or write the files with --dry-run")  # fmt: skip
@@ -145,7 +131,12 @@ class SlurmTarget:
         if site.container_image:
             checks.append(ask_check("container", partial(_find_pyxis, site.container_image)))
         if request is not None:
-            checks += [_check_time(request, site), _check_disk(request.run_dir)]
+            needed, limit, error = stop_time(request), time_seconds(site.time), None
+            if limit is not None and limit <= needed.lead_seconds:
+                error = UserError("L035", f"slurm.time is {limit:g} s, and a stop alone takes {needed}",
+                                  where="slurm.time",
+                                  fix="allow more time, so that the run can also train")  # fmt: skip
+            checks += [SiteCheck(name="time to save", found=str(needed), error=error), _check_disk(request.run_dir)]
             if all(each.error is None for each in checks):
                 checks.append(ask_check("sbatch --test-only", lambda: _try_submission(request, self.render(request))))
         return checks
@@ -282,18 +273,22 @@ def _ask_for_job(job: JobRecord, *command: str) -> None:
 
 
 def stands_for_chain(fields: Mapping[str, str]) -> tuple[int, int]:
-    """Return which job of a chain stands for all of them, the lowest first.
-
-    It is the one that runs, else one that waits, else the one that finished the run, else the last that has run. The
-    rest of a chain is cancelled before it has run.
-    """
+    """Return which job of a chain stands for all of them, the lowest first."""
+    # It is the one that runs, else one that waits, else the one that finished the run, else the last that has run. The
+    # rest of a chain is cancelled before it has run.
     state, number = fields.get("JobState", ""), fields.get("JobId", "").partition(" ")[0]
     kinds = [state in RUNNING, state in QUEUED, state == "COMPLETED", state != "CANCELLED"]
     return (kinds.index(True) if True in kinds else len(kinds), -int(number) if number.isdigit() else 0)
 
 
 def _check_partition(request: LaunchRequest | None, site: SlurmSite) -> SiteCheck:
-    partition = show_partition(site.partition)
+    named = [site.partition] if site.partition else []
+    done = run_slurm("scontrol", "show", "partition", "--oneliner", *named)
+    shown = [parse_fields(line) for line in done.stdout.splitlines() if line.startswith("PartitionName=")]
+    if named:
+        partition = shown[0] if shown and done.returncode == 0 else None
+    else:
+        partition = next((each for each in shown if each.get("Default") == "YES"), None)
     if partition is None:
         known = sorted(set(ask_slurm("sinfo", "--noheader", "--format=%R").split()))
         what = f"there is no partition '{site.partition}'{did_you_mean(site.partition, known)}"
@@ -302,37 +297,33 @@ def _check_partition(request: LaunchRequest | None, site: SlurmSite) -> SiteChec
         return SiteCheck(name="partition", found=error.what, error=error)
     name = partition["PartitionName"]
     found = f"{name}, {partition.get('TotalNodes', '?')} nodes, at most {partition.get('MaxTime', '?')}"
-    error = _partition_error(request, site, partition) if request is not None else None
-    return SiteCheck(name="partition", found=found, error=error)
-
-
-def _partition_error(request: LaunchRequest, site: SlurmSite, partition: Mapping[str, str]) -> UserError | None:
-    """Return why a partition cannot hold the job; None if it can."""
-    name, where = partition["PartitionName"], "slurm.partition"
-    if partition.get("State", "UP") != "UP":
-        return UserError("L033", f"partition {name} is {partition['State']}", where=where, fix="use another one")
+    if request is None:
+        return SiteCheck(name="partition", found=found)
+    where, error = "slurm.partition", None
     limits = [int(each) for key in ("TotalNodes", "MaxNodes") if (each := partition.get(key, "")).isdigit()]
-    if limits and request.min_nodes > min(limits):
-        return UserError("L033", f"partition {name} allows {min(limits)} nodes, and the run needs {request.min_nodes}",
-                         where=where, fix="use a smaller cluster, or another partition")  # fmt: skip
     longest, asked = time_seconds(partition.get("MaxTime", "")), time_seconds(site.time)
-    if longest is not None and asked is not None and asked > longest:
-        return UserError("L033", f"partition {name} allows {partition['MaxTime']}, and slurm.time is {site.time}",
-                         where="slurm.time", fix="use a shorter time: the run goes on in the next job")  # fmt: skip
-    if not request.cluster.device.traits.shares_cores:
+    if partition.get("State", "UP") != "UP":
+        error = UserError("L033", f"partition {name} is {partition['State']}", where=where, fix="use another one")
+    elif limits and request.min_nodes > min(limits):
+        error = UserError("L033", f"partition {name} allows {min(limits)} nodes, and the run needs {request.min_nodes}",
+                          where=where, fix="use a smaller cluster, or another partition")  # fmt: skip
+    elif longest is not None and asked is not None and asked > longest:
+        error = UserError("L033", f"partition {name} allows {partition['MaxTime']}, and slurm.time is {site.time}",
+                          where="slurm.time", fix="use a shorter time: the run goes on in the next job")  # fmt: skip
+    elif not request.cluster.device.traits.shares_cores:
         listed = ask_slurm("sinfo", "--noheader", f"--partition={name}", "--format=%G")
         nodes = [re.findall(r"(?:^|,)gpu(?::[^:(,]+)?:(\d+)", line) for line in listed.splitlines()]
         gpus = max((sum(map(int, counts)) for counts in nodes), default=0)
         if gpus < request.ranks_per_node:
-            return UserError("L033", f"nodes of partition {name} have {gpus} GPUs, and the run needs "
-                             f"{request.ranks_per_node} on each", where=where,
-                             fix="use another partition, or a cluster with fewer devices per node")  # fmt: skip
-    return None
+            error = UserError("L033", f"nodes of partition {name} have {gpus} GPUs, and the run needs "
+                              f"{request.ranks_per_node} on each", where=where,
+                              fix="use another partition, or a cluster with fewer devices per node")  # fmt: skip
+    return SiteCheck(name="partition", found=found, error=error)
 
 
 def _find_account(account: str) -> str:
     known: list[str] = []  # a cluster may keep no accounts
-    if not find_missing("sacctmgr"):
+    if shutil.which("sacctmgr"):
         done = run_slurm("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={getpass.getuser()}",
                          "format=account")  # fmt: skip
         known = sorted(set(done.stdout.split())) if done.returncode == 0 else []
@@ -350,14 +341,6 @@ def _find_pyxis(image: str) -> str:
                         where="slurm.container_image",
                         fix="leave container_image empty and name a Python with Trimaran in slurm.python")  # fmt: skip
     return f"pyxis, {image}"
-
-
-def _check_time(request: LaunchRequest, site: SlurmSite) -> SiteCheck:
-    needed, limit, error = stop_time(request), time_seconds(site.time), None
-    if limit is not None and limit <= needed.lead_seconds:
-        error = UserError("L035", f"slurm.time is {limit:g} s, and a stop alone takes {needed}", where="slurm.time",
-                          fix="allow more time, so that the run can also train")  # fmt: skip
-    return SiteCheck(name="time to save", found=str(needed), error=error)
 
 
 def _check_disk(run_dir: Path) -> SiteCheck:

@@ -46,7 +46,11 @@ class HostsCheck:
         def first(session: HostSession) -> tuple[dict[str, Any], UserError | None, float]:
             began = time.monotonic()
             try:
-                return session.first_facts(folder), None, time.monotonic() - began
+                return (
+                    session.ask("facts", within=session.first_answer_seconds, folder=folder),
+                    None,
+                    time.monotonic() - began,
+                )
             except UserError as error:
                 return {}, error, 0.0
 
@@ -127,11 +131,7 @@ class HostsCheck:
                 return SiteCheck(name="disk", found=f"{free} free", error=error)
         least = show_bytes(Bytes(min(found["free_bytes"] for found in self.facts.values())))
         error = self._disk_error(run_dir, kind)
-        texts = {
-            "shared": "shared by the hosts and us",
-            "hosts": "shared by the hosts",
-            "own": "each host its own",
-        }
+        texts = {"shared": "shared by the hosts and us", "hosts": "shared by the hosts", "own": "each host its own"}
         found = f"{least} free for {run_dir}, {texts[kind]}" if error is None else f"{least} free for {run_dir}"
         return SiteCheck(name="disk", found=found, error=error)
 

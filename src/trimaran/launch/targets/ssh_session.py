@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -76,7 +76,17 @@ def read_hostfile(path: Path) -> list[str]:
         raise UserError("L010", "this is not a hostfile", where=str(path),
                         fix="write one host on each line, such as `gpu-1 slots=8`")  # fmt: skip
     lines = ((number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), start=1))
-    hosts = [_parse_line(line, where=f"{path}, line {number}") for number, line in lines if line]
+    hosts = []
+    for number, line in lines:
+        name, _, rest = line.replace("\t", " ").partition(" ")
+        if not name:
+            continue
+        where, unknown = f"{path}, line {number}", SETTING.sub("", rest).strip()
+        if unknown:
+            raise UserError("L010", f"{unknown!r} is not known in a hostfile", where=where,
+                            fix="write a line as `HOST`, `HOST slots=N` or `USER@HOST:PORT slots=N`")  # fmt: skip
+        host, slots = parse_host(name, where=where), dict(SETTING.findall(rest)).get("slots", "")
+        hosts.append(replace(host, slots=int(slots or host.slots)))
     if not hosts:
         raise UserError("L010", "the hostfile names no host", where=str(path),
                         fix="write one host on each line, such as `gpu-1 slots=8`")  # fmt: skip
@@ -107,15 +117,6 @@ def parse_hosts(specs: Sequence[str], *, where: str = "--hosts") -> tuple[SshHos
             raise UserError("L010", f"the host '{label}' is named twice", where=where,
                             fix="name each host once; one supervisor runs all ranks of a host")  # fmt: skip
     return hosts
-
-
-def _parse_line(line: str, *, where: str) -> SshHost:
-    name, _, rest = line.partition(" ") if "\t" not in line else line.replace("\t", " ").partition(" ")
-    if SETTING.sub("", rest).strip():
-        raise UserError("L010", f"{SETTING.sub('', rest).strip()!r} is not known in a hostfile", where=where,
-                        fix="write a line as `HOST`, `HOST slots=N` or `USER@HOST:PORT slots=N`")  # fmt: skip
-    host, slots = parse_host(name, where=where), dict(SETTING.findall(rest)).get("slots", "")
-    return SshHost(host=host.host, user=host.user, port=host.port, slots=int(slots or host.slots))
 
 
 START_SECONDS = 60.0  # for Python to start and to read its packages from a cold network disk
@@ -152,7 +153,8 @@ class HostSession:
     """A process on a host that answers questions, until `close`."""
 
     def __init__(self, access: SshAccess, host: SshHost) -> None:
-        self.host, self._access = host, access
+        self.host = host
+        self.first_answer_seconds = access.connect_seconds + START_SECONDS  # of ssh, and of Python's start
         self._stderr, self._left = TemporaryFile(), b""  # noqa: SIM115 - `close` closes it
         remote = shlex.join([*access.python, "-c", LOADER])
         self._process = subprocess.Popen(
@@ -171,10 +173,6 @@ class HostSession:
         if line is None:
             raise self._lost()
         return json.loads(line)
-
-    def first_facts(self, folder: str) -> dict[str, Any]:
-        """Return the answer to the first question, which takes as long as the connection and Python's start."""
-        return self.ask("facts", within=self._access.connect_seconds + START_SECONDS, folder=folder)
 
     def close(self) -> None:
         assert self._process.stdin is not None

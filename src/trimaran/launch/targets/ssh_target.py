@@ -254,7 +254,6 @@ case ${1-} in
 esac
 """
 
-
 SCRIPT = "launch.sh"
 FOLLOWER = "launch"  # the name of the detached `launch.sh --follow`, which collects the nodes' output
 SCRIPT_SECONDS = 600.0  # for a call of the script that starts, stops or asks the nodes
@@ -335,7 +334,8 @@ class SshTarget:
     def render(self, request: LaunchRequest) -> LaunchFiles:
         site: SshSite = request.site
         hosts = used_hosts(request, given_hosts(request, site))
-        folder = node_folder(request)
+        run = request.run_dir  # beside it, if it is not yet created, are the files about the nodes' supervisors
+        folder = run / "launch" / "nodes" if request.run_exists else run.with_name(f"{run.name}.launch")
         python = site.python or sys.executable
         created = "" if request.run_exists else str(folder)
         command = node_command(request, python=python, launch_folder=created, nodes=len(hosts))
@@ -412,10 +412,8 @@ def _bad_hosts(hosts: Sequence[SshHost]) -> list[SshHost]:
 
 
 def used_hosts(request: LaunchRequest, hosts: tuple[SshHost, ...]) -> tuple[SshHost, ...]:
-    """Return as many hosts as the run has nodes, in the order given; raise UserError if they are too few or too small.
-
-    Hosts of the bad-node memory are used only where the others are too few.
-    """
+    """Return as many hosts as the run has nodes, in the given order; raise UserError if too few, or one too small."""
+    # Hosts of the bad-node memory are used only where the others are too few.
     bad = _bad_hosts(hosts)
     good = [host for host in hosts if host not in bad][: request.max_nodes]
     chosen = {*good, *bad[: max(request.num_nodes - len(good), 0)]}
@@ -430,12 +428,6 @@ def used_hosts(request: LaunchRequest, hosts: tuple[SshHost, ...]) -> tuple[SshH
                         "run on each host", where="--hosts",
                         fix="name other hosts, or plan for fewer ranks on each: --set cluster=...")  # fmt: skip
     return used
-
-
-def node_folder(request: LaunchRequest) -> Path:
-    """Return the folder on the nodes for files about their supervisors: in the run, or beside one not yet created."""
-    run = request.run_dir
-    return run / "launch" / "nodes" if request.run_exists else run.with_name(f"{run.name}.launch")
 
 
 def ssh_access(site: SshSite) -> SshAccess:

@@ -42,24 +42,20 @@ State = Literal["queued", "running", "done", "stopped", "failed", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """What to launch. `run_dir` is the run directory as the nodes see it, an absolute path.
-
-    `run_exists`: the run directory was created here and is on a disk that the nodes share; otherwise the first node
-    creates it from the recipe and plan among the launch files. `site` are the target's defaults of this site, with
-    those of the command line on top. `save_seconds` is how long a checkpoint is predicted to take. `secrets` are the
-    names of environment variables that the ranks may need; their values are passed by reference only.
-    """
+    """What to launch."""
 
     name: str
-    run_dir: Path
+    run_dir: Path  # as the nodes see it, an absolute path
     recipe: Recipe
     plan: Plan
     cluster: Cluster
-    site: Any
+    site: Any  # the target's defaults of this site, with those of the command line on top
     hosts: tuple[str, ...] = ()
+    # created here, on a disk that the nodes share; else the first node creates it from the launch files
     run_exists: bool = True
     check: bool = True
-    save_seconds: Seconds = SAVE_SECONDS
+    save_seconds: Seconds = SAVE_SECONDS  # how long a checkpoint is predicted to take
+    # names of environment variables that the ranks may need; values are passed by reference only
     secrets: tuple[str, ...] = ()
 
     @property
@@ -164,31 +160,24 @@ class Target(Protocol):
 
         Without a request only the site's section is checked.
         """
-        ...
 
     def render(self, request: LaunchRequest) -> LaunchFiles:
         """Return the launch files. Starts nothing, reads no network, and gives the same files for the same request."""
-        ...
 
     def submit(self, request: LaunchRequest, folder: Path) -> tuple[str, dict[str, Any]]:
         """Submit the files in `folder`; return the job's native id and the details of its record."""
-        ...
 
     def submit_again(self, job: JobRecord) -> tuple[str, dict[str, Any]]:
         """Submit the files of a job again: the run continues from its newest state."""
-        ...
 
     def state(self, job: JobRecord) -> JobState:
         """Return the job's state, by asking the target."""
-        ...
 
     def stop(self, job: JobRecord) -> None:
         """Ask the job to stop with a complete checkpoint."""
-        ...
 
     def commands(self, job: JobRecord) -> JobCommands:
         """Return the commands that a person would use, without Trimaran where the target has its own."""
-        ...
 
 
 def open_target(name: str) -> Target:

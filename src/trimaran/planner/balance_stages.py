@@ -51,17 +51,28 @@ def balanced_cut(measured: MeasuredStages, plan: Plan, outline: Outline, *, seq_
     is_measured = min(measured.layers) >= 1 and min(measured.seconds) > 0
     if sum(measured.layers) != costs.num_layers or not is_measured or min(cost for _, cost in costs.layers) <= 0:
         return None
-    fitted = _fit(measured, costs)
-    layers = _best_split(fitted, len(measured.layers))
-    seconds = tuple(fitted.stage(number, part) for number, part in enumerate(_ranges(layers)))
-    return StageCut(layers=layers, seconds=seconds, step_seconds=_step_seconds(seconds, plan))
+    until, places = _fit(measured, costs)
+    # For each number of placed layers: the longest stage, the sum of squares, and the cut so far, which is the one that
+    # makes the longest stage shortest. Ties go to the most even cut.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage, place in enumerate(places):
+        longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for start, (longest, squares, cut) in best.items():
+            for stop in range(start + 1, costs.num_layers - (len(places) - stage - 1) + 1):
+                seconds = place * (until[stop] - until[start])
+                found = max(longest, seconds), squares + seconds**2, (*cut, stop - start)
+                if stop not in longer or found[:2] < longer[stop][:2]:
+                    longer[stop] = found
+        best = longer
+    layers = best[costs.num_layers][2]
+    stages = tuple(
+        place * (until[part.stop] - until[part.start]) for place, part in zip(places, _ranges(layers), strict=True)
+    )
+    return StageCut(layers=layers, seconds=stages, step_seconds=_step_seconds(stages, plan))
 
 
 class _LayerCosts:
-    """The FLOPs of each layer and of both ends, and which kind of layer each is. Embedding and head are the last kinds.
-
-    An embedding counts as a part of a layer, because it has no FLOPs.
-    """
+    """The FLOPs of each layer and of both ends, and their kinds: embedding and head are the last ones."""
 
     def __init__(self, outline: Outline, seq_len: int) -> None:
         kinds: list[object] = []
@@ -92,19 +103,12 @@ class _LayerCosts:
         return total
 
 
-@dataclass(frozen=True, slots=True)
-class _FittedCosts:
-    """Seconds of every layer, the first with the embedding and the last with the head, and the factor of each stage."""
+def _fit(measured: MeasuredStages, costs: _LayerCosts) -> tuple[list[float], list[float]]:
+    """Fit one factor for each kind of layer by least squares, near to the ratios of the cost model.
 
-    until: list[float]  # seconds of all layers before this one
-    places: list[float]
-
-    def stage(self, number: int, part: range) -> float:
-        return self.places[number] * (self.until[part.stop] - self.until[part.start])
-
-
-def _fit(measured: MeasuredStages, costs: _LayerCosts) -> _FittedCosts:
-    """Fit one factor for each kind of layer by least squares, near to the ratios of the cost model."""
+    Return the seconds of all layers before each one, of which the first has the embedding and the last the head, and
+    the factor of each stage.
+    """
     import numpy as np  # noqa: PLC0415  (takes a tenth of a second)
 
     rows = [costs.by_kind(part) for part in _ranges(measured.layers)]
@@ -127,24 +131,7 @@ def _fit(measured: MeasuredStages, costs: _LayerCosts) -> _FittedCosts:
     explained = [until[part.stop] - until[part.start] for part in _ranges(measured.layers)]
     places = [min(max(seconds / each, 1 / MAX_PLACE_FACTOR), MAX_PLACE_FACTOR)
               for seconds, each in zip(measured.seconds, explained, strict=True)]  # fmt: skip
-    return _FittedCosts(until, places)
-
-
-def _best_split(costs: _FittedCosts, num_stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage that make the longest one shortest. Ties go to the most even cut."""
-    count = len(costs.until) - 1
-    # For each number of placed layers: the longest stage, the sum of squares, and the cut so far.
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for stage in range(num_stages):
-        longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for start, (longest, squares, cut) in best.items():
-            for stop in range(start + 1, count - (num_stages - stage - 1) + 1):
-                seconds = costs.stage(stage, range(start, stop))
-                found = max(longest, seconds), squares + seconds**2, (*cut, stop - start)
-                if stop not in longer or found[:2] < longer[stop][:2]:
-                    longer[stop] = found
-        best = longer
-    return best[count][2]
+    return until, places
 
 
 def _step_seconds(stages: Sequence[float], plan: Plan) -> float:

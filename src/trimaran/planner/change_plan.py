@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
-from trimaran.core import OTHER_CHANGEABLE_FIELDS, Mesh, Plan, Recipe, UserError, dump_recipe, parse_recipe
+from trimaran.core import OTHER_CHANGEABLE_FIELDS, Plan, Recipe, UserError, dump_recipe, parse_recipe
 from trimaran.machine import cluster_of
 from trimaran.models import cached_facts, outline_if_known, spec_of
 from trimaran.planner.question import Question
@@ -71,7 +71,8 @@ def is_in_place(old: Plan, new: Plan) -> bool:
     if not changed <= {*IN_PLACE_FIELDS} or (old.splits_weights and accumulates):
         return False
     saves_gathered = old.comm.regather and old.mesh.tp > 1
-    if "recompute" in changed and (old.compile or saves_gathered or _joins(old) != _joins(new)):
+    joined = [(each.joins_projections, each.joins_projections_on_cpu) for each in (old, new)]
+    if "recompute" in changed and (old.compile or saves_gathered or joined[0] != joined[1]):
         return False
     if "comm.bucket_mb" not in changed:
         return True
@@ -80,10 +81,6 @@ def is_in_place(old: Plan, new: Plan) -> bool:
     is_replicated = old.mesh.world_size == old.mesh.dp_replicate > 1 == old.mesh.ep and shardings == {"none"}
     is_plain = old.comm.compression == "none" and not old.comm.local.is_on
     return is_replicated and is_plain and not old.reduces_after_backward
-
-
-def _joins(plan: Plan) -> tuple[bool, bool]:
-    return plan.joins_projections, plan.joins_projections_on_cpu
 
 
 def patch_between(old: Plan, new: Plan) -> dict[str, Any]:
@@ -145,72 +142,52 @@ def refuse_other_results(old: Plan, new: Plan, *, may_change: Collection[str] = 
                         where="plan.mesh.dp_replicate", fix="leave it as it is")  # fmt: skip
 
 
-class _Patched:
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = [name.removeprefix("plan.") for name in names]
-
-    def has(self, field: str) -> bool:
-        """Return whether the patch sets this field of the plan, all of its section or some of its parts."""
-        return any(f"{each}.".startswith(f"{field}.") or f"{field}.".startswith(f"{each}.") for each in self._names)
-
-
 def _completed(new: Plan, old: Plan, global_batch: int, names: Collection[str]) -> Plan:
-    patched = _Patched(names)
-    mesh = _completed_mesh(new, old, patched)
+    """Return the patched plan with the fields that follow from those in the patch."""
+
+    def is_set(field: str) -> bool:
+        """Return whether the patch sets this field of the plan, all of its section or some of its parts."""
+        own = (name.removeprefix("plan.") for name in names)
+        return any(f"{each}.".startswith(f"{field}.") or f"{field}.".startswith(f"{each}.") for each in own)
+
+    mesh = new.mesh
+    has_replicas, has_shards = is_set("mesh.dp_replicate"), is_set("mesh.dp_shard")
+    data, rest = divmod(old.mesh.world_size, mesh.tp * mesh.pp * mesh.cp)
+    if has_replicas != has_shards:
+        axis = "dp_replicate" if has_shards else "dp_shard"
+        degree, rest = divmod(old.mesh.world_size, mesh.world_size // getattr(mesh, axis))
+        mesh = mesh if rest or not degree else mesh.model_copy(update={axis: degree})
+    elif not has_replicas and not rest:
+        sharded = old.mesh.dp_shard > 1
+        if is_set("sharding"):
+            sharded = new.sharding != "none" and (mesh.cp == 1 or old.mesh.dp_shard > 1)
+        replicas = math.gcd(mesh.dp_replicate, data) if sharded and old.mesh.dp_shard > 1 else 1
+        sizes = (replicas, data // replicas) if sharded else (data, 1)
+        mesh = mesh.model_copy(update=dict(zip(("dp_replicate", "dp_shard"), sizes, strict=True)))
     fields: dict[str, Any] = {"mesh": mesh}
-    if not patched.has("sharding") and (new.sharding == "none") != (mesh.shards == 1) and new.offload != "parameters":
+    if not is_set("sharding") and (new.sharding == "none") != (mesh.shards == 1) and new.offload != "parameters":
         must_shard = new.sharding == "none" and mesh.dp_shard > 1
         fields["sharding"] = "parameters" if must_shard else new.sharding if mesh.shards > 1 else "none"
-    if not patched.has("pipeline.stages") and mesh.pp != old.mesh.pp:
+    if not is_set("pipeline.stages") and mesh.pp != old.mesh.pp:
         fields["pipeline"] = new.pipeline.model_copy(update={"stages": ()})
-    if not patched.has("loss") and mesh.tp * mesh.pp > 1:
+    if not is_set("loss") and mesh.tp * mesh.pp > 1:
         fields["loss"] = "logits"
-    if not patched.has("comm.overlap") and mesh.world_size != mesh.dp_replicate:
+    if not is_set("comm.overlap") and mesh.world_size != mesh.dp_replicate:
         fields["comm"] = new.comm.model_copy(update={"overlap": True})
-    if not patched.has("micro_batches") and mesh.dp != old.mesh.dp and new.rows_by_rank:
+    if not is_set("micro_batches") and mesh.dp != old.mesh.dp and new.rows_by_rank:
         fields["micro_batches"] = ()
     completed = new.model_copy(update=fields)
     if completed.global_batch == global_batch or global_batch % mesh.dp or completed.rows_by_rank:
         return completed
-    return completed.model_copy(update=_batch_fields(completed, global_batch // mesh.dp, patched))
-
-
-def _batch_fields(plan: Plan, batch: int, patched: _Patched) -> dict[str, int]:
-    """Return micro-batch and accumulation for `batch` rows of a data rank; nothing if the patch sets both."""
-    if patched.has("micro_batch") and patched.has("grad_accum"):
-        return {}
-    if patched.has("grad_accum"):
-        return {} if batch % plan.grad_accum else {"micro_batch": batch // plan.grad_accum}
-    rows = plan.micro_batch
-    if not patched.has("micro_batch"):  # the most rows that are not more than before and fill the pipeline
+    batch, rows = global_batch // mesh.dp, completed.micro_batch  # of a data rank
+    if is_set("grad_accum"):
+        if is_set("micro_batch") or batch % completed.grad_accum:
+            return completed
+        return completed.model_copy(update={"micro_batch": batch // completed.grad_accum})
+    if not is_set("micro_batch"):  # the most rows that are not more than before and fill the pipeline
         fits = (each for each in range(min(rows, batch), 0, -1) if batch % each == 0)
-        rows = next((each for each in fits if plan.mesh.pp == 1 or batch // each >= plan.num_stages), 1)
-    return {"micro_batch": rows, "grad_accum": max(1, batch // rows)}
-
-
-def _completed_mesh(new: Plan, old: Plan, patched: _Patched) -> Mesh:
-    has_replicas, has_shards = (patched.has(f"mesh.{axis}") for axis in ("dp_replicate", "dp_shard"))
-    if not has_replicas and not has_shards:
-        sharding_is_set = patched.has("sharding")
-        mesh, world_size = new.mesh, old.mesh.world_size
-        inner = mesh.tp * mesh.pp * mesh.cp
-        if world_size % inner:
-            return mesh
-        data, sharded = world_size // inner, old.mesh.dp_shard > 1
-        if sharding_is_set:
-            sharded = new.sharding != "none" and (mesh.cp == 1 or old.mesh.dp_shard > 1)
-        replicas = math.gcd(mesh.dp_replicate, data) if sharded and old.mesh.dp_shard > 1 else 1
-        update = (
-            {"dp_replicate": replicas, "dp_shard": data // replicas}
-            if sharded
-            else {"dp_replicate": data, "dp_shard": 1}
-        )
-        return mesh.model_copy(update=update)
-    if has_replicas and has_shards:
-        return new.mesh
-    axis = "dp_replicate" if has_shards else "dp_shard"
-    degree, rest = divmod(old.mesh.world_size, new.mesh.world_size // getattr(new.mesh, axis))
-    return new.mesh if rest or not degree else new.mesh.model_copy(update={axis: degree})
+        rows = next((each for each in fits if mesh.pp == 1 or batch // each >= completed.num_stages), 1)
+    return completed.model_copy(update={"micro_batch": rows, "grad_accum": max(1, batch // rows)})
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:

@@ -31,35 +31,23 @@ class LeastMemory(NamedTuple):
 
 
 def least_memory_plan(space: Space, evaluator: PlanEvaluator, *, stop_at_fit: bool = False) -> LeastMemory | None:
-    """Return the legal plan that needs the least of the available memory; None if there is none.
-
-    With `stop_at_fit`, return the first plan that fits.
-    """
-    best: LeastMemory | None = None
+    """Return the legal plan with the least memory, or the first that fits (`stop_at_fit`); None if there is none."""
+    best, best_rank = None, (True, math.inf, 0)
     for plan in least_memory_plans(space):
         memory = evaluator.memory(plan)
         memory_use = evaluator.memory_use(memory)
-        candidate = LeastMemory(memory_use, plan, memory)
-        if (best is None or _memory_rank(candidate) < _memory_rank(best)) and is_legal(plan, space.question):
-            best = candidate
+        rank = memory_use > 1, round(memory_use, 2), memory.device  # device memory decides if all exceed the host alike
+        if (best is None or rank < best_rank) and is_legal(plan, space.question):
+            best, best_rank = LeastMemory(memory_use, plan, memory), rank
             if stop_at_fit and memory_use <= 1:
                 break
     return best
 
 
-def _memory_rank(candidate: LeastMemory) -> tuple[bool, float, int]:
-    """Return the sort key of a plan. If all plans exceed the host alike, device memory decides."""
-    return candidate.memory_use > 1, round(candidate.memory_use, 2), candidate.memory.device
-
-
 def smallest_cluster(question: Question) -> Cluster | None:
     """Return the smallest cluster of the question's devices on which a plan fits; None if none does."""
-    larger = [
-        each
-        for each in cluster_sizes(question.cluster, most=MAX_DEVICES)
-        if each.world_size > question.cluster.world_size
-    ]
-    return first_that_fits(question, larger)
+    sizes = cluster_sizes(question.cluster, most=MAX_DEVICES)
+    return first_that_fits(question, (each for each in sizes if each.world_size > question.cluster.world_size))
 
 
 def first_that_fits(question: Question, clusters: Iterable[Cluster]) -> Cluster | None:
@@ -99,7 +87,8 @@ def cluster_sizes(cluster: Cluster, *, most: int) -> Iterator[Cluster]:
     )
     yield from (resized_cluster(cluster, 1, each) for each in range(1, node) if node % each == 0)
     for num in range(1, most // node + 1):
-        if num <= 8 or num == cluster.num_nodes or _is_round(num):
+        part = num // 3 if num % 3 == 0 else num
+        if num <= 8 or num == cluster.num_nodes or num & (num - 1) == 0 or part & (part - 1) == 0:
             yield resized_cluster(cluster, num, node)
 
 
@@ -112,10 +101,6 @@ def resized_cluster(cluster: Cluster, num_nodes: int, devices_per_node: int) -> 
     )
     links = (*inner, replace(outer, devices=world)) if outer else ()
     return replace(cluster, num_nodes=num_nodes, devices_per_node=devices_per_node, links=links, groups=())
-
-
-def _is_round(num: int) -> bool:
-    return num & (num - 1) == 0 or (num % 3 == 0 and (third := num // 3) & (third - 1) == 0)
 
 
 MIN_HINT_SPEEDUP = 1.03  # a smaller gain is not shown
@@ -191,13 +176,13 @@ def memory_hints(question: Question) -> tuple[TemplateText, ...]:
     cluster = question.cluster
     larger_host = replace(cluster, host_bytes=Bytes(2 * cluster.host_bytes))
     text = templated("use nodes with {size} of memory", size=show_bytes(larger_host.host_bytes))
-    hosts = Hint(text, replace(question, cluster=larger_host))
-    others = [change for change in question_changes(question) if change.question.cluster == cluster]
-    pins = question.pins
-    changes = [*([hosts] if cluster.device.traits.has_own_memory else []), *others]
-    for name in sorted(pins.model_fields_set, reverse=True):
+    pins, changes = question.pins, []
+    for name in sorted(pins.model_fields_set):
         fewer = Plan(**{each: getattr(pins, each) for each in pins.model_fields_set - {name}})
-        changes.insert(0, Hint(templated("leave plan.{field} out", field=name), _with(question, plan=fewer)))
+        changes.append(Hint(templated("leave plan.{field} out", field=name), _with(question, plan=fewer)))
+    if cluster.device.traits.has_own_memory:
+        changes.append(Hint(text, replace(question, cluster=larger_host)))
+    changes += [change for change in question_changes(question) if change.question.cluster == cluster]
     hints = [
         templated("{hint}: a plan fits", hint=change.text)
         for change in changes
@@ -215,33 +200,39 @@ def memory_hints(question: Question) -> tuple[TemplateText, ...]:
 
 def adapter_changes(question: Question) -> Iterator[Hint]:
     """Yield the question with an adapter on frozen weights, of which another thing is trained; then with 4-bit ones."""
-    assert question.outline is not None
-    model, main, on_gpu = question.recipe.model, question.outline.main, question.cluster.device.traits.has_kernels
+    outline = question.outline
+    assert outline is not None
+    model, main, on_gpu = question.recipe.model, outline.main, question.cluster.device.traits.has_kernels
     has_linears = all(isinstance(block, OutlineLayer) for block, _ in main.runs)
     if question.stack.name != "trimaran" or not has_linears:
         return
+    changes: list[tuple[TemplateText, AdapterSection]] = []
     if model.adapter is None:
         settings = {"kind=lora": AdapterSection()} | ({"base=4bit": AdapterSection(base="4bit")} if on_gpu else {})
         for setting, section in settings.items():
-            text = templated(
-                "train a LoRA adapter, not the whole model, with --set {setting}", setting=f"model.adapter.{setting}"
-            )
-            yield Hint(text, _with_adapter(question, section))
+            field = f"model.adapter.{setting}"
+            text = templated("train a LoRA adapter, not the whole model, with --set {setting}", setting=field)
+            changes.append((text, section))
     elif model.adapter.base == "auto" and on_gpu:
         packed = model.adapter.model_copy(update={"base": "4bit"})
-        yield Hint(templated(INEXACT, field="model.adapter.base", value="4bit"), _with_adapter(question, packed))
-
-
-def _with_adapter(question: Question, section: AdapterSection) -> Question:
-    assert question.outline is not None
-    model = question.recipe.model.model_copy(update={"adapter": section})
-    return replace(_with(question, model=model), outline=with_adapter(question.outline, section))
+        changes = [(templated(INEXACT, field="model.adapter.base", value="4bit"), packed)]
+    for text, section in changes:
+        changed = _with(question, model=model.model_copy(update={"adapter": section}))
+        yield Hint(text, replace(changed, outline=with_adapter(outline, section)))
 
 
 def question_changes(question: Question) -> Iterator[Hint]:
     """Yield what the user could change: cluster, optimizer states, precision, sequence length, frozen towers."""
     recipe, cluster, pins = question.recipe, question.cluster, question.pins
-    if (larger := _larger(question)) is not None:
+    # A fuller node, or up to twice as many nodes, over which the batch splits.
+    node = cluster.devices_per_node
+    if cluster.num_nodes == 1 and 2 * node <= cluster.device.node_size:
+        larger = resized_cluster(cluster, 1, 2 * node)
+    else:
+        nodes = range(cluster.num_nodes + 1, 2 * cluster.num_nodes + 1)
+        nodes = (num for num in nodes if recipe.train.global_batch % num == 0)
+        larger = next((resized_cluster(cluster, num, node) for num in nodes), None)
+    if larger is not None and not cluster.device.traits.shares_cores:
         yield Hint(templated("use {cluster}", cluster=larger), replace(question, cluster=larger))
     train = recipe.train
     if train.optimizer.states == "fp32" and not pins.engine_traits.keeps_states_elsewhere:
@@ -265,18 +256,6 @@ def question_changes(question: Question) -> Iterator[Hint]:
             yield Hint(templated("freeze {tower}", tower=tower.name), frozen)
 
 
-def _larger(question: Question) -> Cluster | None:
-    """Return the next larger cluster over which the batch splits: a fuller node, or up to twice as many nodes."""
-    cluster, batch = question.cluster, question.recipe.train.global_batch
-    node = cluster.devices_per_node
-    if cluster.device.traits.shares_cores:
-        return None
-    if cluster.num_nodes == 1 and 2 * node <= cluster.device.node_size:
-        return resized_cluster(cluster, 1, 2 * node)
-    nodes = range(cluster.num_nodes + 1, 2 * cluster.num_nodes + 1)
-    return next((resized_cluster(cluster, num, node) for num in nodes if batch % num == 0), None)
-
-
 def with_frozen_tower(outline: Outline, name: str) -> Outline:
     """Return the model with that tower frozen."""
     towers = tuple(replace(each, frozen=True) if each.name == name else each for each in outline.towers)
@@ -286,10 +265,8 @@ def with_frozen_tower(outline: Outline, name: str) -> Outline:
 def fastest_like(question: Question, best: Plan) -> float | None:
     """Return the step seconds of the fastest plan with the mesh of `best`; None if none fits or can run."""
     mesh, pins = best.mesh, question.pins
-    fixed_mesh = Mesh(
-        **pins.mesh.model_dump(exclude_unset=True) | {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp, "ep": mesh.ep}
-    )
-    fixed: dict[str, Any] = {"mesh": fixed_mesh}
+    degrees = {axis: getattr(mesh, axis) for axis in ("tp", "pp", "cp", "ep")}
+    fixed: dict[str, Any] = {"mesh": Mesh(**pins.mesh.model_dump(exclude_unset=True) | degrees)}
     if mesh.pp > 1:
         fixed["pipeline"] = best.pipeline
     if best.mesh.dp > 1 and "sharding" not in pins.model_fields_set:

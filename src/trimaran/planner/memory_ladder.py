@@ -63,13 +63,18 @@ def cheapest_first(plan: Plan, question: Question, *, needed_bytes: float, devic
     """
     present, limit = plan_bytes(predict(question.job, question.cluster, plan)), MAX_MEMORY_FRACTION * device_bytes
     pinnable = MAX_PINNED_FRACTION * question.cluster.host_bytes
-    fitting = [
-        rung
-        for patch in all_changes(plan)
-        if (rung := _rung(plan, patch, question))
-        and plan_bytes(rung.prediction) * needed_bytes / present <= limit
-        and rung.prediction.host_bytes <= pinnable
-    ]
+    fitting = []
+    for patch in all_changes(plan):
+        if "plan.offload" in patch and not question.cluster.device.traits.has_own_memory:
+            continue  # a CPU has no host to offload to
+        try:
+            changed = plan_with(plan, patch)
+            check_plan(changed, question.recipe, question.spec, question.cluster, question.outline, question.facts)
+        except (UserError, ValidationError):
+            continue
+        rung = Rung(patch, changed, predict(question.job, question.cluster, changed))
+        if plan_bytes(rung.prediction) * needed_bytes / present <= limit and rung.prediction.host_bytes <= pinnable:
+            fitting.append(rung)
     return sorted(fitting, key=lambda rung: (rung.prediction.step_seconds, rung.prediction.peak_bytes, len(rung.patch)))
 
 
@@ -95,10 +100,7 @@ def next_rung(plan: Plan, question: Question | None = None, *, may_offload: bool
 
 
 def may_expand_segments(plan: Plan, *, hole_bytes: float, wanted_bytes: float) -> bool:
-    """Return whether expandable segments are the next rung: an allocation failed that the free holes could have held.
-
-    `hole_bytes` are reserved by the allocator and free, but in pieces.
-    """
+    """Return whether expandable segments are the next rung: the allocator's free, scattered bytes were enough."""
     return hole_bytes >= wanted_bytes > 0 and not uses_expandable_segments(plan)
 
 
@@ -110,7 +112,22 @@ def all_changes(plan: Plan) -> Iterator[Patch]:
     now = plan.recompute if isinstance(plan.recompute, str) else "selective"  # after every k-th layer comes full
     levels = RECOMPUTE_LEVELS[RECOMPUTE_LEVELS.index(now) + 1 :]
     sizes, recompute = list(_smaller_micro_batches(plan)), [{"plan.recompute": level} for level in levels]
-    yield from _combined(sizes, recompute, list(_sharding(plan)), list(_others(plan)))
+    shardings: list[Patch] = []
+    if plan.mesh.dp > 1 and plan.engine_traits.uses_fsdp:
+        for stage in SHARDINGS[SHARDINGS.index(plan.sharding) + 1 :]:
+            shards = {"plan.mesh.dp_replicate": 1, "plan.mesh.dp_shard": plan.mesh.dp, "plan.sharding": stage}
+            # Only replicas do without overlap.
+            shardings.append(shards if plan.comm.overlap else shards | {"plan.comm.overlap": True})
+    others: list[Patch] = []
+    if plan.loss == "logits":
+        others.append({"plan.loss": "chunked"})
+    if plan.mesh.tp > 1 and not plan.comm.regather:
+        others.append({"plan.comm.regather": True})
+    if plan.mesh.cp > 1 and plan.comm.context == "gather":
+        others.append({"plan.comm.context": "ring"})
+    if plan.offload == "none":
+        others += [{"plan.offload": kind} for kind in ("activations", "optimizer", "parameters")]
+    yield from _combined(sizes, recompute, shardings, others)
     for context in _context(plan):
         yield context
         for change in _combined(list(_smaller_micro_batches(plan_with(plan, context))), recompute):
@@ -145,14 +162,6 @@ def _smaller_micro_batches(plan: Plan) -> Iterator[Patch]:
             yield {"plan.micro_batch": plan.micro_batch // part, "plan.grad_accum": plan.grad_accum * part}
 
 
-def _sharding(plan: Plan) -> Iterator[Patch]:
-    if plan.mesh.dp == 1 or not plan.engine_traits.uses_fsdp:
-        return
-    for stage in SHARDINGS[SHARDINGS.index(plan.sharding) + 1 :]:
-        shards = {"plan.mesh.dp_replicate": 1, "plan.mesh.dp_shard": plan.mesh.dp, "plan.sharding": stage}
-        yield shards if plan.comm.overlap else shards | {"plan.comm.overlap": True}  # only replicas do without it
-
-
 def _context(plan: Plan) -> Iterator[Patch]:
     """Yield more context parallelism with fewer data ranks: each holds a smaller part of its sequences.
 
@@ -167,31 +176,6 @@ def _context(plan: Plan) -> Iterator[Patch]:
         axis, ranks = ("dp_replicate", replicas) if replicas % factor == 0 else ("dp_shard", shards)
         yield {f"plan.mesh.{axis}": ranks // factor, "plan.mesh.cp": plan.mesh.cp * factor,
                "plan.grad_accum": plan.grad_accum * factor}  # fmt: skip
-
-
-def _others(plan: Plan) -> Iterator[Patch]:
-    if plan.loss == "logits":
-        yield {"plan.loss": "chunked"}
-    if plan.mesh.tp > 1 and not plan.comm.regather:
-        yield {"plan.comm.regather": True}
-    if plan.mesh.cp > 1 and plan.comm.context == "gather":
-        yield {"plan.comm.context": "ring"}
-    if plan.offload == "none":
-        yield {"plan.offload": "activations"}
-        yield {"plan.offload": "optimizer"}
-        yield {"plan.offload": "parameters"}  # only of sharded parameters
-
-
-def _rung(plan: Plan, patch: Patch, question: Question) -> Rung | None:
-    """Return the change with its prediction; None if the changed plan cannot run. A CPU has no host to offload to."""
-    if "plan.offload" in patch and not question.cluster.device.traits.has_own_memory:
-        return None
-    try:
-        changed = plan_with(plan, patch)
-        check_plan(changed, question.recipe, question.spec, question.cluster, question.outline, question.facts)
-    except (UserError, ValidationError):
-        return None
-    return Rung(patch, changed, predict(question.job, question.cluster, changed))
 
 
 def describe_change(plan: Plan, changed: Plan) -> str:

@@ -1,13 +1,12 @@
 """What the planner chooses beside the mesh: how the loss is computed, bucket size and prefetch depth."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from trimaran.core import Plan
 from trimaran.core.plugins import KINDS
 from trimaran.cost import predict
 from trimaran.cost.collective import GatheredUnit, exposed_gathers, exposed_reduction
-from trimaran.cost.gradient_traffic import TrafficPath, traffic_path_on, unit_seconds
+from trimaran.cost.gradient_traffic import traffic_path_on, unit_seconds
 from trimaran.cost.job import ELEMENT_BYTES, chunk_rows, frees_weights
 from trimaran.cost.stage_time import StageTime, stage_inputs_on, stage_times_of
 from trimaran.cost.step_time import step_time_of, with_joined_units
@@ -17,17 +16,12 @@ FUSED, CHUNKED = "fused", "chunked"
 
 
 class LossChoices(NamedTuple):
-    """What a question leaves open about the loss.
+    """What a question leaves open about the loss."""
 
-    pinned: the user's choice; empty if there is none.
-    can_fuse: whether the head can be fused with the loss.
-    rows, outputs: rows of one sample's logits, and their columns.
-    """
-
-    pinned: str
-    can_fuse: bool
-    rows: int
-    outputs: int
+    pinned: str  # the user's choice; empty if there is none
+    can_fuse: bool  # whether the head can be fused with the loss
+    rows: int  # of one sample's logits
+    outputs: int  # columns of the logits
 
     def on(self, tp: int, pp: int, wanted: str = "") -> str:
         """Return how the loss is computed on such a mesh: as pinned, else as wished, else fused if possible.
@@ -100,39 +94,32 @@ def choose_comm(plan: Plan, question: Question) -> CommChoice:
 
 def _with_bucket(plan: Plan, question: Question) -> CommChoice:
     """Return the plan with the best bucket size: of DDP's reductions, or of FSDP units, which small layers share."""
-    seconds = dict(_bucket_seconds(plan, question))
-    now = plan.comm.bucket_mb
+    mesh, comm, now = plan.mesh, plan.comm, plan.comm.bucket_mb
+    seconds: dict[int, float] = {}
+    if mesh.tp * mesh.pp * mesh.ep > 1 or plan.towers or plan.offload != "none":
+        return CommChoice(plan)  # beside tp, pp or ep ranks reduce block by block, without buckets
+    if plan.sharding != "none":
+        for size in sorted({*UNIT_SIZES_MB, now}):
+            changed = plan.model_copy(update={"comm": comm.model_copy(update={"bucket_mb": size})})
+            seconds[size] = _step_seconds(changed, question)
+    elif comm.overlap and comm.compression == "none" and not comm.local.is_on:
+        stage, path = _stage(plan, question), traffic_path_on(question.job, question.cluster, plan)
+        num_bytes = path.replica_bytes * sum(unit.count * unit.trained_dense for unit in stage.units)
+        window = SURE_FRACTION * path.overlap_fraction * stage.backward
+        for size in sorted({*BUCKET_SIZES_MB, now}) if num_bytes else ():
+            seconds[size] = exposed_reduction(num_bytes, size * MEBIBYTE, path.dense.replicas, window)
     if now not in seconds:
         return CommChoice(plan)
     best = min(seconds, key=lambda size: (seconds[size], abs(size - now)))
     gain = (seconds[now] - seconds[best]) / _step_seconds(plan, question)
     if gain <= MIN_GAIN_FRACTION:
         return CommChoice(plan)
-    chosen = _with_comm(plan, bucket_mb=best)
+    chosen = plan.model_copy(update={"comm": plan.comm.model_copy(update={"bucket_mb": best})})
     if plan.sharding != "none" and not predict(question.job, question.cluster, chosen).fits:
         return CommChoice(plan)
     what = "gradients are reduced" if plan.sharding == "none" else "small layers share units"
     return CommChoice(chosen, (f"comm.bucket_mb {best}: {what} in pieces of {best} MiB instead of {now}, which should "
                                f"shorten steps by {gain:.1%}",))  # fmt: skip
-
-
-def _bucket_seconds(plan: Plan, question: Question) -> Iterator[tuple[int, float]]:
-    """Yield bucket sizes and their cost in a step. Beside tp, pp or ep ranks reduce block by block, without buckets."""
-    mesh, comm = plan.mesh, plan.comm
-    if mesh.tp * mesh.pp * mesh.ep > 1 or plan.towers or plan.offload != "none":
-        return
-    if plan.sharding != "none":
-        sizes = sorted({*UNIT_SIZES_MB, comm.bucket_mb})
-        yield from ((size, _step_seconds(_with_comm(plan, bucket_mb=size), question)) for size in sizes)
-        return
-    if not comm.overlap or comm.compression != "none" or comm.local.is_on:
-        return
-    stage, path = _stage(plan, question), traffic_path_on(question.job, question.cluster, plan)
-    num_bytes = path.replica_bytes * sum(unit.count * unit.trained_dense for unit in stage.units)
-    if num_bytes:
-        window = SURE_FRACTION * path.overlap_fraction * stage.backward
-        for size in sorted({*BUCKET_SIZES_MB, comm.bucket_mb}):
-            yield size, exposed_reduction(num_bytes, size * MEBIBYTE, path.dense.replicas, window)
 
 
 def _with_prefetch(plan: Plan, question: Question) -> CommChoice:
@@ -142,31 +129,28 @@ def _with_prefetch(plan: Plan, question: Question) -> CommChoice:
     path = traffic_path_on(question.job, question.cluster, plan)
     if not path.overlap_fraction:
         return CommChoice(plan)
-    waits = {depth: _gather_waits(plan, question, path, depth) for depth in (1, *PREFETCHES)}
-    step = _step_seconds(plan, question)
-    least = min(waits.values())
-    if (waits[1] - least) / step <= MIN_GAIN_FRACTION:
-        return CommChoice(plan)
-    best = next(depth for depth in PREFETCHES if waits[depth] - least <= MIN_GAIN_FRACTION * step)
-    chosen = _with_comm(plan, prefetch=best)
-    if not predict(question.job, question.cluster, chosen).fits:
-        return CommChoice(plan)
-    gain = (waits[1] - waits[best]) / step
-    return CommChoice(chosen, (f"comm.prefetch {best}: some gathers of weights take longer than the compute of one "
-                               f"block before them; this should shorten steps by {gain:.1%}",))  # fmt: skip
-
-
-def _gather_waits(plan: Plan, question: Question, path: TrafficPath, prefetch: int) -> float:
-    """Return how long a step waits for weights of blocks. Embedding and head are gathered before and after them."""
+    # How long a step waits for weights of blocks. Embedding and head are gathered before and after them.
     *blocks, _ = with_joined_units(question.job, plan, _stage(plan, question)).units
     forward, backward = list[GatheredUnit](), list[GatheredUnit]()
     for unit in blocks:
         gather, _ = unit_seconds(path, unit, unit.sharding or plan.sharding)
         forward += [GatheredUnit(gather, path.overlap_fraction * unit.forward)] * unit.count
         backward += [GatheredUnit(gather, path.overlap_fraction * unit.backward)] * unit.count
-    if not frees_weights(plan, plan.sharding):
-        return exposed_gathers(forward, prefetch)
-    return plan.grad_accum * (exposed_gathers(forward, prefetch) + exposed_gathers(backward[::-1], prefetch))
+    waits = {depth: exposed_gathers(forward, depth) for depth in (1, *PREFETCHES)}
+    if frees_weights(plan, plan.sharding):
+        for depth, once in waits.items():
+            waits[depth] = plan.grad_accum * (once + exposed_gathers(backward[::-1], depth))
+    step = _step_seconds(plan, question)
+    least = min(waits.values())
+    if (waits[1] - least) / step <= MIN_GAIN_FRACTION:
+        return CommChoice(plan)
+    best = next(depth for depth in PREFETCHES if waits[depth] - least <= MIN_GAIN_FRACTION * step)
+    chosen = plan.model_copy(update={"comm": plan.comm.model_copy(update={"prefetch": best})})
+    if not predict(question.job, question.cluster, chosen).fits:
+        return CommChoice(plan)
+    gain = (waits[1] - waits[best]) / step
+    return CommChoice(chosen, (f"comm.prefetch {best}: some gathers of weights take longer than the compute of one "
+                               f"block before them; this should shorten steps by {gain:.1%}",))  # fmt: skip
 
 
 def _stage(plan: Plan, question: Question) -> StageTime:
@@ -175,7 +159,3 @@ def _stage(plan: Plan, question: Question) -> StageTime:
 
 def _step_seconds(plan: Plan, question: Question) -> float:
     return sum(step_time_of(question.job, question.cluster, plan).terms.values())
-
-
-def _with_comm(plan: Plan, **settings: int) -> Plan:
-    return plan.model_copy(update={"comm": plan.comm.model_copy(update=settings)})

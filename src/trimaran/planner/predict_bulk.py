@@ -5,9 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from trimaran.core import Plan, Prediction, UserError, show_bytes, without_duplicates
+from trimaran.core import Plan, UserError, show_bytes, without_duplicates
 from trimaran.cost import Job, predict
-from trimaran.machine import Cluster
 from trimaran.models import OutlineLayer
 from trimaran.planner.predict_request import cluster_of, job_of, plan_of, tidy, with_options
 from trimaran.planner.rules.legal import check_loss
@@ -87,9 +86,18 @@ def predict_line(line: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError("P051", f"{job.stack.name} has no recompute elementwise", where="plan.recompute",
                         fix="use none, selective, full or a number")  # fmt: skip
     plan, obstacle = _runnable(plan, job)
-    plan, loss_problem = _with_valid_loss(plan, job)
+    loss_problem = ""
+    if job.stack.name == "trimaran":  # other stacks ignore the loss
+        try:
+            check_loss(plan, None)
+        except UserError as error:
+            plan, loss_problem = plan.model_copy(update={"loss": "logits"}), error.what
     found = predict(job, cluster, plan)
-    why = obstacle or loss_problem or why or ("" if found.fits else _too_big(found, cluster))
+    why = obstacle or loss_problem or why
+    if not why and not found.fits:
+        over = found.device_bytes - (found.memory_limit or cluster.device.memory_bytes)
+        host = found.host_bytes - cluster.host_bytes
+        why = f"{show_bytes(over)} over" if over > 0 else f"{show_bytes(host)} over in the host's memory"
     answer = {
         "id": line.get("id"),
         "fits": not why,
@@ -164,19 +172,3 @@ def _runnable(plan: Plan, job: Job) -> tuple[Plan, str]:
         return plan, ""
     pipeline = plan.pipeline.model_copy(update={"stages": valid_stages})
     return plan.model_copy(update={"mesh": mesh.model_copy(update=degrees), "pipeline": pipeline}), why
-
-
-def _with_valid_loss(plan: Plan, job: Job) -> tuple[Plan, str]:
-    """Return the plan, with logits if our trainer cannot compute its loss, and why. Other stacks ignore the loss."""
-    try:
-        if job.stack.name == "trimaran":
-            check_loss(plan, None)
-    except UserError as error:
-        return plan.model_copy(update={"loss": "logits"}), error.what
-    return plan, ""
-
-
-def _too_big(found: Prediction, cluster: Cluster) -> str:
-    size = found.memory_limit or cluster.device.memory_bytes
-    over, host = found.device_bytes - size, found.host_bytes - cluster.host_bytes
-    return f"{show_bytes(over)} over" if over > 0 else f"{show_bytes(host)} over in the host's memory"

@@ -110,23 +110,22 @@ def job_of(text: str, stack: str) -> Job:
     given = json.loads(text)
     flat, where = ({"preset": given}, "model") if isinstance(given, str) else (given, "model.preset")
     adapter = flat.pop("adapter", None)
-    outline, seq_len = _preset(flat, where) if "preset" in flat else _shape(flat)
+    if "preset" in flat:
+        section = _read(PresetLine, json.dumps(flat), "model", known=PRESET_FIELDS)
+        if section.preset not in PRESETS:
+            near = did_you_mean(section.preset, PRESETS)
+            fix = "see `trimaran presets`, or give layers, hidden, heads, ffn, vocab and seq_len"
+            raise _line_error(f"there is no preset '{section.preset[:80]}' of a decoder{near}", where, fix)
+        outline = outline_of(PRESETS[section.preset])
+        seq_len = section.seq_len or min(DEFAULT_SEQ_LEN, outline.max_seq_len)
+    else:
+        outline, seq_len = _shape(flat)
     if adapter is not None:
         section = _read(AdapterSection, json.dumps(adapter), "model.adapter", strict=False)
         if section.towers or section.path:
             raise _line_error("an adapter of a line has no towers and no path", "model.adapter")
         outline = with_adapter(outline, section)
     return Job(outline=outline, seq_len=seq_len, stack=find_stack(stack))
-
-
-def _preset(flat: dict[str, Any], where: str) -> tuple[Outline, int]:
-    section = _read(PresetLine, json.dumps(flat), "model", known=PRESET_FIELDS)
-    if section.preset not in PRESETS:
-        near = did_you_mean(section.preset, PRESETS)
-        raise _line_error(f"there is no preset '{section.preset[:80]}' of a decoder{near}", where,
-                          "see `trimaran presets`, or give layers, hidden, heads, ffn, vocab and seq_len")  # fmt: skip
-    outline = outline_of(PRESETS[section.preset])
-    return outline, section.seq_len or min(DEFAULT_SEQ_LEN, outline.max_seq_len)
 
 
 def _shape(flat: dict[str, Any]) -> tuple[Outline, int]:
@@ -174,10 +173,7 @@ def _experts(flat: dict[str, Any], section: ModelLine) -> ExpertSpec | None:
 
 @lru_cache(maxsize=MAX_CACHED_SECTIONS)
 def cluster_of(text: str) -> Cluster:
-    """Return the cluster of a line, as text such as `8xH100` or by its fields.
-
-    Nodes are equal: the largest that the GPUs fill, at most `gpus_per_node`.
-    """
+    """Return the cluster of a line, as `8xH100` or by its fields: the largest equal nodes that the GPUs fill."""
     if isinstance(given := json.loads(text), str):
         return parse_cluster(given)
     section = _read(ClusterLine, text, "cluster")
@@ -188,16 +184,12 @@ def cluster_of(text: str) -> Cluster:
 
 
 class SoftwareLine(BaseModel):
-    """Options of other training systems, beside the fields of a plan.
-
-    sequence_parallel: tensor parallelism also splits the sequence.
-    gradient_dtype: in which gradients are held, added up and reduced.
-    """
+    """Options of other training systems, beside the fields of a plan."""
 
     model_config = STRICT
 
-    sequence_parallel: bool = True
-    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
+    sequence_parallel: bool = True  # tensor parallelism also splits the sequence
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32"  # in which gradients are held, added up and reduced
 
 
 def with_options(job: Job, plan_text: str) -> Job:

@@ -29,29 +29,20 @@ def isolates_documents(data: DataSection) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A recipe, its model, the cluster, and the goal. Fields that the recipe's plan pins stay.
-
-    spec: the shape of our own model, if it is one.
-    outline: None for an unknown model, for which nothing can be predicted.
-    rows: what a row of the data holds, which the outline already counts; None if the data was not read.
-    facts: what our trainer can do with a Hugging Face model; None if that is not known, or for our own models.
-    for_trainer: search plans that our own trainer runs. If False, search plans that any training system with the
-        profile of `stack` could run, with every axis that the outline allows.
-    max_plans: how many plans to return at most, each of another mesh.
-    mtbf_hours: mean hours between failures of one device, for the goal `goodput`; None: as in the Llama 3 run.
-    """
+    """A recipe, its model, the cluster, and the goal. Fields that the recipe's plan pins stay."""
 
     recipe: Recipe
-    spec: Spec | None
-    outline: Outline | None
+    spec: Spec | None  # the shape of our own model, if it is one
+    outline: Outline | None  # None for an unknown model, for which nothing can be predicted
     cluster: Cluster
     goal: Goal = "throughput"
+    # Search plans that our own trainer runs; else those that any training system with the profile of `stack` could run.
     for_trainer: bool = True
     stack: Stack = STACKS["trimaran"]
-    max_plans: int = 8
-    mtbf_hours: float | None = None
-    facts: HfFacts | None = None
-    rows: RowSizes | None = None
+    max_plans: int = 8  # to return at most, each of another mesh
+    mtbf_hours: float | None = None  # mean hours between failures of one device; None: as in the Llama 3 run
+    facts: HfFacts | None = None  # what our trainer can do with a Hugging Face model; None: not known, or our own model
+    rows: RowSizes | None = None  # what a row of the data holds, which the outline counts; None: data was not read
 
     @property
     def job(self) -> Job:
@@ -94,29 +85,20 @@ class NearMiss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
-    """The plans that fit, best first, with their predictions; near misses; and hints what would change the answer.
-
-    ranked: the best plan of each mesh; empty if nothing fits.
-    ties: plans that the cost model cannot tell from the first by their step time, and why it was preferred.
-    misses: plans that lost. If nothing fits, the first one is the plan with the least memory.
-    choices: communication settings of the first plan that differ from their defaults, each with the reason.
-    missing_bytes, missing: what that plan lacks, of its device or else of its host; and both as text.
-    smallest: the smallest cluster of such devices on which a plan fits; None if there is none.
-    part: the cluster that the plans are for, if the goal leaves devices idle.
-    """
+    """The plans that fit, best first, with their predictions; near misses; and hints what would change the answer."""
 
     question: Question
-    ranked: tuple[Plan, ...]
-    ties: tuple[NearMiss, ...] = ()
-    misses: tuple[NearMiss, ...] = ()
-    choices: tuple[str, ...] = ()
+    ranked: tuple[Plan, ...]  # the best plan of each mesh; empty if nothing fits
+    ties: tuple[NearMiss, ...] = ()  # with the first, within the cost model's error, and why it was preferred
+    misses: tuple[NearMiss, ...] = ()  # plans that lost; if nothing fits, first the one with the least memory
+    choices: tuple[str, ...] = ()  # communication settings of the first plan that are no defaults, with the reasons
     hints: tuple[TemplateText, ...] = ()
     warnings: tuple[str, ...] = ()
     num_considered: int = 0
-    missing_bytes: Bytes = NO_BYTES
-    missing: str = ""
-    smallest: Cluster | None = None
-    part: Cluster | None = None
+    missing_bytes: Bytes = NO_BYTES  # that this plan lacks, of its device or else of its host
+    missing: str = ""  # both as text
+    smallest: Cluster | None = None  # the smallest one of such devices on which a plan fits, if there is one
+    part: Cluster | None = None  # that the plans are for, if the goal leaves devices idle
 
     @property
     def cluster(self) -> Cluster:

@@ -55,27 +55,22 @@ def clusters_with_spares(question: Question) -> Iterator[Cluster]:
     """Yield the cluster, and some parts of it that leave spares and over which the batch can be split."""
     cluster, batch = question.cluster, question.recipe.train.global_batch
     yield cluster
-    sizes = [
-        nodes
-        for nodes in range(cluster.num_nodes - 1, int(LEAST_TRAINING_FRACTION * cluster.num_nodes), -1)
-        if _splits(nodes * cluster.devices_per_node, batch)
-    ]
-    plan = Plan().model_copy(
-        update={"mesh": question.pins.mesh.model_copy(update={"dp_replicate": cluster.world_size})}
-    )
+    sizes = []
+    for nodes in range(cluster.num_nodes - 1, int(LEAST_TRAINING_FRACTION * cluster.num_nodes), -1):
+        # As many data ranks as divide the batch leave a usual product of other degrees.
+        world = nodes * cluster.devices_per_node
+        rest = inner = world // math.gcd(world, batch)
+        for prime in (2, 3, 5):
+            while rest % prime == 0:
+                rest //= prime
+        if rest == 1 and inner <= MAX_SPLIT:
+            sizes.append(nodes)
+    mesh = question.pins.mesh.model_copy(update={"dp_replicate": cluster.world_size})
+    plan = Plan().model_copy(update={"mesh": mesh})
     needed = spares_needed(job_terms_of(question.job, cluster, plan, _scenario(question, spares=0), 1.0))
     enough = [nodes for nodes in sizes if nodes <= cluster.num_nodes - needed]
     for nodes in sorted({*sizes[:1], *enough[:1]}, reverse=True):
         yield resized_cluster(cluster, nodes, cluster.devices_per_node)
-
-
-def _splits(world: int, batch: int) -> bool:
-    """Return whether as many data ranks as divide the batch leave a usual product of other degrees."""
-    rest = world // math.gcd(world, batch)
-    for prime in (2, 3, 5):
-        while rest % prime == 0 and rest > 1:
-            rest //= prime
-    return rest == 1 and world // math.gcd(world, batch) <= MAX_SPLIT
 
 
 def _scenario(question: Question, spares: int) -> Scenario:

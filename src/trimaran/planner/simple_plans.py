@@ -54,10 +54,7 @@ def simple_plans(question: Question) -> Iterator[Plan]:
 
 
 def shardings(pins: Plan, mesh: Mesh) -> list[str]:
-    """Return what to shard on this mesh. Offloaded parameters are sharded, if only over one rank.
-
-    DeepSpeed offloads nothing without shards.
-    """
+    """Return what to shard on this mesh. Offload needs shards, if only over one rank."""
     if "sharding" in pins.model_fields_set:
         return [pins.sharding]
     if mesh.dp_shard > 1 or pins.offload == "parameters":
@@ -83,11 +80,8 @@ def meshes(question: Question) -> list[Mesh]:
     inner = pins.mesh.tp * pins.mesh.pp * pins.mesh.cp
     if pinned.keys() & {"dp_replicate", "dp_shard"}:
         ranks, free = pins.mesh.world_size, "dp_replicate" if "dp_shard" in pinned else "dp_shard"
-        if (
-            free not in pinned
-            and cluster.world_size % ranks == 0
-            and (free == "dp_replicate" or sharding_pin != "none")
-        ):
+        may_fill = free not in pinned and (free == "dp_replicate" or sharding_pin != "none")
+        if may_fill and cluster.world_size % ranks == 0:
             pinned[free] = cluster.world_size // ranks
         return [Mesh(**pinned)]
     if cluster.world_size % inner:
@@ -118,7 +112,11 @@ def batches(split: Plan, pinned: set[str], question: Question) -> list[tuple[int
         return [(split.micro_batch, split.grad_accum if "grad_accum" in pinned else
                  max(1, global_batch // split.rows_at_once))]  # fmt: skip
     if global_batch % dp:
-        raise uneven_batch_error(question, split)
+        fewer, works = divisors(global_batch, most=dp)[-1], multiples_around(global_batch, dp)
+        needs_replicas = dp == question.cluster.world_size
+        use = f"use {fewer} of the devices" if needs_replicas else f"let dp_replicate x dp_shard be {fewer}"
+        raise UserError("P006", f"a global batch of {global_batch} does not split evenly over {dp} data ranks",
+                        where="train.global_batch", fix=f"set it to {works}, or {use}")  # fmt: skip
     batch_per_rank = global_batch // dp
     if "micro_batch" in pinned:
         return [(split.micro_batch, max(1, batch_per_rank // split.micro_batch))]
@@ -130,13 +128,3 @@ def batches(split: Plan, pinned: set[str], question: Question) -> list[tuple[int
         return pairs
     filling = [(size, count) for size, count in pairs if fills_pipeline(split, count)]
     return sorted(filling, key=lambda pair: pair[1] < 2 * pp) or [(1, batch_per_rank)]
-
-
-def uneven_batch_error(question: Question, split: Plan) -> UserError:
-    """Return the error for a global batch that does not split evenly."""
-    global_batch, dp = question.recipe.train.global_batch, split.mesh.dp
-    fewer, works = divisors(global_batch, most=dp)[-1], multiples_around(global_batch, dp)
-    needs_replicas = dp == question.cluster.world_size
-    use = f"use {fewer} of the devices" if needs_replicas else f"let dp_replicate x dp_shard be {fewer}"
-    return UserError("P006", f"a global batch of {global_batch} does not split evenly over {dp} data ranks",
-                     where="train.global_batch", fix=f"set it to {works}, or {use}")  # fmt: skip

@@ -6,7 +6,7 @@ import yaml
 
 from trimaran.core import Plan
 from trimaran.machine import Cluster
-from trimaran.planner.emit.deepspeed import client_config, refuse_for_deepspeed
+from trimaran.planner.emit.deepspeed import full_config, refuse_for_deepspeed
 from trimaran.planner.emit.emission import (
     PORT,
     Emission,
@@ -50,7 +50,11 @@ def emit_accelerate(plan: Plan, question: Question) -> Emission:
                 "zero3_init_flag": plan.sharding == "parameters",
             },
         }
-        files[DEEPSPEED_FILE] = as_json(client_config(plan, question))
+        config = full_config(plan, question)
+        del config["optimizer"]  # the script has one of its own, also with an offloaded one
+        if plan.offload != "none":
+            config["zero_force_ds_cpu_optimizer"] = False
+        files[DEEPSPEED_FILE] = as_json(config)
     else:
         refuse_for_torch(TOOL, plan)
         if plan.mesh.tp > 1 and plan.mesh.dp > 1 and plan.sharding == "none":
@@ -75,7 +79,16 @@ def emit_accelerate(plan: Plan, question: Question) -> Emission:
             settings["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
         if plan.compile:
             settings["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
-    settings = {"compute_environment": "LOCAL_MACHINE", **settings, **machines(cluster)}
+    settings = {
+        "compute_environment": "LOCAL_MACHINE",
+        **settings,
+        "num_machines": cluster.num_nodes,
+        "num_processes": cluster.world_size,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "rdzv_backend": "static",
+        "use_cpu": False,
+    }
     files = {FILE: headline(TOOL, plan, question) + yaml.safe_dump(settings, sort_keys=False), **files}
     files |= peft_files(TOOL, question)
     return Emission(files=files, command=launch(plan, cluster), notes=(*notes(plan), *peft_notes(question)))
@@ -108,29 +121,12 @@ def parallelism(plan: Plan) -> dict[str, Any]:
     mesh = plan.mesh
     if mesh.tp == mesh.cp == 1 and (plan.sharding == "none" or mesh.dp_replicate == 1):
         return {}
-    sizes: dict[str, Any] = {
-        "dp_replicate_size": mesh.dp_replicate,
-        "dp_shard_size": mesh.dp_shard,
-        "tp_size": mesh.tp,
-        "cp_size": mesh.cp,
-    }
-    return sizes
+    return {f"{axis}_size": getattr(mesh, axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp")}
 
 
 def reshards(plan: Plan) -> bool:
     """Return whether a block's gathered weights are freed after its forward."""
     return {"auto": plan.sharding == "parameters", "always": True, "never": False}[str(plan.comm.reshard)]
-
-
-def machines(cluster: Cluster) -> dict[str, Any]:
-    return {
-        "num_machines": cluster.num_nodes,
-        "num_processes": cluster.world_size,
-        "machine_rank": 0,
-        "main_training_function": "main",
-        "rdzv_backend": "static",
-        "use_cpu": False,
-    }
 
 
 def launch(plan: Plan, cluster: Cluster) -> str:

@@ -60,10 +60,3 @@ def full_config(plan: Plan, question: Question) -> dict[str, Any]:
     """Return DeepSpeed's configuration with its optimizer."""
     pinned = question.cluster.device.traits.has_own_memory
     return deepspeed_config(plan.model_copy(update=IGNORED_FIELDS), question.recipe.train, pin_memory=pinned)
-
-
-def client_config(plan: Plan, question: Question) -> dict[str, Any]:
-    """Return the configuration for a script with its own optimizer, also for an offloaded one."""
-    config = full_config(plan, question)
-    del config["optimizer"]
-    return config | ({"zero_force_ds_cpu_optimizer": False} if plan.offload != "none" else {})

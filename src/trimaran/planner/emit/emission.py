@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trimaran.core import AdapterSection, Plan, TrainSection, UserError, expand_user
+from trimaran.core import Plan, TrainSection, UserError, expand_user
 from trimaran.machine import Cluster
 from trimaran.planner.question import Question
 from trimaran.planner.rules.axis_rules import either
@@ -134,19 +134,6 @@ def peft_files(tool: str, question: Question) -> dict[str, str]:
     ):
         if holds:
             raise refusal(tool, f"this {field} of an adapter", why, where=f"model.adapter.{field}", fix=fix)
-    return {PEFT_FILE: as_json(peft_config(adapter))}
-
-
-def peft_notes(question: Question) -> list[str]:
-    """Return what a user's own script must do for an adapter."""
-    if question.recipe.model.adapter is None:
-        return []
-    return [f"your script loads the model in the compute precision and trains get_peft_model(model, "
-            f"LoraConfig(**json.load(open('{PEFT_FILE}')))); without that it would train the whole model"]  # fmt: skip
-
-
-def peft_config(adapter: AdapterSection) -> dict[str, Any]:
-    """Return the arguments of peft's LoraConfig."""
     fields: dict[str, Any] = {
         "task_type": "CAUSAL_LM",
         "r": adapter.rank,
@@ -156,4 +143,13 @@ def peft_config(adapter: AdapterSection) -> dict[str, Any]:
         "use_dora": adapter.kind == "dora",
         "target_modules": adapter.targets if adapter.targets == "all-linear" else list(adapter.targets),
     }
-    return fields | ({"modules_to_save": list(adapter.train)} if adapter.train else {})
+    config = fields | ({"modules_to_save": list(adapter.train)} if adapter.train else {})
+    return {PEFT_FILE: as_json(config)}
+
+
+def peft_notes(question: Question) -> list[str]:
+    """Return what a user's own script must do for an adapter."""
+    if question.recipe.model.adapter is None:
+        return []
+    return [f"your script loads the model in the compute precision and trains get_peft_model(model, "
+            f"LoraConfig(**json.load(open('{PEFT_FILE}')))); without that it would train the whole model"]  # fmt: skip

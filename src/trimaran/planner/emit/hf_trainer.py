@@ -3,7 +3,7 @@
 import shlex
 from typing import Any
 
-from trimaran.core import Plan, Recipe, TrainSection
+from trimaran.core import Plan, Recipe
 from trimaran.models import OutlineLayer
 from trimaran.planner.emit.accelerate import fsdp_notes, parallelism, refuse_for_torch, reshards
 from trimaran.planner.emit.deepspeed import full_config, refuse_for_deepspeed
@@ -113,7 +113,14 @@ def emit_hf_trainer(plan: Plan, question: Question) -> Emission:
     files |= {FILE: as_json(fields), SCRIPT: script(plan, question)}
     model = shlex.quote(str(absolute_path(recipe.model.path))) if recipe.model.path else "..."
     command = f"MODEL={model} DATA=... {torchrun(cluster, SCRIPT, FILE)}"
-    return Emission(files=files, command=command, notes=tuple(notes(plan)))
+    notes = ["MODEL is a local folder or a name on the Hub, DATA a text file"]
+    if plan.engine_traits.uses_fsdp:
+        notes += fsdp_notes(plan)
+    if plan.compile:
+        is_compiled = plan.engine_traits.compiles
+        text = "is compiled as a whole, not block by block" if is_compiled else "is not compiled by DeepSpeed"
+        notes.append(f"the model {text}")
+    return Emission(files=files, command=command, notes=tuple(notes))
 
 
 def script(plan: Plan, question: Question) -> str:
@@ -132,21 +139,18 @@ def script(plan: Plan, question: Question) -> str:
     )
 
 
-def notes(plan: Plan) -> list[str]:
-    """Return what is left to the user, and where the Trainer behaves differently."""
-    notes = ["MODEL is a local folder or a name on the Hub, DATA a text file"]
-    if plan.engine_traits.uses_fsdp:
-        notes += fsdp_notes(plan)
-    if plan.compile:
-        is_compiled = plan.engine_traits.compiles
-        text = "is compiled as a whole, not block by block" if is_compiled else "is not compiled by DeepSpeed"
-        notes.append(f"the model {text}")
-    return notes
-
-
 def common(plan: Plan, recipe: Recipe) -> dict[str, Any]:
     """Return the arguments of every plan. The loss is divided by the tokens of the global batch."""
-    train, constants = recipe.train, recipe.train.optimizer
+    train, constants, wanted = recipe.train, recipe.train.optimizer, recipe.train.schedule
+    kind, extra = "constant_with_warmup", {}
+    if wanted.kind == "cosine":
+        kind, extra = "cosine_with_min_lr", {"min_lr_rate": wanted.floor}
+    elif wanted.kind == "linear":
+        kind, extra = "polynomial", {"lr_end": train.lr * wanted.floor, "power": 1.0}
+    elif wanted.kind == "wsd":
+        decay_steps = wanted.decay_steps or max(1, train.steps // 5)
+        kind = "warmup_stable_decay"
+        extra = {"num_decay_steps": decay_steps, "decay_type": "linear", "min_lr_ratio": wanted.floor}
     return {
         "output_dir": recipe.name,
         "per_device_train_batch_size": plan.micro_batch,
@@ -154,7 +158,9 @@ def common(plan: Plan, recipe: Recipe) -> dict[str, Any]:
         "average_tokens_across_devices": True,
         "max_steps": train.steps,
         "learning_rate": train.lr,
-        **schedule(train),
+        "lr_scheduler_type": kind,
+        "lr_scheduler_kwargs": extra,
+        "warmup_steps": wanted.warmup_steps,
         "weight_decay": constants.weight_decay,
         "adam_beta1": constants.beta1,
         "adam_beta2": constants.beta2,
@@ -169,20 +175,6 @@ def common(plan: Plan, recipe: Recipe) -> dict[str, Any]:
         # `auto` starts with none, and the Trainer does not add workers later.
         "dataloader_num_workers": 0 if recipe.data.workers == "auto" else recipe.data.workers,
     }
-
-
-def schedule(train: TrainSection) -> dict[str, Any]:
-    """Return the learning-rate schedule in the Trainer's names."""
-    wanted, kind, extra = train.schedule, "constant_with_warmup", {}
-    if wanted.kind == "cosine":
-        kind, extra = "cosine_with_min_lr", {"min_lr_rate": wanted.floor}
-    elif wanted.kind == "linear":
-        kind, extra = "polynomial", {"lr_end": train.lr * wanted.floor, "power": 1.0}
-    elif wanted.kind == "wsd":
-        decay_steps = wanted.decay_steps or max(1, train.steps // 5)
-        kind, extra = "warmup_stable_decay", {"num_decay_steps": decay_steps, "decay_type": "linear",
-                                              "min_lr_ratio": wanted.floor}  # fmt: skip
-    return {"lr_scheduler_type": kind, "lr_scheduler_kwargs": extra, "warmup_steps": wanted.warmup_steps}
 
 
 def sharded(plan: Plan) -> dict[str, Any]:

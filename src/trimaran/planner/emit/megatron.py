@@ -99,8 +99,7 @@ def emit_megatron(plan: Plan, question: Question) -> Emission:
     refuse_network(TOOL, spec)
     refuse_plan(plan, question)
     seq_len = question.recipe.data.seq_len
-    lines = [*network(spec, plan, seq_len), *ranks(plan), *stages(plan, spec, seq_len), *batch(plan, train)]
-    lines += [*recompute(plan, spec, seq_len), *optimizer(plan, train)]
+    lines = [*network(spec, plan, seq_len), *ranks(plan, spec, seq_len), *training(plan, spec, train, seq_len)]
     lines += ['--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER"', '--data-path "$DATA"',
               '--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500']  # fmt: skip
     start = torchrun(cluster, '"$MEGATRON/pretrain_gpt.py"')
@@ -136,8 +135,8 @@ def refuse_plan(plan: Plan, question: Question) -> None:
                       where="plan.mesh.ep", fix="use dp_shard in place of dp_replicate")  # fmt: skip
 
 
-def ranks(plan: Plan) -> Iterator[str]:
-    """Yield the degrees, and the overlap of communication with backward."""
+def ranks(plan: Plan, spec: ModelSpec, seq_len: int) -> Iterator[str]:
+    """Yield the degrees, the overlap of communication with backward, and how layers are split into stages."""
     mesh = plan.mesh
     yield f"--tensor-model-parallel-size {mesh.tp}" + (" --sequence-parallel" if mesh.tp > 1 else "")
     yield f"--pipeline-model-parallel-size {mesh.pp}"
@@ -152,15 +151,11 @@ def ranks(plan: Plan) -> Iterator[str]:
         yield "--use-distributed-optimizer --overlap-param-gather"
         if mesh.dp_replicate > 1:
             yield f"--num-distributed-optimizer-instances {mesh.dp_replicate}"
-
-
-def stages(plan: Plan, spec: ModelSpec, seq_len: int) -> Iterator[str]:
-    """Yield how layers are split into stages: E is the embedding, t a layer, L the loss."""
-    if plan.mesh.pp == 1:
+    if mesh.pp == 1:
         return
     counts = [len(each) for each in stage_ranges(spec, plan, seq_len=seq_len)]
     interleaved = plan.pipeline.schedule == "interleaved"
-    if len(set(counts)) > 1:
+    if len(set(counts)) > 1:  # E is the embedding, t a layer, L the loss
         parts = [f"t*{count}" for count in counts]
         yield f"--pipeline-model-parallel-layout '{'|'.join(['E,' + parts[0], *parts[1:-1], parts[-1] + ',L'])}'"
     elif interleaved:
@@ -170,25 +165,18 @@ def stages(plan: Plan, spec: ModelSpec, seq_len: int) -> Iterator[str]:
         yield f"--microbatch-group-size-per-virtual-pipeline-stage {plan.grad_accum // rounds}"
 
 
-def batch(plan: Plan, train: TrainSection) -> Iterator[str]:
-    """Yield batch and precision. The loss is divided by the tokens of the global batch.
-
-    The loss scale starts and changes as ours; fp8 has one scale per tensor.
-    """
+def training(plan: Plan, spec: ModelSpec, train: TrainSection, seq_len: int) -> Iterator[str]:
+    """Yield batch, precision, recompute and optimizer. The loss is divided by the tokens of the global batch."""
     yield f"--micro-batch-size {plan.micro_batch} --global-batch-size {plan.global_batch} --calculate-per-token-loss"
     yield f"--train-iters {train.steps} --seed {train.seed % 2**31}"
     match plan.precision:
         case "bf16":
             yield "--bf16"
-        case "fp16":
+        case "fp16":  # the loss scale starts and changes as ours
             yield "--fp16 --initial-loss-scale 65536 --loss-scale-window 2000 --hysteresis 1"
             yield "--accumulate-allreduce-grads-in-fp32"
-        case "fp8":
+        case "fp8":  # one scale per tensor
             yield "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
-
-
-def recompute(plan: Plan, spec: ModelSpec, seq_len: int) -> Iterator[str]:
-    """Yield what is recomputed. Every k-th layer becomes as many layers at the start of each stage."""
     match plan.recompute:
         case "full":
             yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -197,16 +185,12 @@ def recompute(plan: Plan, spec: ModelSpec, seq_len: int) -> Iterator[str]:
         case "elementwise":
             raise refusal(TOOL, "recompute elementwise", "it recomputes whole modules", where="plan.recompute",
                           fix="set it to selective or none")  # fmt: skip
-        case int() as stride:
+        case int() as stride:  # every k-th layer becomes as many layers at the start of each stage
             counts = {-(-len(each) // stride) for each in stage_ranges(spec, plan, seq_len=seq_len)}
             if len(counts) > 1:
                 raise refusal(TOOL, f"recompute {stride} with these stages", "it recomputes equally many layers "
                               "of each", where="plan.recompute", fix="set it to full or none")  # fmt: skip
             yield f"--recompute-granularity full --recompute-method block --recompute-num-layers {counts.pop()}"
-
-
-def optimizer(plan: Plan, train: TrainSection) -> Iterator[str]:
-    """Yield AdamW's constants, the location of its states, and the learning-rate schedule."""
     constants = train.optimizer
     yield f"--optimizer adam --adam-beta1 {constants.beta1} --adam-beta2 {constants.beta2} --adam-eps {constants.eps}"
     yield f"--weight-decay {constants.weight_decay} --clip-grad {train.clip_norm}"

@@ -4,7 +4,7 @@ Field names are those of release 0.2.2, `torchtitan/config/job_config.py`.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -97,14 +97,6 @@ EXPERTS = """
     ),"""
 
 
-def flavor_of(spec: ModelSpec) -> str | None:
-    """Return the preset that equals `spec` in all but name and longest sequence, if torchtitan has it; else None."""
-    for preset in FLAVORS:
-        if replace(spec, name=preset, max_seq_len=PRESETS[preset].max_seq_len) == PRESETS[preset]:
-            return preset
-    return None
-
-
 def is_llama(spec: ModelSpec) -> bool:
     """Return whether this is a Llama, the only one of the two with pipeline parallelism."""
     plain = not (spec.tied or spec.block.qk_norm or spec.block.experts)
@@ -124,10 +116,10 @@ def refuse_network(tool: str, spec: ModelSpec) -> None:
         raise unknown_model(tool, spec.name, "its experts have no shared gate, no capacity, and one width")
 
 
-def own_flavor(module: str, spec: ModelSpec) -> str:
+def own_flavor(spec: ModelSpec) -> str:
     """Return the Python module that registers the model under the module's name."""
     block, rope = spec.block, spec.block.rope
-    common = {"module": module, "name": spec.name, "dim": spec.hidden, "layers": spec.layers, "heads": spec.heads,
+    common = {"module": MODULE, "name": spec.name, "dim": spec.hidden, "layers": spec.layers, "heads": spec.heads,
               "kv_heads": spec.kv_heads, "vocab": spec.vocab, "ffn": spec.ffn, "eps": block.norm_eps,
               "theta": rope.theta}  # fmt: skip
     if is_llama(spec):
@@ -172,7 +164,9 @@ def emit_torchtitan(plan: Plan, question: Question) -> Emission:
     if spec.vocab % plan.mesh.tp:
         raise refusal(TOOL, f"tp {plan.mesh.tp} for a vocabulary of {spec.vocab:,}", "it needs equal parts of it",
                       where="plan.mesh.tp", fix="use a tp that divides the vocabulary")  # fmt: skip
-    known = flavor_of(spec)
+    # The preset that equals the spec in all but name and longest sequence, if torchtitan has it.
+    shapes = {preset: replace(spec, name=preset, max_seq_len=PRESETS[preset].max_seq_len) for preset in FLAVORS}
+    known = next((preset for preset, shape in shapes.items() if shape == PRESETS[preset]), None)
     name, flavor = FLAVORS[known] if known else (MODULE, spec.name)
     assets = str(absolute_path(recipe.model.path)) if recipe.model.path else f"./assets/hf/{spec.name}"
     # In fp8 each tensor has one scale, recomputed in every step.
@@ -181,8 +175,11 @@ def emit_torchtitan(plan: Plan, question: Question) -> Emission:
     tree = {"model": model, **job(plan, question, spec)}
     if not known:
         tree["experimental"] = {"custom_import": MODULE}
-    files = {FILE: headline(TOOL, plan, question) + toml(tree)}
-    files |= {} if known else {f"{MODULE}.py": own_flavor(MODULE, spec)}
+    # Strings, numbers, booleans and lists have the same syntax in TOML and JSON.
+    sections = [f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in section.items())
+                for name, section in tree.items()]  # fmt: skip
+    files = {FILE: headline(TOOL, plan, question) + "\n".join(sections)}
+    files |= {} if known else {f"{MODULE}.py": own_flavor(spec)}
     command = torchrun(cluster, "-m", "torchtitan.train", "--job.config_file", FILE)
     return Emission(files=files, command=command, notes=tuple(notes(plan, spec)))
 
@@ -214,48 +211,11 @@ def refuse_plan(plan: Plan) -> None:
 
 def job(plan: Plan, question: Question, spec: ModelSpec) -> dict[str, dict[str, Any]]:
     """Return the sections of the job except the model's. Head and router stay in bf16 under fp8."""
-    recipe, constants = question.recipe, question.recipe.train.optimizer
-    fp8 = {"quantize.linear.float8": {"filter_fqns": ["output", "router.gate"]}} if plan.precision == "fp8" else {}
-    return {
-        "job": {"description": recipe.name, "dump_folder": f"./outputs/{recipe.name}"},
-        "training": training(plan, question),
-        "parallelism": degrees(plan) | (stages(plan, spec, recipe.data.seq_len) if plan.mesh.pp > 1 else {}),
-        "activation_checkpoint": recompute(plan),
-        "compile": {"enable": plan.compile, "components": ["model", "loss"]},
-        "optimizer": {
-            "name": "AdamW",
-            "lr": recipe.train.lr,
-            "beta1": constants.beta1,
-            "beta2": constants.beta2,
-            "eps": constants.eps,
-            "weight_decay": constants.weight_decay,
-        },
-        "lr_scheduler": schedule(recipe.train),
-        "debug": {"seed": recipe.train.seed, "deterministic": recipe.train.deterministic},
-        **fp8,
-    }
-
-
-def training(plan: Plan, question: Question) -> dict[str, Any]:
-    """Return the batch. A pipeline splits a rank's batch into micro-batches; otherwise they are accumulated."""
-    train, rounds = question.recipe.train, plan.grad_accum if plan.mesh.pp > 1 else 1
-    return {
-        "local_batch_size": plan.micro_batch * rounds,
-        "global_batch_size": plan.global_batch,
-        "seq_len": question.recipe.data.seq_len,
-        "steps": train.steps,
-        "max_norm": train.clip_norm or 1e30,  # 0 would zero every gradient
-        "enable_cpu_offload": plan.offload == "parameters",
-        "mixed_precision_param": "float32" if plan.precision == "fp32" else "bfloat16",
-        "mixed_precision_reduce": "float32",
-    }
-
-
-def degrees(plan: Plan) -> dict[str, Any]:
-    """Return the degrees of all axes. Experts are split by tp like everything else."""
-    mesh, reshard = plan.mesh, str(plan.comm.reshard)
-    auto = "never" if plan.sharding == "gradients" else "default"
-    fields: dict[str, Any] = {
+    recipe, train, mesh, reshard = question.recipe, question.recipe.train, plan.mesh, str(plan.comm.reshard)
+    constants, auto = train.optimizer, "never" if plan.sharding == "gradients" else "default"
+    # A pipeline splits a rank's batch into micro-batches; otherwise they are accumulated.
+    rounds = plan.grad_accum if mesh.pp > 1 else 1
+    parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": mesh.dp_replicate,
         "data_parallel_shard_degree": mesh.dp_shard,
         "fsdp_reshard_after_forward": auto if reshard == "auto" else reshard,
@@ -265,7 +225,38 @@ def degrees(plan: Plan) -> dict[str, Any]:
         "context_parallel_rotate_method": "alltoall" if plan.comm.context == "ring" else "allgather",
         "expert_parallel_degree": mesh.ep,
     }
-    return fields | ({"expert_tensor_parallel_degree": mesh.tp} if mesh.ep > 1 else {})
+    if mesh.ep > 1:  # experts are split by tp like everything else
+        parallelism["expert_tensor_parallel_degree"] = mesh.tp
+    if mesh.pp > 1:
+        parallelism |= stages(plan, spec, recipe.data.seq_len)
+    fp8 = {"quantize.linear.float8": {"filter_fqns": ["output", "router.gate"]}} if plan.precision == "fp8" else {}
+    return {
+        "job": {"description": recipe.name, "dump_folder": f"./outputs/{recipe.name}"},
+        "training": {
+            "local_batch_size": plan.micro_batch * rounds,
+            "global_batch_size": plan.global_batch,
+            "seq_len": recipe.data.seq_len,
+            "steps": train.steps,
+            "max_norm": train.clip_norm or 1e30,  # 0 would zero every gradient
+            "enable_cpu_offload": plan.offload == "parameters",
+            "mixed_precision_param": "float32" if plan.precision == "fp32" else "bfloat16",
+            "mixed_precision_reduce": "float32",
+        },
+        "parallelism": parallelism,
+        "activation_checkpoint": recompute(plan),
+        "compile": {"enable": plan.compile, "components": ["model", "loss"]},
+        "optimizer": {
+            "name": "AdamW",
+            "lr": train.lr,
+            "beta1": constants.beta1,
+            "beta2": constants.beta2,
+            "eps": constants.eps,
+            "weight_decay": constants.weight_decay,
+        },
+        "lr_scheduler": schedule(train),
+        "debug": {"seed": train.seed, "deterministic": train.deterministic},
+        **fp8,
+    }
 
 
 def stages(plan: Plan, spec: ModelSpec, seq_len: int) -> dict[str, Any]:
@@ -321,10 +312,3 @@ def notes(plan: Plan, spec: ModelSpec) -> Iterator[str]:
         yield "weights are gathered one block ahead"
     if plan.comm.regather and plan.mesh.tp > 1:
         yield "it saves gathered inputs whole, which needs more memory"
-
-
-def toml(tree: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the sections as TOML. Strings, numbers, booleans and lists have the same syntax in JSON."""
-    parts = [f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in section.items())
-             for name, section in tree.items()]  # fmt: skip
-    return "\n".join(parts)

@@ -48,9 +48,7 @@ class RateFit:
     def moved(self, change: Array, bounds: Mapping[Parameter, tuple[float, float]]) -> "RateFit":
         """Return the fit with its values changed, as far as the bounds allow."""
         pairs = zip(self.values.items(), change, strict=True)
-        return RateFit(
-            {each: float(np.clip(value + step, *bounds[each])) for (each, value), step in pairs}
-        )  # fmt: skip
+        return RateFit({each: float(np.clip(value + step, *bounds[each])) for (each, value), step in pairs})
 
     @property
     def array(self) -> Array:
@@ -66,21 +64,15 @@ NOTHING_FITTED = RateFit()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitResult:
-    """The fitted parameters, and their standard deviations.
-
-    before, after: relative errors of the predicted steps, in the order of the observations.
-    left_out: the errors of each if its plan is not used for the fit; empty with fewer than three plans.
-    users: by parameter, the observations whose steps depend on it.
-    undetermined: the parameters that stay as they are.
-    """
+    """The fitted parameters, and their standard deviations."""
 
     fit: RateFit
     sigmas: Mapping[Parameter, float]
-    before: tuple[float, ...]
+    before: tuple[float, ...]  # relative errors of the predicted steps, in the order of the observations
     after: tuple[float, ...]
-    left_out: tuple[float, ...]
-    users: Mapping[Parameter, tuple[int, ...]]
-    undetermined: tuple[Parameter, ...]
+    left_out: tuple[float, ...]  # errors without the own plan in the fit; empty with fewer than three plans
+    users: Mapping[Parameter, tuple[int, ...]]  # observations whose steps depend on a parameter
+    undetermined: tuple[Parameter, ...]  # they stay as they are
 
     @property
     def is_better(self) -> bool:
@@ -187,10 +179,6 @@ class RateProblem:
         """Return the objective with what each parameter has to be worth."""
         return self.objective(fit) + MIN_GAIN * len(fit.values)
 
-    def _weights(self, here: Array) -> Array:
-        far = np.maximum(1.0, np.abs(here) / self._sigmas / HUBER) if len(self.observations) >= MIN_ROBUST else 1.0
-        return 1.0 / self._sigmas**2 / far
-
     def _slopes(self, fit: RateFit, here: Array) -> Array:
         columns = []
         for each, value in fit.values.items():
@@ -218,7 +206,9 @@ class RateProblem:
 
     def _normal_equations(self, fit: RateFit, here: Array, *, keep: Array | None) -> tuple[Array, Array]:
         """Return the matrix and the gradient of a Gauss-Newton step, from the rows to `keep`; None: all."""
-        slopes, weights = self._slopes(fit, here), self._weights(here)
+        is_robust = len(self.observations) >= MIN_ROBUST
+        far = np.maximum(1.0, np.abs(here) / self._sigmas / HUBER) if is_robust else 1.0
+        slopes, weights = self._slopes(fit, here), 1.0 / self._sigmas**2 / far
         weights = weights if keep is None else weights * keep
         matrix = slopes.T @ (weights[:, None] * slopes) + np.diag(fit.prior**-2)
         return matrix, slopes.T @ (weights * here) + fit.array / fit.prior**2

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -66,7 +65,11 @@ def read_measured_run(path: Path) -> MeasuredRun:
     if not holds_run(path):
         raise UnusableRunError("this is not a Trimaran run")
     try:
-        recipe = _read_recipe(run)
+        try:  # the file is our own, so the lines of its keys, half of the time, are left out
+            tree = load_yaml(read_regular_bytes(run.recipe, limit_bytes=MAX_FILE_BYTES))
+            recipe = Recipe.model_validate(tree, context=UNCHECKED)
+        except (OSError, TextError, ValidationError):
+            recipe = run.read_recipe()  # raises what is wrong with it
         plans = [run.read_plan(file) for file in run.earlier_plans()] + [run.read_plan()]
         return _measured(run, recipe, plans)
     except UserError as error:
@@ -75,18 +78,17 @@ def read_measured_run(path: Path) -> MeasuredRun:
         raise UnusableRunError(f"its files cannot be read: {error.strerror or error}") from None
 
 
-def _read_recipe(run: RunDirectory) -> Recipe:
-    """Return the run's recipe. The file is our own, so the lines of its keys, half of the time, are left out."""
-    try:
-        tree = load_yaml(read_regular_bytes(run.recipe, limit_bytes=MAX_FILE_BYTES))
-        return Recipe.model_validate(tree, context=UNCHECKED)
-    except (OSError, TextError, ValidationError):
-        return run.read_recipe()  # raises what is wrong with it
-
-
 def _measured(run: RunDirectory, recipe: Recipe, plans: Sequence[Plan]) -> MeasuredRun:
     events = [each for each in read_json_lines(run.events(0)) if "time" in each]
-    starts = _starts(events)
+    # Ranks that change their plan while they run start again, for our purpose.
+    starts: list[RankStart] = []
+    for event in events:
+        kind, data = event.get("kind"), event.get("data", {})
+        if kind == "start" and "world_size" in data:
+            texts = {name: str(data.get(name, "")) for name in ("host", "version", "device")}
+            starts.append(RankStart(time=event["time"], world_size=data["world_size"], **texts))
+        elif kind == "change" and data.get("status") == "applied" and starts:
+            starts.append(replace(starts[-1], time=event["time"]))
     if not starts:
         raise UnusableRunError("its events do not say that ranks have started")
     used = plans_in_force(run, plans, starts)
@@ -133,19 +135,6 @@ def plans_in_force(run: RunDirectory, plans: Sequence[Plan], starts: Sequence[Ra
     if sizes[-1] == starts[-1].world_size:
         found[-1] = len(plans) - 1
     return found
-
-
-def _starts(events: Sequence[dict[str, Any]]) -> list[RankStart]:
-    """Return the starts of the ranks. Ranks that change their plan while they run start again, for our purpose."""
-    starts: list[RankStart] = []
-    for event in events:
-        kind, data = event.get("kind"), event.get("data", {})
-        if kind == "start" and "world_size" in data:
-            texts = {name: str(data.get(name, "")) for name in ("host", "version", "device")}
-            starts.append(RankStart(time=event["time"], world_size=data["world_size"], **texts))
-        elif kind == "change" and data.get("status") == "applied" and starts:
-            starts.append(replace(starts[-1], time=event["time"]))
-    return starts
 
 
 def _cluster_of(run: RunDirectory, recipe: Recipe, plan: Plan, start: RankStart) -> str:

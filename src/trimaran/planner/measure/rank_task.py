@@ -50,27 +50,20 @@ class RankTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRank:
-    """What a rank needed.
+    """What a rank needed."""
 
-    peak_bytes: of its tensors, from the first one that was built; `steady_peak_bytes` only after the warm-up.
-    reserved_bytes: what its allocator reserved at most; 0 on a CPU.
-    step_seconds: the median step. `phases` are its median `forward`, `backward`, `optimizer` and `other`: what the
-        trainer counts as communication, of which only local work is left, such as the norm of the gradients.
-    stages: mean seconds of a micro-batch's passes, by pipeline stage and kind; empty without a pipeline.
-    passes: the last step's passes in order: kind, stage, micro-batch.
-    losses, num_refused: of all steps; a refused update has a NaN or Inf.
-    """
-
-    peak_bytes: int
-    steady_peak_bytes: int
-    reserved_bytes: int
-    step_seconds: float
+    peak_bytes: int  # of its tensors, from the first one that was built
+    steady_peak_bytes: int  # the same after the warm-up
+    reserved_bytes: int  # by its allocator, at most; 0 on a CPU
+    step_seconds: float  # the median step
     all_seconds: list[float]
+    # Median `forward`, `backward`, `optimizer` and `other`: what the trainer counts as communication, of which only
+    # local work is left, such as the norm of the gradients.
     phases: dict[str, float]
-    stages: dict[int, dict[str, float]]
-    passes: list[tuple[str, int, int]]
-    losses: list[float]
-    num_refused: int
+    stages: dict[int, dict[str, float]]  # mean seconds of a micro-batch's passes, by stage and kind, in a pipeline
+    passes: list[tuple[str, int, int]]  # of the last step, in order: kind, stage, micro-batch
+    losses: list[float]  # of all steps
+    num_refused: int  # updates with a NaN or Inf, of all steps
     build_seconds: float
 
     def as_dict(self) -> dict[str, Any]:

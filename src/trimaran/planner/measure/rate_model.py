@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Literal
 
-from trimaran.core import Plan, Prediction, UserError
+from trimaran.core import Plan, UserError
 from trimaran.cost import NON_LAYER_PRECISION, Job, StepTime, predict, rate_name, rates_of, step_time_of
 from trimaran.machine import MAX_FACTOR, MIN_FACTOR, Cluster, FittedRates, LinkFactors, machine_name, with_fitted
 from trimaran.models import outline_if_known, spec_of
@@ -38,18 +38,15 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A plan and the seconds of its step, without waiting for data. `sigma` is the expected error of their logarithm.
-
-    phases: measured seconds of `compute`, `comm` and `optimizer`, where the cost model counts them as the trainer does.
-    """
+    """A plan and the seconds of its step, without waiting for data."""
 
     label: str
     job: Job
     cluster: Cluster
     plan: Plan
     seconds: float
-    sigma: float
-    phases: Mapping[str, float]
+    sigma: float  # expected error of the logarithm of the seconds
+    phases: Mapping[str, float]  # `compute`, `comm`, `optimizer`, where both count them alike
 
 
 def parameters_of(observations: Iterable[Observation]) -> list[Parameter]:
@@ -118,7 +115,8 @@ class StepModel:
         self._observations = list(observations)
         self._uses = [set(parameters_of([each])) for each in observations]
         # A nearly full device takes longer by a factor, which no rate changes.
-        self._crowded = [_crowding(predict(each.job, each.cluster, each.plan)) for each in observations]
+        full = [predict(each.job, each.cluster, each.plan) for each in observations]
+        self._crowded = [each.step_seconds / (each.step_seconds - each.time.get("allocator", 0.0)) for each in full]
         self._known: dict[tuple, dict[str, float]] = {}
         self._clusters: dict[tuple, Cluster] = {}
 
@@ -138,10 +136,6 @@ class StepModel:
         if key not in self._clusters:
             self._clusters[key] = with_fitted(cluster, factors_of(used)) if used else cluster
         return self._clusters[key]
-
-
-def _crowding(prediction: Prediction) -> float:
-    return prediction.step_seconds / (prediction.step_seconds - prediction.time.get("allocator", 0.0))
 
 
 def phases_of(time: StepTime) -> dict[str, float]:
@@ -171,11 +165,8 @@ def telling_phases(measured: Mapping[str, float], plan: Plan, time: StepTime) ->
     }
     total, expected = sum(found.values()), phases_of(time)
     least = MIN_PREDICTED_SHARE * sum(time.terms.values())
-    return {
-        name: seconds
-        for name, seconds in found.items()
-        if seconds > MIN_MEASURED_SHARE * total and expected[name] > least
-    }
+    telling = (name for name, seconds in found.items() if seconds > MIN_MEASURED_SHARE * total)
+    return {name: found[name] for name in telling if expected[name] > least}
 
 
 MIN_TOKENS = 0.9  # of the positions of a step: with fewer, samples differ in length and so do steps
@@ -211,38 +202,29 @@ def observe(run: MeasuredRun, cluster_of: ClusterOf) -> list[ObservedRun]:
             recipe, plan, steps = run.recipe, each.plan, each.steps
             cluster = cluster_of(run, each)
             if cluster.world_size != plan.mesh.world_size:
-                raise UnusableRunError(
-                    f"its plan has {plan.mesh.world_size} ranks, and {cluster} has {cluster.world_size}"
-                )
+                ranks = plan.mesh.world_size
+                raise UnusableRunError(f"its plan has {ranks} ranks, and {cluster} has {cluster.world_size}")
             outline = outline_if_known(recipe.model, recipe.data)
             if outline is None:
                 raise UnusableRunError("nothing is known about its model's size")
             expected = plan.global_batch * outline.main.sample_positions(recipe.data.seq_len)[0]
             if steps.tokens < MIN_TOKENS * expected:
-                raise UnusableRunError(
-                    f"its steps have {steps.tokens / expected:.0%} of the tokens that fit, so they are not all alike"
-                )
+                filled = f"{steps.tokens / expected:.0%}"
+                raise UnusableRunError(f"its steps have {filled} of the tokens that fit, so they are not all alike")
             job = Question(recipe=recipe, spec=spec_of(recipe.model), outline=outline, cluster=cluster).job
             time = step_time_of(job, cluster, plan)
-            found.append(
-                ObservedRun(
-                    run=run,
-                    found=each,
-                    observation=Observation(
-                        label=f"{run.path.name}: {layout_of(plan)}",
-                        job=job,
-                        cluster=cluster,
-                        plan=plan.model_copy(update={"prediction": None}),
-                        seconds=steps.busy_seconds,
-                        sigma=math.hypot(STEP_SIGMA[cluster.device.kind], steps.standard_error),
-                        phases=telling_phases(steps.phases, plan, time),
-                    ),
-                )
+            observation = Observation(
+                label=f"{run.path.name}: {layout_of(plan)}",
+                job=job,
+                cluster=cluster,
+                plan=plan.model_copy(update={"prediction": None}),
+                seconds=steps.busy_seconds,
+                sigma=math.hypot(STEP_SIGMA[cluster.device.kind], steps.standard_error),
+                phases=telling_phases(steps.phases, plan, time),
             )
-        except UserError as error:
-            reasons.append(error.what)
-        except UnusableRunError as error:
-            reasons.append(str(error))
+            found.append(ObservedRun(run=run, found=each, observation=observation))
+        except (UserError, UnusableRunError) as error:
+            reasons.append(error.what if isinstance(error, UserError) else str(error))
     if not found:
         raise UnusableRunError(reasons[0])
     return found

@@ -64,10 +64,7 @@ def with_layers(recipe: Recipe, plan: Plan, layers: int, folder: Path) -> tuple[
 def extrapolated(
     small: MeasuredRank, large: MeasuredRank, layers: int, stage_layers: Mapping[int, int]
 ) -> MeasuredRank:
-    """Return what a rank needs from measurements with `layers` and twice as many layers in each of its stages.
-
-    `stage_layers` are the layers of its stages in the whole model.
-    """
+    """Extrapolate from `layers` and twice as many layers in each stage to the `stage_layers` of the whole model."""
     whole = sum(stage_layers.values()) / len(stage_layers)
 
     def line(first: float, second: float, wanted: float = whole) -> float:
@@ -97,10 +94,7 @@ Report = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalRequest:
-    """What to rehearse: a plan of `cluster`, and the device `here` on which its ranks are measured, as a cluster.
-
-    layers: how many layers each pipeline stage is rehearsed with, and twice as many; 0: all.
-    """
+    """A plan of `cluster` to rehearse on the device `here`, given as a cluster."""
 
     recipe: Recipe
     spec: Spec | None
@@ -110,7 +104,7 @@ class RehearsalRequest:
     here: Cluster
     ranks: tuple[int, ...]
     steps: int
-    layers: int = 0
+    layers: int = 0  # of each pipeline stage, measured with so many and twice as many; 0: all
     limit_seconds: float = 3600.0
 
     @property
@@ -157,18 +151,15 @@ class SmallRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedRank:
-    """A rank: its place in the pipeline, how it ended, what was measured, and what was predicted.
-
-    measured: None if the rank failed. With fewer layers it is extrapolated from `smaller`, else that is empty.
-    """
+    """A rank: its place in the pipeline, how it ended, what was measured, and what was predicted."""
 
     rank: int
     pp_rank: int
     stages: tuple[int, ...]
     answer: RankAnswer
-    measured: MeasuredRank | None
+    measured: MeasuredRank | None  # None if the rank failed
     predicted: RankCost
-    smaller: tuple[SmallRank, ...] = ()
+    smaller: tuple[SmallRank, ...] = ()  # with fewer layers, from which `measured` is extrapolated
 
     @property
     def peak_error(self) -> float | None:
@@ -199,10 +190,7 @@ class Rehearsal:
 
 
 def rehearse_plan(
-    request: RehearsalRequest,
-    environment: Mapping[str, str],
-    cache: Path,
-    report: Report = lambda what, fraction: None,
+    request: RehearsalRequest, environment: Mapping[str, str], cache: Path, report: Report = lambda what, fraction: None
 ) -> Rehearsal:
     """Run the requested ranks one after another on the device at hand. `report` gets the progress."""
     reports = []
@@ -234,19 +222,14 @@ def _rehearse_rank(request: RehearsalRequest, rank: int, environment: Mapping[st
             job = replace(request.job, outline=outline_for(recipe.model, recipe.data))
             cost = predicted_rank(job, request.device_cluster, small_plan, pp_rank)
             smaller.append(SmallRank(layers=layers, answer=run(recipe, small_plan), predicted=cost))
-    return RehearsedRank(rank=rank, pp_rank=pp_rank, stages=stages, answer=smaller[-1].answer,
-                      measured=_whole(request, stages, smaller), predicted=predicted,
-                      smaller=tuple(smaller))  # fmt: skip
-
-
-def _whole(request: RehearsalRequest, stages: tuple[int, ...], smaller: list[SmallRank]) -> MeasuredRank | None:
-    """Return the measurements of the whole rank, from those of two smaller ones."""
+    measured = None
     small, large = (each.answer.measured for each in smaller)
-    if small is None or large is None:
-        return None
-    assert request.spec is not None, "only a decoder of ours is rehearsed with fewer layers"
-    ranges = stage_ranges(request.spec, request.plan, seq_len=request.recipe.data.seq_len)
-    return extrapolated(small, large, request.layers, {stage: len(ranges[stage]) for stage in stages})
+    if small is not None and large is not None:
+        assert request.spec is not None, "only a decoder of ours is rehearsed with fewer layers"
+        ranges = stage_ranges(request.spec, plan, seq_len=request.recipe.data.seq_len)
+        measured = extrapolated(small, large, request.layers, {stage: len(ranges[stage]) for stage in stages})
+    return RehearsedRank(rank=rank, pp_rank=pp_rank, stages=stages, answer=smaller[-1].answer, measured=measured,
+                      predicted=predicted, smaller=tuple(smaller))  # fmt: skip
 
 
 def predicted_rank(job: Job, cluster: Cluster, plan: Plan, pp_rank: int) -> RankCost:
@@ -278,13 +261,12 @@ def compose_step(request: RehearsalRequest, reports: list[RehearsedRank]) -> tup
     for each in measured:
         assert each.measured is not None
         phases, time = each.measured.phases, each.predicted.time
-        predicted = time["optimizer"] + time.get("other", 0.0)
-        updates.append((phases["optimizer"] + phases["other"]) / predicted if predicted else 1.0)
+        update = time["optimizer"] + time.get("other", 0.0)
+        updates.append((phases["optimizer"] + phases["other"]) / update if update else 1.0)
     slowest = max(updates)
     changed = with_other_compute(costs, changes, update=costs.update * (slowest - 1))
-    return ComposedStep(
-        predicted_seconds=simulate_step(costs).seconds, measured_seconds=simulate_step(changed).seconds
-    ), ""
+    predicted, composed = simulate_step(costs).seconds, simulate_step(changed).seconds
+    return ComposedStep(predicted_seconds=predicted, measured_seconds=composed), ""
 
 
 def _factors(report: RehearsedRank, stage: int, predicted: tuple[tuple[float, float], ...]) -> tuple[float, float]:

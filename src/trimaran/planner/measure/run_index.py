@@ -34,18 +34,14 @@ class SpeedFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedJob:
-    """What must be equal for two measurements to be of the same work on the same machines.
+    """What must be equal for two measurements to be of the same work on the same machines."""
 
-    model: a digest of the network's shape. states: the format of the optimizer's states.
-    host: of a CPU, whose speed no name tells; '' for GPUs.
-    """
-
-    model: str
+    model: str  # a digest of the network's shape
     seq_len: int
     global_batch: int
-    states: str
+    states: str  # the format of the optimizer's states
     cluster: str
-    host: str = ""
+    host: str = ""  # of a CPU, whose speed no name tells; '' for GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +197,15 @@ class RunIndex:
             known = self.runs.get(key)
             if known is not None and known.stamp == stamp:
                 continue
-            self.runs[key], self.changed = _read_run(run, stamp), True
+            # Readers of a run's files import much, and `plan` rarely finds a run that has changed.
+            from trimaran.planner.measure.measured_run import UnusableRunError, read_measured_run  # noqa: PLC0415
+
+            try:
+                plans = tuple(each.as_dict() for each in measured_plans(read_measured_run(run)))
+                self.runs[key] = IndexedRun(stamp=stamp, plans=plans)
+            except UnusableRunError as error:
+                self.runs[key] = IndexedRun(stamp=stamp, reason=str(error))
+            self.changed = True
             count += 1
             if count == limit:
                 break
@@ -273,10 +277,7 @@ def stamp_of(run: Path) -> Stamp:
 
 
 def best_measured(index: RunIndex, is_same: Callable[[Mapping[str, Any]], bool]) -> MeasuredPlan | None:
-    """Return the fastest measured plan whose job, as a dictionary, `is_same`; None if there is none.
-
-    Runs that were deleted or changed since they were read do not count.
-    """
+    """Return the fastest measured plan whose job `is_same`, of runs that have not changed since; None without one."""
     found = [
         (each["measured"]["tokens_per_second"], key, each)
         for key, run in index.runs.items()
@@ -295,13 +296,3 @@ def _plan_of(tree: Mapping[str, Any]) -> MeasuredPlan | None:
         return MeasuredPlan.from_dict(tree)
     except (KeyError, TypeError):
         return None
-
-
-def _read_run(run: Path, stamp: Stamp) -> IndexedRun:
-    # Readers of a run's files import much, and `plan` rarely finds a run that has changed.
-    from trimaran.planner.measure.measured_run import UnusableRunError, read_measured_run  # noqa: PLC0415
-
-    try:
-        return IndexedRun(stamp=stamp, plans=tuple(each.as_dict() for each in measured_plans(read_measured_run(run))))
-    except UnusableRunError as error:
-        return IndexedRun(stamp=stamp, reason=str(error))

@@ -26,15 +26,12 @@ MIN_SIGMA = 0.005  # of a step time: two runs of one plan differ by about that m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialLimits:
-    """When a trial ends. `deadline` is a time of `time.monotonic`; `best_seconds` is the fastest step so far.
+    """When a trial ends."""
 
-    start_seconds: to the first step. steady_seconds: of steps that count, unless fewer than needed fit into it.
-    """
-
-    deadline: float = math.inf
-    best_seconds: float | None = None
-    start_seconds: float = 900.0
-    steady_seconds: float = 30.0
+    deadline: float = math.inf  # of `time.monotonic`
+    best_seconds: float | None = None  # the fastest step so far
+    start_seconds: float = 900.0  # to the first step
+    steady_seconds: float = 30.0  # of steps that count, unless fewer than needed fit into it
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for the cached key
@@ -58,12 +55,7 @@ class TuneCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTrial:
-    """One trial; a line of `trials.jsonl`.
-
-    step_seconds: the median of the steady steps, with the wait for data; 0 if there are none.
-    sigma: the standard error of that median, relative.
-    trial_seconds: from the start of the processes to their end; start_seconds: to the first finished step.
-    """
+    """One trial; a line of `trials.jsonl`. `measured` has `sigma`, the relative standard error of the median step."""
 
     key: str
     plan: Mapping[str, Any]
@@ -74,12 +66,13 @@ class MeasuredTrial:
     reason: str = ""
     predicted: Mapping[str, float] | None = None
     measured: Mapping[str, float] | None = None
-    trial_seconds: float = 0.0
-    start_seconds: float = 0.0
+    trial_seconds: float = 0.0  # from the start of the processes to their end
+    start_seconds: float = 0.0  # to the first finished step
     time: float = 0.0
 
     @property
     def step_seconds(self) -> float:
+        """The median of the steady steps, with the wait for data; 0 if there are none."""
         return float((self.measured or {}).get("step_seconds", 0.0))
 
     @property

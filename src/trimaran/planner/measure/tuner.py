@@ -69,14 +69,11 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTrials:
-    """The candidates to try, the most gain for its cost first, and those that are not to be tried.
-
-    noise: the expected gain below which a trial is not worth it.
-    """
+    """The candidates to try, the most gain for its cost first, and those that are not to be tried."""
 
     ordered: tuple[PlannedTrial, ...]
     left_out: tuple[LeftOut, ...]
-    noise: float
+    noise: float  # the expected gain below which a trial is not worth it
 
 
 def best_of(tried: Iterable[TriedCandidate]) -> TriedCandidate | None:
@@ -104,8 +101,7 @@ def propose(
         expected = model.expect(candidate)
         gain = expected_gain(best_seconds, expected) if best else math.inf
         cost = costs.of(candidate, expected.seconds)
-        found.append(PlannedTrial(candidate=candidate, seconds=expected.seconds, sigma=expected.sigma, gain=gain,
-                              cost_seconds=cost))  # fmt: skip
+        found.append(PlannedTrial(candidate=candidate, **expected._asdict(), gain=gain, cost_seconds=cost))
     # With nothing measured, the planner's order counts: every gain is infinite, and the sort is stable.
     ordered = sorted(found, key=lambda each: -each.gain / math.sqrt(each.cost_seconds))
     error = math.hypot(best.sigma, model.noise) if best else 0.0
@@ -185,18 +181,14 @@ class TuneResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneTask:
-    """What to tune: the question, the recipe of the trials, and the planner's plans, the best first.
-
-    `minutes` is the time for trials. `min_gain` is the expected gain, as a fraction of a step, below which there are no
-    more; None: the noise. Loader processes are tried only if `free_workers`.
-    """
+    """What to tune: the question, the recipe of the trials, and the planner's plans, the best first."""
 
     question: Question
     recipe: Recipe
     ranked: Sequence[Plan]
-    minutes: float = 10.0
-    min_gain: float | None = None
-    free_workers: bool = True
+    minutes: float = 10.0  # for trials
+    min_gain: float | None = None  # expected, of a step, below which there are no more trials; None: the noise
+    free_workers: bool = True  # try other numbers of loader processes, too
 
 
 class Tuner:
@@ -273,30 +265,22 @@ class Tuner:
                         self._add([TuneCandidate(plan=each.plan, workers=base.workers, origin=each.kind)])
             for base in bases[:1]:
                 if self.free_workers and base.data_fraction > MIN_DATA_FRACTION:
-                    plan = base.candidate.plan
-                    self._add(
-                        TuneCandidate(plan=plan, workers=count, origin="loader processes") for count in WORKER_COUNTS
-                    )
+                    origin, plan = "loader processes", base.candidate.plan
+                    self._add(TuneCandidate(plan=plan, workers=count, origin=origin) for count in WORKER_COUNTS)
             proposals = propose(self._candidates, tried, self._costs())
             if self._confirm(tried, proposals):
                 continue
-            if stop := self._reason_to_stop(proposals):
-                return stop
-            chosen = next(each for each in proposals.ordered if self._has_time_for(each.cost_seconds))
-            self._try(
-                chosen.candidate, f"expected gain {chosen.gain:.1%}" if chosen.gain < 1 else "nothing measured yet"
-            )
-
-    def _reason_to_stop(self, proposals: PlannedTrials) -> tuple[StopReason, str] | None:
-        if not proposals.ordered:
-            return "nothing left", "every candidate was tried or left out"
-        if self._is_noise(proposals):
-            most = max(each.gain for each in proposals.ordered)
-            limit = f"the noise is {proposals.noise:.1%}" if self.min_gain is None else f"{self.min_gain:.1%} is asked"
-            return "noise", f"no trial is expected to gain more than {most:.1%}, and {limit}"
-        if not any(self._has_time_for(each.cost_seconds) for each in proposals.ordered):
-            return "time", f"{self.minutes:g} minutes are over"
-        return None
+            if not proposals.ordered:
+                return "nothing left", "every candidate was tried or left out"
+            if self._is_noise(proposals):
+                most, noise = max(each.gain for each in proposals.ordered), proposals.noise
+                limit = f"the noise is {noise:.1%}" if self.min_gain is None else f"{self.min_gain:.1%} is asked"
+                return "noise", f"no trial is expected to gain more than {most:.1%}, and {limit}"
+            chosen = next((each for each in proposals.ordered if self._has_time_for(each.cost_seconds)), None)
+            if chosen is None:
+                return "time", f"{self.minutes:g} minutes are over"
+            why = f"expected gain {chosen.gain:.1%}" if chosen.gain < 1 else "nothing measured yet"
+            self._try(chosen.candidate, why)
 
     def _is_noise(self, proposals: PlannedTrials) -> bool:
         limit = proposals.noise if self.min_gain is None else self.min_gain

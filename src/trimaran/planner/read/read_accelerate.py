@@ -45,7 +45,16 @@ def read_accelerate(path: Path) -> ReadConfig:
     sections = {name: reader.section(name) for name in (
         "fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "dynamo_config")}  # fmt: skip
     precision = _precision(reader, of_file=kind == "DEEPSPEED" and sections["deepspeed_config"].has(DEEPSPEED_FILE))
-    has_axes = _parallelism(sections["parallelism_config"])
+    axes, has_axes = sections["parallelism_config"], False
+    for name, axis in AXES.items():
+        if (degree := axes.count(f"parallelism_config_{name}")) is not None:
+            axes.pin(f"parallelism_config_{name}", degree, **{f"mesh__{axis}": degree})
+            has_axes = True
+    if (degree := axes.count("parallelism_config_sp_size")) and degree > 1:
+        axes.pin("parallelism_config_sp_size", degree, mesh__cp=degree, comm__context="exchange")
+        has_axes = True
+    gathered = "keys are gathered here, which changes only the speed"
+    axes.leave_rest({"parallelism_config_cp_comm_strategy": gathered}, SPEED)
     if has_axes:
         reader.pin("distributed_type", kind, mesh__pp=1)
     match kind:
@@ -56,11 +65,12 @@ def read_accelerate(path: Path) -> ReadConfig:
         case "MEGATRON_LM":
             _megatron(sections["megatron_lm_config"])
         case "NO" | "MULTI_GPU" | "MULTI_CPU" | "MULTI_NPU" | "MULTI_XPU" | "MULTI_MLU" | "MULTI_HPU":
-            axes = {} if has_axes else {"mesh__dp_shard": 1, "mesh__tp": 1, "mesh__pp": 1, "mesh__cp": 1}
-            reader.pin("distributed_type", kind, sharding="none", offload="none", **axes)
+            pins = {} if has_axes else {"mesh__dp_shard": 1, "mesh__tp": 1, "mesh__pp": 1, "mesh__cp": 1}
+            reader.pin("distributed_type", kind, sharding="none", offload="none", **pins)
         case _:
             reader.leave("distributed_type", kind, "we have no such kind")
-    _compile(sections["dynamo_config"])
+    if (backend := sections["dynamo_config"].take("dynamo_backend")) is not None:
+        sections["dynamo_config"].pin("dynamo_backend", backend, compile=str(backend).upper() != "NO")
     for name, section in sections.items():
         section.leave_rest({}, f"it is not used with distributed_type {kind}" if name != "dynamo_config" else SPEED)
         reader.fields += section.fields
@@ -81,21 +91,6 @@ def _precision(reader: FieldReader, *, of_file: bool) -> str:
     fp8.leave_rest({}, "fp8 has torchao's recipe here: one scale per tensor, new in every step")
     reader.fields += fp8.fields
     return PRECISION[name]
-
-
-def _parallelism(section: FieldReader) -> bool:
-    """Read the degrees; return whether there are any."""
-    found = False
-    for name, axis in AXES.items():
-        if (degree := section.count(f"parallelism_config_{name}")) is not None:
-            section.pin(f"parallelism_config_{name}", degree, **{f"mesh__{axis}": degree})
-            found = True
-    if (degree := section.count("parallelism_config_sp_size")) and degree > 1:
-        section.pin("parallelism_config_sp_size", degree, mesh__cp=degree, comm__context="exchange")
-        found = True
-    gathered = "keys are gathered here, which changes only the speed"
-    section.leave_rest({"parallelism_config_cp_comm_strategy": gathered}, SPEED)
-    return found
 
 
 def _fsdp(reader: FieldReader, section: FieldReader, num_nodes: int, num_devices: int, *, has_axes: bool) -> None:
@@ -176,12 +171,6 @@ def _megatron(section: FieldReader) -> None:
                 offload="none")  # fmt: skip
     section.leave_rest({"megatron_lm_gradient_clipping": "it is the recipe's train.clip_norm",
                         "megatron_lm_sequence_parallelism": "tp always splits sequences here"})  # fmt: skip
-
-
-def _compile(section: FieldReader) -> None:
-    backend = section.take("dynamo_backend")
-    if backend is not None:
-        section.pin("dynamo_backend", backend, compile=str(backend).upper() != "NO")
 
 
 def read_pins(path: Path) -> ReadConfig:

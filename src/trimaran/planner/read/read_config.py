@@ -128,11 +128,6 @@ class FieldReader:
         named = {f"plan.{each.replace('__', '.')}": pin for each, pin in pins.items()}
         self.fields.append(ReadField(name=f"{self._path}{name}", value=value, pins=named))
 
-    def pin_recipe(self, name: str, value: object, **pins: object) -> None:
-        """Note that a field became fields of the recipe outside its plan."""
-        named = {each.replace("__", "."): pin for each, pin in pins.items()}
-        self.fields.append(ReadField(name=f"{self._path}{name}", value=value, pins=named))
-
     def leave(self, name: str, value: object, why: str) -> None:
         self.fields.append(ReadField(name=f"{self._path}{name}", value=value, why=why))
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from trimaran.core import SHARDINGS
-from trimaran.planner.read.read_config import FieldReader, ReadConfig, load_tree
+from trimaran.planner.read.read_config import FieldReader, ReadConfig, ReadField, load_tree
 
 FIELDS = frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "bf16", "fp16",
                     "gradient_accumulation_steps", "zero_allow_untested_optimizer", "bfloat16"})  # fmt: skip
@@ -46,47 +46,6 @@ def read_deepspeed(path: Path) -> ReadConfig:
 
 def read_into(reader: FieldReader, *, precision: str = "") -> None:
     """Read all fields of DeepSpeed's configuration. `precision` is that of another file, which must be the same."""
-    _zero(reader)
-    _precision(reader, precision)
-    total, micro, steps = (reader.count(name) for name in (
-        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))  # fmt: skip
-    if total and micro and total % (micro * (steps or 1)):
-        raise reader.contradiction(
-            f"train_batch_size {total} is not a multiple of train_micro_batch_size_per_gpu {micro} x "
-            f"gradient_accumulation_steps {steps or 1}", "correct one of the three")  # fmt: skip
-    if total:
-        reader.pin_recipe("train_batch_size", total, train__global_batch=total)
-    if micro:
-        reader.pin("train_micro_batch_size_per_gpu", micro, micro_batch=micro)
-    if steps:
-        reader.pin("gradient_accumulation_steps", steps, grad_accum=steps)
-    # The section configures DeepSpeed's activation checkpointing; it has no switch of its own.
-    section = reader.section("activation_checkpointing")
-    given = {name: section.take(name) for name in ("partition_activations", "cpu_checkpointing", "number_checkpoints")}
-    if any(given.values()):
-        section.pin("partition_activations, cpu_checkpointing or number_checkpoints", True, recompute="full")
-        if given["cpu_checkpointing"]:
-            section.leave("cpu_checkpointing", True, "pin plan.offload=activations if nothing else is offloaded")
-    elif any(value is not None for value in given.values()):
-        section.leave("partition_activations", False, "the section turns nothing on; pin plan.recompute=full if the "
-                      "model recomputes its blocks")  # fmt: skip
-    section.leave_rest({}, SPEED)
-    reader.fields += section.fields
-    inner = _inner_axes(reader)
-    if inner:
-        reader.leave("the file", "DeepSpeed's", "our DeepSpeed engine splits no layers; the plan is for torch")
-    else:
-        reader.pin("the file", "DeepSpeed's", engine="deepspeed", mesh__tp=1, mesh__pp=1, mesh__cp=1)
-    types = reader.section("data_types")
-    for each, name in ((reader, "communication_data_type"), (types, "grad_accum_dtype")):
-        if (value := each.take(name)) is not None:
-            each.leave(name, value, "gradients are always summed and reduced in fp32")
-    types.leave_rest({})
-    reader.fields += types.fields
-    reader.leave_rest(REASONS)
-
-
-def _zero(reader: FieldReader) -> None:
     zero = reader.section("zero_optimization")
     stage = zero.take("stage", 0)
     if stage == "auto":
@@ -104,6 +63,55 @@ def _zero(reader: FieldReader) -> None:
         zero.leave("allgather_bucket_size", gathered, "there is one size for both, plan.comm.bucket_mb")
     zero.leave_rest(ZERO_REASONS)
     reader.fields += zero.fields
+    _precision(reader, precision)
+    total, micro, steps = (reader.count(name) for name in (
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))  # fmt: skip
+    if total and micro and total % (micro * (steps or 1)):
+        raise reader.contradiction(
+            f"train_batch_size {total} is not a multiple of train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {steps or 1}", "correct one of the three")  # fmt: skip
+    if total:
+        # Of the recipe, outside its plan.
+        reader.fields.append(ReadField(name="train_batch_size", value=total, pins={"train.global_batch": total}))
+    if micro:
+        reader.pin("train_micro_batch_size_per_gpu", micro, micro_batch=micro)
+    if steps:
+        reader.pin("gradient_accumulation_steps", steps, grad_accum=steps)
+    # The section configures DeepSpeed's activation checkpointing; it has no switch of its own.
+    section = reader.section("activation_checkpointing")
+    given = {name: section.take(name) for name in ("partition_activations", "cpu_checkpointing", "number_checkpoints")}
+    if any(given.values()):
+        section.pin("partition_activations, cpu_checkpointing or number_checkpoints", True, recompute="full")
+        if given["cpu_checkpointing"]:
+            section.leave("cpu_checkpointing", True, "pin plan.offload=activations if nothing else is offloaded")
+    elif any(value is not None for value in given.values()):
+        section.leave("partition_activations", False, "the section turns nothing on; pin plan.recompute=full if the "
+                      "model recomputes its blocks")  # fmt: skip
+    section.leave_rest({}, SPEED)
+    reader.fields += section.fields
+    # Tensor, pipeline and sequence parallelism.
+    inner = []
+    for section_name, name, axis in (("tensor_parallel", "autotp_size", "tp"), ("pipeline", "stages", "pp")):
+        section = reader.section(section_name)
+        if (degree := section.count(name)) and degree > 1:
+            section.pin(name, degree, **{f"mesh__{axis}": degree})
+            inner.append(degree)
+        section.leave_rest({}, SPEED)
+        reader.fields += section.fields
+    if (degree := reader.count("sequence_parallel_size")) and degree > 1:
+        reader.pin("sequence_parallel_size", degree, mesh__cp=degree, comm__context="exchange")
+        inner.append(degree)
+    if inner:
+        reader.leave("the file", "DeepSpeed's", "our DeepSpeed engine splits no layers; the plan is for torch")
+    else:
+        reader.pin("the file", "DeepSpeed's", engine="deepspeed", mesh__tp=1, mesh__pp=1, mesh__cp=1)
+    types = reader.section("data_types")
+    for each, name in ((reader, "communication_data_type"), (types, "grad_accum_dtype")):
+        if (value := each.take(name)) is not None:
+            each.leave(name, value, "gradients are always summed and reduced in fp32")
+    types.leave_rest({})
+    reader.fields += types.fields
+    reader.leave_rest(REASONS)
 
 
 def _offload(zero: FieldReader, stage: int) -> None:
@@ -147,19 +155,3 @@ def _precision(reader: FieldReader, other: str) -> None:
         reader.pin("bf16 and fp16", "not enabled", precision="fp32")
     elif name:
         reader.pin(f"{name}.enabled", True, precision=name)
-
-
-def _inner_axes(reader: FieldReader) -> bool:
-    """Read tensor, pipeline and sequence parallelism; return whether there is any."""
-    degrees = []
-    for section_name, name, axis in (("tensor_parallel", "autotp_size", "tp"), ("pipeline", "stages", "pp")):
-        section = reader.section(section_name)
-        if (degree := section.count(name)) and degree > 1:
-            section.pin(name, degree, **{f"mesh__{axis}": degree})
-            degrees.append(degree)
-        section.leave_rest({}, SPEED)
-        reader.fields += section.fields
-    if (degree := reader.count("sequence_parallel_size")) and degree > 1:
-        reader.pin("sequence_parallel_size", degree, mesh__cp=degree, comm__context="exchange")
-        degrees.append(degree)
-    return bool(degrees)

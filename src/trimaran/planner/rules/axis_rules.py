@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from trimaran.core import Plan, Recipe, UserError, did_you_mean
+from trimaran.core import Plan, Recipe, UserError
 from trimaran.core.engine_rules import no_fp8_layers
 from trimaran.core.plan import TowerPlan
 from trimaran.models import ModelSpec, Spec, language_of, vision_of
@@ -57,7 +57,6 @@ def check_axes(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
     if (language := language_of(spec)) is not None:
         check_context(plan, language)
         check_experts(plan, language)
-        check_correction(plan, language)
         check_prediction(plan, language)
     if spec is None or spec.language is not None:
         check_positions(plan, recipe, known=spec is not None)
@@ -65,15 +64,16 @@ def check_axes(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
 
 def check_perception(plan: Plan, spec: PerceptionSpec) -> None:
     """Raise for axes that a perception model does not have: no sequences, no experts, and perhaps no fusion."""
-    missing = [
-        ("cp", "a perception model has no sequences to split"),
-        ("ep", "a perception model has no experts to spread"),
-    ]
+    missing = {
+        "cp": "a perception model has no sequences to split",
+        "ep": "a perception model has no experts to spread",
+    }
+    others = "dp_shard, dp_replicate, pp or tp"
     if not spec.fusion_layers:
-        missing.append(("tp", "a perception model without cameras has no fusion layers to split"))
-    for axis, what in missing:
+        missing["tp"] = "a perception model without cameras has no fusion layers to split"
+        others = "dp_shard, dp_replicate or pp"
+    for axis, what in missing.items():
         if getattr(plan.mesh, axis) > 1:
-            others = "dp_shard, dp_replicate or pp" if not spec.fusion_layers else "dp_shard, dp_replicate, pp or tp"
             raise UserError("P055", what, where=f"plan.mesh.{axis}", fix=f"set {axis} to 1, and use {others}")
 
 
@@ -138,18 +138,13 @@ def check_context(plan: Plan, spec: ModelSpec) -> None:
     if plan.comm.context != "exchange" or mesh.cp == 1:
         return
     heads, kv_heads = spec.heads // mesh.tp, spec.kv_heads // mesh.tp
-    if exchanges_heads(mesh.cp, heads, kv_heads):
+    works = [each for each in divisors(heads, most=mesh.world_size) if kv_heads % each == 0 or each % kv_heads == 0]
+    if mesh.cp in works:
         return
-    works = [each for each in divisors(heads, most=mesh.world_size) if exchanges_heads(each, heads, kv_heads)]
     name, num = ("heads", heads) if heads % mesh.cp else ("KV heads", kv_heads)
     raise UserError("P009", f"cp {mesh.cp} does not divide the {num} {name} of {spec.name} that a rank exchanges",
                     where="plan.mesh.cp",
                     fix=f"use cp of {either(works)}, or set comm.context to ring or gather")  # fmt: skip
-
-
-def exchanges_heads(cp: int, heads: int, kv_heads: int) -> bool:
-    """Return whether a rank with so many heads can exchange them for positions with `cp` ranks."""
-    return heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
 
 
 def check_positions(plan: Plan, recipe: Recipe, *, known: bool) -> None:
@@ -175,9 +170,9 @@ def check_positions(plan: Plan, recipe: Recipe, *, known: bool) -> None:
 
 
 def check_experts(plan: Plan, spec: ModelSpec) -> None:
-    """Raise unless the model has experts, and ep divides them and the ranks that can hold them."""
-    mesh, experts = plan.mesh, spec.block.experts
-    if mesh.ep == 1:
+    """Raise unless ep divides the experts and the ranks that can hold them, and replicas train routers in step."""
+    mesh, experts, local = plan.mesh, spec.block.experts, plan.comm.local
+    if experts is None and mesh.ep == 1:
         return
     if experts is None:
         raise UserError("P010", f"ep {mesh.ep} needs experts, but {spec.name} has none", where="plan.mesh.ep",
@@ -187,6 +182,12 @@ def check_experts(plan: Plan, spec: ModelSpec) -> None:
         raise UserError("P010", f"ep {mesh.ep} does not divide the {experts.num_experts} experts of {spec.name}",
                         where="plan.mesh.ep", fix=f"use ep of {works}")  # fmt: skip
     check_expert_ranks(plan, experts.num_experts)
+    if experts.router.correction_rate and (local.is_on or not plan.engine_traits.is_synchronous):
+        raise UserError("P102", f"the routers of {spec.name} follow the loads of the global batch in every step, and "
+                        "these replicas train alone",
+                        where="plan.comm.local_steps" if local.is_on else "plan.engine",
+                        fix="set model.shape.experts.router.correction_rate to 0, which keeps the biases as they are, "
+                        "or train in step")  # fmt: skip
 
 
 def check_expert_ranks(plan: Plan, num_experts: int = 0) -> None:
@@ -197,18 +198,6 @@ def check_expert_ranks(plan: Plan, num_experts: int = 0) -> None:
         works = degrees(math.gcd(num_experts, ranks), world_size=ranks)
         raise UserError("P010", f"ep {mesh.ep} does not divide the {ranks} ranks of {over}", where="plan.mesh.ep",
                         fix=f"use ep of {works}")  # fmt: skip
-
-
-def check_correction(plan: Plan, spec: ModelSpec) -> None:
-    """Raise if replicas that train alone would update the correction biases of their routers differently."""
-    experts = spec.block.experts
-    if experts is None or not experts.router.correction_rate:
-        return
-    if plan.comm.local.is_on or not plan.engine_traits.is_synchronous:
-        raise UserError("P102", f"the routers of {spec.name} follow the loads of the global batch in every step, and "
-                        "these replicas train alone", where="plan.comm.local_steps" if plan.comm.local.is_on else
-                        "plan.engine", fix="set model.shape.experts.router.correction_rate to 0, which keeps the "
-                        "biases as they are, or train in step")  # fmt: skip
 
 
 def check_prediction(plan: Plan, spec: ModelSpec) -> None:
@@ -270,12 +259,7 @@ def check_pipeline(plan: Plan, recipe: Recipe) -> None:
         num = f"{count} micro-batches" if count > 1 else "one micro-batch"
         raise UserError("P012", f"{schedule} with pp {pp} cannot run with {num}: {why}",
                         where="plan.grad_accum", fix=fix)  # fmt: skip
-    check_split_backward(plan)
-
-
-def check_split_backward(plan: Plan) -> None:
-    """Raise for settings that do not allow a backward in two parts: for the input and for the weights."""
-    if plan.pipeline.schedule != "zero-bubble":
+    if schedule != "zero-bubble":  # whose backward has two parts: for the input and for the weights
         return
     for field, off, why in (
         ("compile", False, "a compiled backward cannot be split"),
@@ -314,64 +298,37 @@ MAIN = "language"
 FIRST = "vision"
 
 
-def check_known_towers(names: Iterable[str], towers: list[str], *, of: str, code: str, where: str) -> None:
-    """Raise for the first name that no tower has."""
-    for name in names:
-        if name not in towers:
-            raise UserError(code, f"{of} has no tower '{name}'{did_you_mean(name, towers)}", where=f"{where}.{name}",
-                            fix=f"its towers are {', '.join(towers)}")  # fmt: skip
-
-
 def check_towers(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
     """Raise for settings that a single tower cannot have."""
+    tp = plan.mesh.tp
     for name, own in plan.towers.items():
         if recipe.model.kind.is_hf and vision_of(spec) is None and own != TowerPlan():
             raise UserError("P023", "towers of a Hugging Face model cannot have their own settings",
                             where=f"plan.towers.{name}",
                             fix="set plan.sharding and plan.recompute for the whole model")  # fmt: skip
-        check_tower_sharding(name, own, plan)
-        check_tower_degree(name, own, plan)
-
-
-def check_tower_sharding(name: str, own: TowerPlan, plan: Plan) -> None:
-    """Raise unless a tower's sharding is possible next to the rest."""
-    if own.sharding is None or own.sharding == plan.sharding:
-        return
-    where = f"plan.towers.{name}.sharding"
-    if plan.engine_traits.shards_weights_itself:
-        raise UserError("P053", "DeepSpeed shards all towers alike", where=where,
-                        fix="leave it out, or set plan.engine to torch")  # fmt: skip
-    if plan.sharding == "none" and not splits_images(name, plan):
-        raise UserError("P053", f"tower {name} cannot be sharded while plan.sharding is none", where=where,
-                        fix=_fix_of_sharding_alone(name, own, plan))  # fmt: skip
-    if plan.offload == "parameters":
-        raise UserError("P053", f"offload parameters needs sharding parameters, but tower {name} has {own.sharding}",
-                        where=where, fix="leave it out, or set plan.offload to optimizer")  # fmt: skip
-
-
-def _fix_of_sharding_alone(name: str, own: TowerPlan, plan: Plan) -> str:
-    fix = f"set plan.sharding to {own.sharding}, and that of the other towers to none"
-    if name == MAIN or plan.mesh.tp == 1:
-        return fix
-    return f"{fix}, or give {name if name == FIRST else f'{FIRST} and {name}'} tp 1"
-
-
-def splits_images(name: str, plan: Plan) -> bool:
-    """Return whether tensor-parallel ranks encode different images in the tower: it and the first have tp 1."""
-    settings = (plan.towers.get(each, TowerPlan()) for each in (FIRST, name))
-    return name != MAIN and all(each.tp == 1 < plan.mesh.tp for each in settings)
-
-
-def check_tower_degree(name: str, own: TowerPlan, plan: Plan) -> None:
-    """Raise unless the tower is unsplit, or split over all ranks of a tensor-parallel group."""
-    tp = plan.mesh.tp
-    if own.tp is None or own.tp == tp:
-        return
-    works = [tp] if name == MAIN else sorted({1, tp})
-    if own.tp not in works:
-        why = "tp splits its sequence" if name == MAIN else "a tower is split over all tp ranks or not at all"
-        raise UserError("P054", f"tower {name} cannot have tp {own.tp} with mesh.tp {tp}: {why}",
-                        where=f"plan.towers.{name}.tp", fix=f"use {either(works)}, or leave it out")  # fmt: skip
+        where = f"plan.towers.{name}.sharding"
+        if own.sharding not in (None, plan.sharding):
+            if plan.engine_traits.shards_weights_itself:
+                raise UserError("P053", "DeepSpeed shards all towers alike", where=where,
+                                fix="leave it out, or set plan.engine to torch")  # fmt: skip
+            # If it and the first tower have tp 1, tensor-parallel ranks encode different images, and can hold shards.
+            settings = (plan.towers.get(each, TowerPlan()) for each in (FIRST, name))
+            splits_images = name != MAIN and all(each.tp == 1 < tp for each in settings)
+            if plan.sharding == "none" and not splits_images:
+                fix = f"set plan.sharding to {own.sharding}, and that of the other towers to none"
+                if name != MAIN and tp > 1:
+                    fix = f"{fix}, or give {name if name == FIRST else f'{FIRST} and {name}'} tp 1"
+                raise UserError("P053", f"tower {name} cannot be sharded while plan.sharding is none", where=where,
+                                fix=fix)  # fmt: skip
+            if plan.offload == "parameters":
+                raise UserError("P053", "offload parameters needs sharding parameters, but tower "
+                                f"{name} has {own.sharding}", where=where,
+                                fix="leave it out, or set plan.offload to optimizer")  # fmt: skip
+        works = [tp] if name == MAIN else sorted({1, tp})
+        if own.tp is not None and own.tp not in works:
+            why = "tp splits its sequence" if name == MAIN else "a tower is split over all tp ranks or not at all"
+            raise UserError("P054", f"tower {name} cannot have tp {own.tp} with mesh.tp {tp}: {why}",
+                            where=f"plan.towers.{name}.tp", fix=f"use {either(works)}, or leave it out")  # fmt: skip
 
 
 def check_hf_facts(plan: Plan, recipe: Recipe, facts: HfFacts | None) -> None:
@@ -388,14 +345,8 @@ def check_hf_facts(plan: Plan, recipe: Recipe, facts: HfFacts | None) -> None:
         raise no_fp8_layers()
     mesh = plan.mesh
     check_hf_axes(facts, tp=mesh.tp, cp=mesh.cp, pp=mesh.pp, ep=mesh.ep)
-    if mesh.pp > 1 and facts.num_layers:
-        check_hf_stages(plan, facts.num_layers)
-
-
-def check_hf_stages(plan: Plan, num_layers: int) -> None:
-    """Raise unless every stage of the pipeline has a layer."""
-    stages = plan.pipeline.stages
-    if plan.num_stages > num_layers or (stages and sum(stages) != num_layers):
+    num_layers, stages = facts.num_layers, plan.pipeline.stages
+    if mesh.pp > 1 and num_layers and (plan.num_stages > num_layers or (stages and sum(stages) != num_layers)):
         raise UserError("P011", f"{plan.num_stages} stages do not hold the {num_layers} layers of the model once",
                         where="plan.pipeline.stages" if stages else "plan.mesh.pp",
                         fix="use at most one stage for each layer, and leave plan.pipeline.stages out")  # fmt: skip
@@ -413,12 +364,3 @@ def check_hf_axes(facts: HfFacts, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: 
     refuse_ep_degree(ep, tp, facts.num_experts)
     if cp > 1 and facts.without_cp is not None:
         raise facts.without_cp
-
-
-def accepts_axes(facts: HfFacts, *, tp: int, cp: int, ep: int) -> bool:
-    """Return whether the model can be split by these degrees."""
-    try:
-        check_hf_axes(facts, tp=tp, cp=cp, ep=ep)
-    except UserError:
-        return False
-    return True

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from trimaran.core import Plan, Recipe, UserError
+from trimaran.core import Plan, Recipe, UserError, did_you_mean
 from trimaran.core.engine_rules import MIN_FP8_FEATURES, RECIPE_MULTIPLES, check_deepspeed, refused_recipe
 from trimaran.core.plugins import KINDS
 from trimaran.machine import Cluster
@@ -15,7 +15,6 @@ from trimaran.planner.question import Question
 from trimaran.planner.rules.axis_rules import (
     check_axes,
     check_hf_facts,
-    check_known_towers,
     check_pipeline,
     check_towers,
     degrees,
@@ -23,6 +22,7 @@ from trimaran.planner.rules.axis_rules import (
     either,
     fills_pipeline,
     takes_stages,
+    tower_degree,
 )
 from trimaran.planner.rules.replica_rules import check_async, check_compression, check_local_steps, check_micro_batches
 
@@ -93,10 +93,7 @@ def check_plan(
     outline: Outline | None = None,
     facts: HfFacts | None = None,
 ) -> None:
-    """Raise UserError for the first thing in `plan` that our trainer cannot run.
-
-    `outline` adds checks for models without a spec of ours, `facts` for Hugging Face models.
-    """
+    """Raise for the first thing that our trainer cannot run. `outline` and `facts` are of models without a spec."""
     _check_rules(plan, Question(recipe=recipe, spec=spec, cluster=cluster, outline=outline, facts=facts))
 
 
@@ -294,20 +291,16 @@ def check_loss(plan: Plan, spec: Spec | None, outline: Outline | None = None) ->
 def check_objective(plan: Plan, recipe: Recipe) -> None:
     """Raise for an objective that does not suit the model, or that cannot be fused with the head."""
     objective, is_perception = recipe.objective, recipe.model.kind.reads == "scenes"
-    if objective.name not in ("auto", "perception" if is_perception else "language") and is_reserved(objective.name):
+    is_built_in = objective.name in KINDS["objective"].reserved
+    if objective.name not in ("auto", "perception" if is_perception else "language") and is_built_in:
         raise UserError("K079", f"the objective {objective.name} is not for the family {recipe.model.family}",
                         where="objective.name", fix="leave it at auto")  # fmt: skip
     if objective.label_smoothing and is_perception:
         raise UserError("K079", "a perception model has no labels to smooth", where="objective.label_smoothing",
                         fix="leave it out: it is of next-token prediction")  # fmt: skip
-    if plan.loss != "logits" and not is_reserved(objective.name):
+    if plan.loss != "logits" and not is_built_in:
         raise UserError("P056", f"loss {plan.loss} is not possible: the objective {objective.name} of a plug-in needs "
                         "logits", where="plan.loss", fix="set plan.loss to logits, or leave it out")  # fmt: skip
-
-
-def is_reserved(objective: str) -> bool:
-    """Return whether an objective is built in."""
-    return objective in KINDS["objective"].reserved
 
 
 def check_batch(plan: Plan, global_batch: int) -> None:
@@ -351,9 +344,11 @@ def check_tower_names(plan: Plan, question: Question) -> None:
     outline = question.outline
     assert outline is not None
     names = [tower.name for tower in outline.towers]
-    check_known_towers(plan.towers, names, of=outline.name, code="P022", where="plan.towers")
-    check_known_towers(question.recipe.train.optimizer.towers, names, of=outline.name, code="P052",
-                   where="train.optimizer.towers")  # fmt: skip
+    of_optimizer = question.recipe.train.optimizer.towers
+    for where, code, own in (("plan.towers", "P022", plan.towers), ("train.optimizer.towers", "P052", of_optimizer)):
+        for name in (each for each in own if each not in names):
+            raise UserError(code, f"{outline.name} has no tower '{name}'{did_you_mean(name, names)}",
+                            where=f"{where}.{name}", fix=f"its towers are {', '.join(names)}")  # fmt: skip
 
 
 def check_divisors(plan: Plan, question: Question) -> None:
@@ -364,12 +359,9 @@ def check_divisors(plan: Plan, question: Question) -> None:
         degree = getattr(mesh, axis)
         if degree == 1:
             continue
-        if axis != "ep" and (
-            opaque := next(
-                (block for tower in outline.towers for block, _ in tower.runs if isinstance(block, Opaque)), None
-            )
-        ):
-            raise UserError("P021", f"{axis} cannot split {opaque.name}, an opaque block",
+        opaque = [block.name for tower in outline.towers for block, _ in tower.runs if isinstance(block, Opaque)]
+        if axis != "ep" and opaque:
+            raise UserError("P021", f"{axis} cannot split {opaque[0]}, an opaque block",
                             where=f"plan.mesh.{axis}", fix="use dp_shard or pp, or describe the model by its "
                             "config.json")  # fmt: skip
         for name, size in split_sizes(outline, plan, seq_len, axis):
@@ -400,30 +392,22 @@ def check_depth(plan: Plan, question: Question) -> None:
 
 def split_sizes(outline: Outline, plan: Plan, seq_len: int, axis: str) -> Iterator[tuple[str, int]]:
     """Yield what the axis splits, by name. The vocabulary is padded; towers without experts do not restrict ep."""
-    mesh, exchange = plan.mesh, plan.comm.context == "exchange"
+    mesh, exchange, has_experts = plan.mesh, plan.comm.context == "exchange", False
     if axis == "ep":
         yield "ranks that experts may be spread over", mesh.expert_ranks
     for tower in outline.towers:
         if axis == "cp":
             positions, _ = tower.sample_positions(seq_len)
-            yield (
-                f"positions of tower {tower.name}" + " in halves" * (not exchange),
-                positions if exchange else positions // 2,
-            )
-        own = plan.towers.get(tower.name)
-        tp = mesh.tp if own is None or own.tp is None else own.tp
+            halves, size = ("", positions) if exchange else (" in halves", positions // 2)
+            yield f"positions of tower {tower.name}{halves}", size
+        tp = tower_degree(tower.name, plan)
         if axis == "tp" and tp == 1:  # every rank holds the tower
             continue
-        for block, _ in tower.runs:
-            if isinstance(block, OutlineLayer):
-                yield from (
-                    (f"{name} of tower {tower.name}", size)
-                    for name, size in _layer_sizes(block, tp, axis, mesh.cp if exchange else 1)
-                )
-    if axis == "ep" and not any(
-        block.experts
-        for block in (block for tower in outline.towers for block, _ in tower.runs if isinstance(block, OutlineLayer))
-    ):
+        for layer in (block for block, _ in tower.runs if isinstance(block, OutlineLayer)):
+            has_experts = has_experts or layer.experts is not None
+            for name, size in _layer_sizes(layer, tp, axis, mesh.cp if exchange else 1):
+                yield f"{name} of tower {tower.name}", size
+    if axis == "ep" and not has_experts:
         yield f"experts of {outline.name}", 1
 
 

@@ -8,82 +8,66 @@ LOCAL_STEPS = "plan.comm.local_steps"
 
 def check_local_steps(plan: Plan, steps: int) -> None:
     """Raise unless replicas can train alone for some of the `steps` of a run, as `comm.local_steps` says."""
-    local, mesh = plan.comm.local, plan.mesh
+    local, outer, comm, mesh = plan.comm.local, plan.comm.local.outer, plan.comm, plan.mesh
     if not local.is_on:
         return
-    if not plan.comm.overlap:
-        raise _local_error("replicas that train alone reduce no gradients after backward", "leave out overlap",
-                       where="plan.comm.overlap")  # fmt: skip
-    if plan.comm.compression != "none":
-        raise _local_error("with local_steps no gradients are sent between replicas that could be compressed",
-                       "leave out comm.compression, or local_steps; outer gradients have local_steps.compression",
-                       where="plan.comm.compression")  # fmt: skip
-    if not plan.engine_traits.uses_fsdp:
-        raise _local_error("DeepSpeed reduces gradients in every step", "set engine to torch, or leave out local_steps")
-    if mesh.dp_replicate == 1 and mesh.world_size > 1:
-        raise _local_error(f"comm.local_steps needs replicas, but dp_replicate is 1 ({plan})",
-                       "set mesh.dp_replicate above 1, or leave out local_steps")  # fmt: skip
-    if mesh.ep > 1:
-        raise _local_error("experts that are spread over ranks exchange tokens in every step",
-                       "set mesh.ep to 1, or leave out local_steps")  # fmt: skip
-    if plan.precision == "fp16":
-        raise _local_error("fp16 may skip steps, and with local_steps each replica would skip others",
-                       "use bf16 or fp32, or leave out local_steps")  # fmt: skip
-    if steps % local.steps:
-        raise _local_error(f"{steps} steps are not a multiple of local_steps {local.steps}",
-                       f"set train.steps to {steps + -steps % local.steps}, or local_steps to "
-                       f"{either(divisors(steps, most=64))}")  # fmt: skip
-    _check_outer(plan)
-    if local.elastic:
-        _check_elastic(plan)
-
-
-def _check_elastic(plan: Plan) -> None:
-    """Raise unless the other replicas could go on without one of them."""
-    local, where = plan.comm.local, f"{LOCAL_STEPS}.elastic"
-    if local.fragments > 1 or local.overlap_steps:
-        raise _local_error("an exchange that overlaps training cannot be repeated if a replica is lost during it",
-                       "leave out fragments and overlap_steps, or elastic", where=where)  # fmt: skip
-
-
-def _check_outer(plan: Plan) -> None:
-    local, outer = plan.comm.local, plan.comm.local.outer
-    if outer.optimizer == "average" and (outer.lr, outer.momentum) != (None, None):
-        raise _local_error("an average has neither learning rate nor momentum",
-                           "set outer.optimizer to nesterov or sgd", where=f"{LOCAL_STEPS}.outer")  # fmt: skip
-    if outer.optimizer == "nesterov" and not outer.resolved_momentum:
-        raise _local_error("nesterov needs momentum", "set outer.momentum above 0, or outer.optimizer to sgd",
-                       where=f"{LOCAL_STEPS}.outer")  # fmt: skip
-    if local.compression == "sparse" and outer.resolved_momentum:
-        fix = "set outer.optimizer to average, or to sgd without momentum"
-        raise _local_error("sparse outer gradients have error feedback in place of outer momentum", fix,
-                       where=f"{LOCAL_STEPS}.outer")  # fmt: skip
-    if local.fragments > local.steps:
-        raise _local_error(f"{local.fragments} fragments cannot take turns in {local.steps} steps",
-                       f"set fragments to {local.steps} or less", where=f"{LOCAL_STEPS}.fragments")  # fmt: skip
-    most = local.steps // local.fragments - 1
-    if local.overlap_steps > most:  # so that nothing is on its way when a checkpoint is saved
-        fix = f"set overlap_steps to {most} or less: below steps / fragments"
-        raise _local_error(f"an exchange of {local.overlap_steps} steps would not end before the next one begins",
-                           fix, where=f"{LOCAL_STEPS}.overlap_steps")  # fmt: skip
-
-
-def _local_error(what: str, fix: str, *, where: str = LOCAL_STEPS) -> UserError:
-    return UserError("P003", what, where=where, fix=fix)
+    most, of_outer = local.steps // local.fragments - 1, f"{LOCAL_STEPS}.outer"
+    fitting = f"train.steps to {steps + -steps % local.steps}, or local_steps to {either(divisors(steps, most=64))}"
+    has_outer_constants = (outer.lr, outer.momentum) != (None, None)
+    refusals = (
+        (not comm.overlap, "plan.comm.overlap",
+         "replicas that train alone reduce no gradients after backward", "leave out overlap"),
+        (comm.compression != "none", "plan.comm.compression",
+         "with local_steps no gradients are sent between replicas that could be compressed",
+         "leave out comm.compression, or local_steps; outer gradients have local_steps.compression"),
+        (not plan.engine_traits.uses_fsdp, LOCAL_STEPS,
+         "DeepSpeed reduces gradients in every step", "set engine to torch, or leave out local_steps"),
+        (mesh.dp_replicate == 1 < mesh.world_size, LOCAL_STEPS,
+         f"comm.local_steps needs replicas, but dp_replicate is 1 ({plan})",
+         "set mesh.dp_replicate above 1, or leave out local_steps"),
+        (mesh.ep > 1, LOCAL_STEPS,
+         "experts that are spread over ranks exchange tokens in every step",
+         "set mesh.ep to 1, or leave out local_steps"),
+        (plan.precision == "fp16", LOCAL_STEPS,
+         "fp16 may skip steps, and with local_steps each replica would skip others",
+         "use bf16 or fp32, or leave out local_steps"),
+        (steps % local.steps, LOCAL_STEPS,
+         f"{steps} steps are not a multiple of local_steps {local.steps}", f"set {fitting}"),
+        (outer.optimizer == "average" and has_outer_constants, of_outer,
+         "an average has neither learning rate nor momentum", "set outer.optimizer to nesterov or sgd"),
+        (outer.optimizer == "nesterov" and not outer.resolved_momentum, of_outer,
+         "nesterov needs momentum", "set outer.momentum above 0, or outer.optimizer to sgd"),
+        (local.compression == "sparse" and outer.resolved_momentum, of_outer,
+         "sparse outer gradients have error feedback in place of outer momentum",
+         "set outer.optimizer to average, or to sgd without momentum"),
+        (local.fragments > local.steps, f"{LOCAL_STEPS}.fragments",
+         f"{local.fragments} fragments cannot take turns in {local.steps} steps",
+         f"set fragments to {local.steps} or less"),
+        (local.overlap_steps > most, f"{LOCAL_STEPS}.overlap_steps",  # nothing is on its way when a checkpoint is saved
+         f"an exchange of {local.overlap_steps} steps would not end before the next one begins",
+         f"set overlap_steps to {most} or less: below steps / fragments"),
+        (local.elastic and (local.fragments > 1 or local.overlap_steps), f"{LOCAL_STEPS}.elastic",
+         "an exchange that overlaps training cannot be repeated if a replica is lost during it",
+         "leave out fragments and overlap_steps, or elastic"),
+    )  # fmt: skip
+    for is_wrong, where, what, fix in refusals:
+        if is_wrong:
+            raise UserError("P003", what, where=where, fix=fix)
 
 
 def check_async(plan: Plan, recipe: Recipe) -> None:
     """Raise unless `engine: async` can run the plan: whole replicas, whose only exchange is with the servers."""
     if plan.engine != "async":
         if plan.comm.async_sgd != AsyncSgd():
-            raise _async_error(f"comm.async_sgd is for engine async, and this plan has engine {plan.engine}",
-                           "set plan.engine to async, or leave out async_sgd", where="plan.comm.async_sgd")  # fmt: skip
+            raise UserError("P095", f"comm.async_sgd is for engine async, and this plan has engine {plan.engine}",
+                            where="plan.comm.async_sgd",
+                            fix="set plan.engine to async, or leave out async_sgd")  # fmt: skip
         return
     mesh = plan.mesh
     if mesh.dp_replicate == 1 or mesh.world_size > mesh.dp_replicate or mesh.ep > 1 or plan.sharding != "none":
-        raise _async_error(f"engine async needs whole replicas, at least two, and this plan has another split ({plan})",
-                       "set mesh.dp_replicate to the number of devices, with sharding none",
-                       where="plan.mesh")  # fmt: skip
+        what = f"engine async needs whole replicas, at least two, and this plan has another split ({plan})"
+        fix = "set mesh.dp_replicate to the number of devices, with sharding none"
+        raise UserError("P095", what, where="plan.mesh", fix=fix)
     refusals = {
         "plan.precision": (plan.precision not in ("fp32", "bf16"), "with fp16 or fp8, workers would have scales of "
                            "their own", "use bf16 or fp32"),
@@ -108,13 +92,8 @@ def check_async(plan: Plan, recipe: Recipe) -> None:
     }  # fmt: skip
     for where, (is_wrong, why, fix) in refusals.items():
         if is_wrong:
-            raise _async_error(
-                f"engine async cannot run this: {why}", f"{fix}, or set plan.engine to torch", where=where
-            )
-
-
-def _async_error(what: str, fix: str, *, where: str) -> UserError:
-    return UserError("P095", what, where=where, fix=fix)
+            fix = f"{fix}, or set plan.engine to torch"
+            raise UserError("P095", f"engine async cannot run this: {why}", where=where, fix=fix)
 
 
 SHARDED_KINDS = ("fp16", "bf16", "int8")
@@ -149,37 +128,35 @@ def check_compression(plan: Plan) -> None:
                         where="plan.comm.compression", fix="use dp_shard alone beside tp, or leave it out")  # fmt: skip
 
 
-MICRO_BATCHES = "plan.micro_batches"
-
-
 def check_micro_batches(plan: Plan) -> None:
     """Raise unless the plan's data ranks can have the rows that `micro_batches` says, or measure them."""
     if not plan.micro_batches:
         return
-    rows, dp = plan.rows_by_rank, plan.mesh.dp
-    if rows and len(rows) != dp:
-        raise _rows_error(f"micro_batches has {len(rows)} numbers, but there are {dp} data ranks ({plan.mesh})",
-                       f"give {dp} numbers, one for each, or leave it out")  # fmt: skip
-    if not plan.engine_traits.uses_fsdp:
-        raise _rows_error(
-            f"engine {plan.engine} gives every rank the same number of rows", "set engine to torch, or leave it out"
-        )
-    if plan.comm.local.is_on:
-        raise _rows_error("with local_steps every replica counts as much as any other, whatever its rows",
-                       "leave out comm.local_steps, or micro_batches")  # fmt: skip
-    if plan.micro_batches != "measured":
-        return
+    rows, dp, is_measured = plan.rows_by_rank, plan.mesh.dp, plan.micro_batches == "measured"
     explicit = "give the rows of each data rank, such as [3, 5]"
-    if plan.mesh.pp > 1:
-        raise _rows_error("the speed of a pipeline is not measured", f"{explicit}; or use pipeline.stages")
-    if plan.mesh.ep > 1:
-        raise _rows_error("experts that are spread over ranks make them wait for each other, so that the speed of one "
-                          "cannot be measured", explicit)  # fmt: skip
-    if plan.comm.compression != "none":
-        raise _rows_error("measuring would change what compression remembers of earlier gradients", explicit)
-    if dp > 1 and plan.micro_batch == 1:
-        raise _rows_error(f"with a micro_batch of 1 each of {dp} data ranks needs its one row: there is nothing to "
-                          "deal", "set plan.micro_batch to 4 or more, and leave plan.grad_accum out")  # fmt: skip
+    refusals = (
+        (rows and len(rows) != dp,
+         f"micro_batches has {len(rows)} numbers, but there are {dp} data ranks ({plan.mesh})",
+         f"give {dp} numbers, one for each, or leave it out"),
+        (not plan.engine_traits.uses_fsdp,
+         f"engine {plan.engine} gives every rank the same number of rows", "set engine to torch, or leave it out"),
+        (plan.comm.local.is_on,
+         "with local_steps every replica counts as much as any other, whatever its rows",
+         "leave out comm.local_steps, or micro_batches"),
+        (is_measured and plan.mesh.pp > 1,
+         "the speed of a pipeline is not measured", f"{explicit}; or use pipeline.stages"),
+        (is_measured and plan.mesh.ep > 1,
+         "experts that are spread over ranks make them wait for each other, so that the speed of one cannot be "
+         "measured", explicit),
+        (is_measured and plan.comm.compression != "none",
+         "measuring would change what compression remembers of earlier gradients", explicit),
+        (is_measured and dp > 1 and plan.micro_batch == 1,
+         f"with a micro_batch of 1 each of {dp} data ranks needs its one row: there is nothing to deal",
+         "set plan.micro_batch to 4 or more, and leave plan.grad_accum out"),
+    )  # fmt: skip
+    for is_wrong, what, fix in refusals:
+        if is_wrong:
+            raise UserError("P024", what, where="plan.micro_batches", fix=fix)
 
 
 def can_measure_rows(plan: Plan) -> bool:
@@ -191,7 +168,3 @@ def can_measure_rows(plan: Plan) -> bool:
     except UserError:
         return False
     return True
-
-
-def _rows_error(what: str, fix: str) -> UserError:
-    return UserError("P024", what, where=MICRO_BATCHES, fix=fix)

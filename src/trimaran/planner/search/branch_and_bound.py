@@ -42,13 +42,9 @@ class FoundPlan(NamedTuple):
 class FoundPlans:
     """The plans that fit, by mesh, with the best step time so far."""
 
-    max_seconds: float = math.inf  # slower plans are ignored
     by_mesh: dict[tuple[int, ...], list[FoundPlan]] = field(default_factory=dict)
-    best_seconds: float = math.inf
+    best_seconds: float = math.inf  # at first the limit: slower plans are ignored
     winner: FoundPlan | None = None  # set before other meshes are searched, so that they cannot replace it
-
-    def __post_init__(self) -> None:
-        self.best_seconds = self.max_seconds
 
     def is_useful(self, found: FoundPlan) -> bool:
         """Return whether no plan of the same mesh is faster and simpler, or much faster."""
@@ -134,13 +130,19 @@ def find_plans(space: Space, evaluator: PlanEvaluator, *, limit: float = math.in
     micro-batch, then with a pipeline. Once a bound exceeds the best plan, nothing left can beat it. A quick pass tries
     few plans of each split, so that the exact pass soon has a good plan to prune with.
     """
-    found_plans = FoundPlans(max_seconds=limit)
+    found_plans = FoundPlans(best_seconds=limit)
     search = _Search(space, evaluator, found_plans)
     microbatches = search.microbatches
     fits = microbatches and microbatches[0][0] <= limit
     if not fits or not any(evaluator.memory_use(evaluator.memory(plan)) <= 1 for plan in least_memory_plans(space)):
         return found_plans
-    search.try_quickly()
+    without_gain = 0
+    for split in search.by_lower_bound():  # the quick pass, until many splits in a row bring no gain
+        least = found_plans.best_seconds
+        if evaluator.lower_bound(split) > least or without_gain == MAX_SPLITS_WITHOUT_GAIN:
+            break
+        search.try_few(split)
+        without_gain = 0 if found_plans.best_seconds < least or not found_plans.by_mesh else without_gain + 1
     for split in search.by_lower_bound():
         if evaluator.lower_bound(split) > found_plans.best_seconds * TIE_RATIO:
             break
@@ -156,18 +158,14 @@ def find_plans(space: Space, evaluator: PlanEvaluator, *, limit: float = math.in
 class _Search:
     def __init__(self, space: Space, evaluator: PlanEvaluator, found: FoundPlans) -> None:
         self.space, self.evaluator, self.found = space, evaluator, found
-        bounds = [(self._microbatch_bound(each), each) for each in space.microbatch_splits()]
-        self.microbatches = sorted(bounds)
-
-    def _microbatch_bound(self, microbatch: MicrobatchSplit) -> float:
-        """Return a lower bound for plans with such micro-batches: all devices busy all the time."""
-        space, question = self.space, self.space.question
         is_pinned = space.pinned("recompute") or space.pins.towers
-        seconds = self.evaluator.micro_batch_seconds(
-            microbatch, RecomputeChoice(space.pins.recompute if is_pinned else "none")
-        )
-        groups = question.cluster.world_size / (microbatch.tp * microbatch.cp)
-        return seconds * question.recipe.train.global_batch / microbatch.micro_batch / groups
+        choice = RecomputeChoice(space.pins.recompute if is_pinned else "none")
+        world, batch = space.question.cluster.world_size, space.question.recipe.train.global_batch
+        bounds = []
+        for each in space.microbatch_splits():  # a lower bound: all devices are busy all the time
+            seconds, groups = evaluator.micro_batch_seconds(each, choice), world / (each.tp * each.cp)
+            bounds.append((seconds * batch / each.micro_batch / groups, each))
+        self.microbatches = sorted(bounds)
 
     def by_lower_bound(self) -> Iterator[MeshSplit]:
         """Yield all splits, lowest bound first. An expensive bound is computed only when it may be the lowest."""
@@ -186,16 +184,6 @@ class _Search:
             else:
                 heapq.heappush(heap, (self.evaluator.lower_bound(entry), next(order), entry, True))
 
-    def try_quickly(self) -> None:
-        """Try few plans of each split, until many in a row bring no gain."""
-        found, without_gain = self.found, 0
-        for split in self.by_lower_bound():
-            least = found.best_seconds
-            if self.evaluator.lower_bound(split) > least or without_gain == MAX_SPLITS_WITHOUT_GAIN:
-                return
-            self._try_few(split)
-            without_gain = 0 if found.best_seconds < least or not found.by_mesh else without_gain + 1
-
     def try_other_meshes(self, others: int) -> None:
         """Add the best plans of other meshes: a quick pass over some, then an exact one over the best."""
         everything = self.found
@@ -206,26 +194,23 @@ class _Search:
                 break
             if _mesh_key(split) not in everything.by_mesh:
                 tries_left -= 1
-                self._try_few(split)
-        for each in everything.ranked()[1 : meshes + 1]:
-            shown, key = everything.ranked()[: others + 1], mesh_key_of(each.plan)
-            limit = min(each.seconds, shown[-1].seconds if len(shown) > others else math.inf)
-            self.found = FoundPlans(by_mesh={key: everything.by_mesh[key]}, max_seconds=limit)
-            self._try_mesh(key)
+                self.try_few(split)
+        for other in everything.ranked()[1 : meshes + 1]:
+            shown, key = everything.ranked()[: others + 1], mesh_key_of(other.plan)
+            limit = min(other.seconds, shown[-1].seconds if len(shown) > others else math.inf)
+            self.found = FoundPlans(by_mesh={key: everything.by_mesh[key]}, best_seconds=limit)
+            tp, pp, cp, ep = key
+            microbatches = self.space.microbatch_splits_on(tp, cp, ep)
+            splits = [split for each in microbatches for split in self.space.mesh_splits(each) if split.pp == pp]
+            splits_left = MAX_SPLITS_PER_MESH
+            for split in sorted(splits, key=self.evaluator.quick_bound):
+                if self.evaluator.quick_bound(split) > self.found.best_seconds or not splits_left:
+                    break
+                if self.evaluator.lower_bound(split) <= self.found.best_seconds:
+                    splits_left -= 1
+                    self.try_all(split, self.found.best_seconds)
 
-    def _try_mesh(self, key: tuple[int, ...]) -> None:
-        tp, pp, cp, ep = key
-        microbatches = self.space.microbatch_splits_on(tp, cp, ep)
-        splits = [split for each in microbatches for split in self.space.mesh_splits(each) if split.pp == pp]
-        splits_left = MAX_SPLITS_PER_MESH
-        for split in sorted(splits, key=self.evaluator.quick_bound):
-            if self.evaluator.quick_bound(split) > self.found.best_seconds or not splits_left:
-                break
-            if self.evaluator.lower_bound(split) <= self.found.best_seconds:
-                splits_left -= 1
-                self.try_all(split, self.found.best_seconds)
-
-    def _try_few(self, split: MeshSplit) -> None:
+    def try_few(self, split: MeshSplit) -> None:
         """Try no or full sharding with no or full recompute. Offload is left to the exact pass, unless it is pinned."""
         every = self.space.recompute_choices(split)
         choices = [each for each in every if not each.towers and not isinstance(each.recompute, int)] or list(every)
@@ -241,14 +226,14 @@ class _Search:
         """Try every sharding of at most `limit` seconds, with as little recompute and offload as it needs."""
         evaluator, every = self.evaluator, self.space.recompute_choices(split)
         choices = [choice for choice in every if evaluator.recompute_bound(split, choice) <= limit]
-        choices.sort(
-            key=lambda choice: (evaluator.micro_batch_seconds(split.microbatch, choice, split.pp), str(choice))
-        )
+        seconds = partial(evaluator.micro_batch_seconds, split.microbatch, pp=split.pp)
+        choices.sort(key=lambda choice: (seconds(choice), str(choice)))
         offloads = self._fitting_offloads(split, choices) if choices else []
         too_big: set[tuple[object, ...]] = set()
         for states in reversed(self.space.state_shardings(split)) if offloads else ():
             kind = states.sharding, states.towers, states.overlap
-            if kind in too_big or evaluator.sharding_bound(split, states) > limit:
+            # A lower bound: the fastest recompute choice, with free memory.
+            if kind in too_big or evaluator.bare_seconds(Candidate(split, states, "none"), every[0]) > limit:
                 continue
             candidates = [Candidate(split, states, offload) for offload in offloads]
             if not self._try_offloads(candidates, choices, limit):
@@ -261,8 +246,9 @@ class _Search:
             split = candidate.split
             seconds = partial(evaluator.micro_batch_seconds, split.microbatch, pp=split.pp)
             cheaper = [choice for choice in choices if seconds(choice) < ceiling]
-            if candidate.offload != "none":
-                cheaper = [choice for choice in cheaper if evaluator.offload_bound(candidate, choice) <= limit]
+            if candidate.offload != "none":  # a rank updates at least an even part of the model
+                more = evaluator.offload_bounds[candidate.offload]
+                cheaper = [choice for choice in cheaper if evaluator.recompute_bound(split, choice) + more <= limit]
             if not cheaper or not self._least_memory_fits(candidate, cheaper):
                 continue
             fits, most = True, self.found.best_seconds * TIE_RATIO
@@ -293,7 +279,7 @@ class _Search:
             if self._least_memory_fits(candidate, choices):
                 fitting.append(offload)
             elif offload == "parameters" and all(
-                self.evaluator.exceeds_device(candidate, each) for each in least_memory_recomputes(choices)
+                (candidate, each) in self.evaluator.exceeding_device for each in least_memory_recomputes(choices)
             ):
                 other = self._least_candidate(split, "activations")
                 return ["activations"] if other and self._least_memory_fits(other, choices) else []

@@ -7,14 +7,7 @@ from trimaran.cost.offload_time import least_offloads
 from trimaran.cost.peak_memory import Memory, peak_memory_of
 from trimaran.cost.step import MAX_PINNED_FRACTION, allocator_slowdown
 from trimaran.cost.step_time import step_time_of, step_times_of
-from trimaran.planner.search.space import (
-    Candidate,
-    MeshSplit,
-    MicrobatchSplit,
-    RecomputeChoice,
-    Space,
-    StateSharding,
-)
+from trimaran.planner.search.space import Candidate, MeshSplit, MicrobatchSplit, RecomputeChoice, Space, StateSharding
 
 CANNOT_RUN = 1e9  # memory use of a plan that cannot run
 # States sharded over one rank: not a legal plan, but faster than any. Nothing is sent, and accumulation costs nothing.
@@ -35,10 +28,11 @@ class PlanEvaluator:
         self._activation_offload_bounds: dict[tuple[MeshSplit, RecomputeChoice], float] = {}
         self._fitting_plans: dict[tuple[Candidate, RecomputeChoice], tuple[Plan, Memory] | None] = {}
         self._bare_seconds: dict[tuple[Candidate, RecomputeChoice], float] = {}
-        self._exceeding_device: set[tuple[Candidate, RecomputeChoice]] = set()
+        # Evaluated plans that exceed their device, and not only the host.
+        self.exceeding_device: set[tuple[Candidate, RecomputeChoice]] = set()
         self._too_big: dict[tuple[object, ...], list[tuple[int, int]]] = {}
         self.num_evaluated = 0
-        self._offload_bounds = least_offloads(self.job, self.cluster)
+        self.offload_bounds = least_offloads(self.job, self.cluster)
         self._cheapest_states = UNSHARDED_STATES if self.cluster.world_size == 1 else CHEAPEST_STATES
 
     def memory(self, plan: Plan) -> Memory:
@@ -90,10 +84,8 @@ class PlanEvaluator:
 
     def quick_bound(self, split: MeshSplit) -> float:
         """Return a cheap lower bound for all plans of this split: equal stages and the theoretical bubble."""
-        choice, key = (
-            self.space.recompute_choices(split)[0],
-            (split.pp, split.schedule, len(split.stages), split.grad_accum),
-        )
+        choice = self.space.recompute_choices(split)[0]
+        key = split.pp, split.schedule, len(split.stages), split.grad_accum
         if key not in self._bubbles:
             self._bubbles[key] = self.space.plan(split, self._cheapest_states, choice).bubble
         seconds = self.micro_batch_seconds(split.microbatch, choice, split.pp)
@@ -131,59 +123,30 @@ class PlanEvaluator:
         seconds = self.micro_batch_seconds(split.microbatch, choice, split.pp)
         return max(self.lower_bound(split), seconds * split.grad_accum / split.pp)
 
-    def offload_bound(self, candidate: Candidate, choice: RecomputeChoice) -> float:
-        """Return a lower bound for plans of this candidate: a rank updates at least an even part of the model."""
-        return self.recompute_bound(candidate.split, choice) + self._offload_bounds[candidate.offload]
-
-    def sharding_bound(self, split: MeshSplit, states: StateSharding) -> float:
-        """Return a lower bound for plans of this split and sharding: the fastest recompute choice, with free memory."""
-        return self.bare_seconds(Candidate(split, states, "none"), self.space.recompute_choices(split)[0])
-
     def fitting_plan(self, candidate: Candidate, choice: RecomputeChoice) -> tuple[Plan, Memory] | None:
         """Return the plan and its memory if it fits, else None. Legality is checked later, for few plans."""
         if (candidate, choice) in self._fitting_plans:
             return self._fitting_plans[candidate, choice]
-        found = None
-        if self.space.supports(*candidate) and not self._is_known_too_big(candidate, choice):
-            plan = self.space.plan(candidate.split, candidate.states, choice, candidate.offload)
+        found, (split, states, offload) = None, candidate
+        # A plan of the same family that needs no more memory did not fit: no larger micro-batch, no fewer shards.
+        family = (
+            *(split.microbatch.degrees, split.pp, split.schedule, len(split.stages)),
+            *(states.sharding, states.towers, states.overlap, choice, offload),
+        )
+        size, too_big = split.microbatch.micro_batch, self._too_big.setdefault(family, [])
+        is_too_big = any(each <= size and shards >= states.dp_shard for each, shards in too_big)
+        if not is_too_big and self.space.supports(*candidate):
+            plan = self.space.plan(split, states, choice, offload)
             memory = self.memory(plan)
             if self.memory_use(memory) <= 1:
                 found = plan, memory
             else:
                 if self.occupancy(memory) > 1:
-                    self._exceeding_device.add((candidate, choice))
-                sizes = candidate.split.microbatch.micro_batch, candidate.states.dp_shard
-                self._too_big.setdefault(_family(candidate, choice), []).append(sizes)
+                    self.exceeding_device.add((candidate, choice))
+                too_big.append((size, states.dp_shard))
         self._fitting_plans[candidate, choice] = found
         return found
-
-    def exceeds_device(self, candidate: Candidate, choice: RecomputeChoice) -> bool:
-        """Return whether an evaluated plan exceeds its device, and not only the host."""
-        return (candidate, choice) in self._exceeding_device
-
-    def _is_known_too_big(self, candidate: Candidate, choice: RecomputeChoice) -> bool:
-        """Return whether a plan that needs no more memory did not fit: no larger micro-batch, no fewer shards."""
-        cached = self._too_big.get(_family(candidate, choice), ())
-        return any(
-            size <= candidate.split.microbatch.micro_batch and shards >= candidate.states.dp_shard
-            for size, shards in cached
-        )
 
 
 def _min_data_ranks(microbatch: MicrobatchSplit) -> int:
     return microbatch.ep // math.gcd(microbatch.ep, microbatch.cp)
-
-
-def _family(candidate: Candidate, choice: RecomputeChoice) -> tuple[object, ...]:
-    split, states = candidate.split, candidate.states
-    return (
-        split.microbatch.degrees,
-        split.pp,
-        split.schedule,
-        len(split.stages),
-        states.sharding,
-        states.towers,
-        states.overlap,
-        choice,
-        candidate.offload,
-    )

@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from trimaran.core import Plan, Recipe, UserError, show_bytes
-from trimaran.cost import predict
+from trimaran.cost import Memory, predict
 from trimaran.machine import Cluster
 from trimaran.models import HfFacts, Outline, Spec, decoder_of, outline_of, refuse_adapter, with_adapter
 from trimaran.planner.hints import (
-    LeastMemory,
     cluster_sizes,
     first_that_fits,
     hints_for,
@@ -21,12 +20,7 @@ from trimaran.planner.hints import (
 from trimaran.planner.plan_choices import choose_comm
 from trimaran.planner.question import NO_BYTES, NearMiss, PlanAnswer, Question
 from trimaran.planner.rules.legal import check_precision, check_sequence, check_tower_names, is_legal
-from trimaran.planner.search.branch_and_bound import (
-    TIE_RATIO,
-    FoundPlan,
-    least_memory_plans,
-    mesh_key_of,
-)
+from trimaran.planner.search.branch_and_bound import TIE_RATIO, FoundPlan, least_memory_plans, mesh_key_of
 from trimaran.planner.search.evaluator import PlanEvaluator
 from trimaran.planner.search.mixed_search import find_mixed_plans
 from trimaran.planner.search.rejections import near_misses, ranked_by_risk, shortages, ties_of, too_big, warnings_for
@@ -37,15 +31,12 @@ MAX_SIZES_WITHOUT_GAIN = 6  # cluster sizes in a row that are no cheaper
 
 
 class SearchResult(NamedTuple):
-    """The plans that fit, best first, the cluster they are for, and how many plans were evaluated.
-
-    faster: plans that are faster than the first, but not by enough for what they risk.
-    """
+    """The plans that fit, best first, the cluster they are for, and how many plans were evaluated."""
 
     ranked: list[FoundPlan]
     cluster: Cluster
     num_considered: int
-    faster: Sequence[FoundPlan] = ()
+    faster: Sequence[FoundPlan] = ()  # than the first, but not by enough for what they risk
 
 
 def search(question: Question) -> PlanAnswer:
@@ -132,20 +123,15 @@ def _plans_of_one_kind(question: Question) -> tuple[list[FoundPlan], int]:
 def _least_memory(question: Question) -> SearchResult:
     space = Space(question)
     evaluator = PlanEvaluator(space)
-    found: dict[tuple[int, ...], LeastMemory] = {}
+    found: dict[tuple[int, ...], tuple[Memory, Plan]] = {}
     for plan in least_memory_plans(space):
-        memory = evaluator.memory(plan)
-        cached = found.get(key := mesh_key_of(plan))
-        candidate = LeastMemory(evaluator.memory_use(memory), plan, memory)
-        if (
-            candidate.memory_use <= 1
-            and (cached is None or memory.device < cached.memory.device)
-            and is_legal(plan, space.question)
-        ):
-            found[key] = candidate
-    by_bytes = sorted(found.values(), key=lambda each: (each.memory.device, mesh_key_of(each.plan)))
-    plans = [FoundPlan(evaluator.seconds(each.plan, each.memory), each.plan) for each in by_bytes]
-    num = sum(each.memory.device <= TIE_RATIO * by_bytes[0].memory.device for each in by_bytes)
+        memory, key = evaluator.memory(plan), mesh_key_of(plan)
+        is_least = key not in found or memory.device < found[key][0].device
+        if evaluator.memory_use(memory) <= 1 and is_least and is_legal(plan, space.question):
+            found[key] = memory, plan
+    by_bytes = sorted(found.values(), key=lambda each: (each[0].device, mesh_key_of(each[1])))
+    plans = [FoundPlan(evaluator.seconds(plan, memory), plan) for memory, plan in by_bytes]
+    num = sum(memory.device <= TIE_RATIO * by_bytes[0][0].device for memory, _ in by_bytes)
     tied = sorted(plans[:num], key=lambda each: (each.seconds, mesh_key_of(each.plan)))
     return SearchResult([*tied, *plans[num:]], question.cluster, evaluator.num_evaluated)
 
@@ -203,11 +189,7 @@ _BY_GOAL: dict[str, Callable[[Question], SearchResult]] = {
 
 
 def choose(
-    recipe: Recipe,
-    spec: Spec | None,
-    cluster: Cluster,
-    outline: Outline | None = None,
-    facts: HfFacts | None = None,
+    recipe: Recipe, spec: Spec | None, cluster: Cluster, outline: Outline | None = None, facts: HfFacts | None = None
 ) -> Plan:
     """Return the fastest legal plan with its prediction; of plans that tie, the simplest.
 

@@ -46,27 +46,21 @@ def find_mixed_plans(question: Question, best_plans: BestPlans) -> tuple[list[Fo
         for plan in _adapted(start.plan, question):
             num_considered += 1
             prediction = predict(question.job, question.cluster, plan)
-            found, key = (
-                (FoundPlan(prediction.step_seconds, plan) if prediction.fits and is_legal(plan, question) else None),
-                mesh_key_of(plan),
-            )
-            if found is not None and (key not in best or found.seconds < best[key].seconds):
-                best[key] = found
-                fastest = min(fastest, found.seconds)
+            if prediction.fits and is_legal(plan, question):
+                found, key = FoundPlan(prediction.step_seconds, plan), mesh_key_of(plan)
+                if key not in best or found.seconds < best[key].seconds:
+                    best[key] = found
+                    fastest = min(fastest, found.seconds)
     ranked = sorted(best.values(), key=lambda each: (each.seconds, mesh_key_of(each.plan)))
-    return _chosen_first(ranked)[: question.max_plans], num_considered
-
-
-def _chosen_first(ranked: list[FoundPlan]) -> list[FoundPlan]:
-    """Return the simplest of the fastest plans, then the others. One that offloads must win by more than the error."""
     if not ranked:
-        return []
+        return [], num_considered
+    # First the simplest of the fastest plans. One that offloads must win by more than the error.
     plain = [each for each in ranked if each.plan.offload == "none"]
-    fastest = plain[0] if plain and plain[0].seconds < OFFLOAD_RATIO * ranked[0].seconds else ranked[0]
-    tied = [each for each in ranked if fastest.seconds <= each.seconds <= TIE_RATIO * fastest.seconds]
-    same = [each for each in tied if each.plan.offload == fastest.plan.offload]
+    first = plain[0] if plain and plain[0].seconds < OFFLOAD_RATIO * ranked[0].seconds else ranked[0]
+    tied = [each for each in ranked if first.seconds <= each.seconds <= TIE_RATIO * first.seconds]
+    same = [each for each in tied if each.plan.offload == first.plan.offload]
     chosen = min(same, key=lambda each: (num_model_axes(mesh_key_of(each.plan)), each.seconds))
-    return [chosen, *(each for each in ranked if each is not chosen)]
+    return [chosen, *(each for each in ranked if each is not chosen)][: question.max_plans], num_considered
 
 
 def _starting_points(question: Question, best_plans: BestPlans) -> tuple[list[FoundPlan], int]:
@@ -86,10 +80,8 @@ def _starting_points(question: Question, best_plans: BestPlans) -> tuple[list[Fo
             continue
         num_considered += num
         for each in found:
-            key = (
-                each.plan.model_dump_json(exclude={"micro_batch", "grad_accum", "pipeline", "prediction"})
-                + each.plan.pipeline.schedule
-            )
+            key = each.plan.model_dump_json(exclude={"micro_batch", "grad_accum", "pipeline", "prediction"})
+            key += each.plan.pipeline.schedule
             if key not in starts or each.seconds < starts[key].seconds:
                 starts[key] = each
     if len(refused) == len(question.cluster.groups):
@@ -105,19 +97,15 @@ def _adapted(start: Plan, question: Question) -> Iterator[Plan]:
         yield start
         return
     batch, job, cluster = question.recipe.train.global_batch, question.job, question.cluster
-    for total in _row_totals(start, question):
+    dp, totals = start.mesh.dp, [start.rows_at_once]
+    if not question.pins.model_fields_set & {"micro_batch", "grad_accum"}:
+        most = min(max(MIN_MEAN_ROWS, MAX_MEAN_ROWS * start.micro_batch), MAX_MICRO_BATCH["cuda"],
+                   max(1, MAX_LAUNCH_BOUND_TOKENS * start.mesh.cp // question.positions))  # fmt: skip
+        totals = [total for total in divisors(batch, most=dp * most) if total >= dp]
+    for total in totals:
         plan = start.model_copy(update={"grad_accum": batch // total})
         if (rows := rows_by_cost(job, cluster, plan, total=total)) is not None:
             yield with_rows(plan, rows)
-
-
-def _row_totals(start: Plan, question: Question) -> list[int]:
-    batch, dp, pinned = question.recipe.train.global_batch, start.mesh.dp, question.pins.model_fields_set
-    if "micro_batch" in pinned or "grad_accum" in pinned:
-        return [start.rows_at_once]
-    most = min(max(MIN_MEAN_ROWS, MAX_MEAN_ROWS * start.micro_batch), MAX_MICRO_BATCH["cuda"],
-               max(1, MAX_LAUNCH_BOUND_TOKENS * start.mesh.cp // question.positions))  # fmt: skip
-    return [total for total in divisors(batch, most=dp * most) if total >= dp]
 
 
 def _with_moved_layers(plan: Plan, question: Question) -> Plan:

@@ -5,7 +5,7 @@ some of them. The global batch, precision, engine, compression and local steps s
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -73,7 +73,14 @@ def neighbour_patches(plan: Plan, question: Question, *, far: bool = False) -> I
     yield "compile", {"plan.compile": not plan.compile}
     if device.traits.has_graphs and plan.model_copy(update={"cuda_graphs": True}).captures_steps:
         yield "CUDA graphs", {"plan.cuda_graphs": not plan.cuda_graphs}
-    yield from (("sharding", patch) for patch in _shardings(plan))
+    # The other sharding stages over all data ranks. Towers with a sharding of their own stay as they are.
+    for stage in SHARDINGS if mesh.dp > 1 and not plan.towers else ():
+        shard = 1 if stage == "none" else mesh.dp
+        if stage != plan.sharding or shard != mesh.dp_shard:
+            patch: Patch = {"plan.sharding": stage}
+            if shard != mesh.dp_shard:
+                patch |= {"plan.mesh.dp_replicate": mesh.dp // shard, "plan.mesh.dp_shard": shard}
+            yield "sharding", patch if comm.overlap else patch | {"plan.comm.overlap": True}
     yield from (("loss", {"plan.loss": kind}) for kind in LOSSES if kind != plan.loss)
     if mesh.world_size == mesh.dp_replicate > 1:
         yield "overlap", {"plan.comm.overlap": not comm.overlap}
@@ -86,7 +93,7 @@ def neighbour_patches(plan: Plan, question: Question, *, far: bool = False) -> I
     # Stages that fit a schedule stay as they are: their cut may follow from measured times.
     for schedule in SCHEDULES if mesh.pp > 1 and outline else ():
         for rounds in rounds_of(schedule, layers, mesh.pp) if schedule != plan.pipeline.schedule else ():
-            patch: Patch = {"plan.pipeline.schedule": schedule}
+            patch = {"plan.pipeline.schedule": schedule}
             if rounds * mesh.pp != plan.num_stages:
                 assert outline is not None
                 stages = split_outline(outline, rounds * mesh.pp, seq_len=question.recipe.data.seq_len)
@@ -129,19 +136,6 @@ def fewer_launches(plan: Plan) -> Iterator[Patch]:
     is_replicated = plan.mesh.world_size == plan.mesh.dp_replicate > 1 and plan.sharding == "none"
     if is_replicated and plan.comm.overlap and plan.comm.compression == "none" and not plan.comm.local.is_on:
         yield {"plan.comm.overlap": False}
-
-
-def _shardings(plan: Plan) -> Iterator[Patch]:
-    """Yield the other sharding stages over all data ranks. Towers with a sharding of their own stay as they are."""
-    data = plan.mesh.dp
-    for stage in SHARDINGS if data > 1 and not plan.towers else ():
-        shard = 1 if stage == "none" else data
-        if stage == plan.sharding and shard == plan.mesh.dp_shard:
-            continue
-        patch: dict[str, Any] = {"plan.sharding": stage}
-        if shard != plan.mesh.dp_shard:
-            patch |= {"plan.mesh.dp_replicate": data // shard, "plan.mesh.dp_shard": shard}
-        yield patch if plan.comm.overlap else patch | {"plan.comm.overlap": True}
 
 
 def _bucket_sizes(plan: Plan, question: Question) -> tuple[list[int], list[int]]:

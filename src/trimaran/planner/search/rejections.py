@@ -32,21 +32,14 @@ DEVICE_MEMORY = "device memory"
 
 
 class RankedPlans(NamedTuple):
-    """The chosen plan, then the best of other meshes, fastest first.
-
-    faster: plans that offload and are faster than the chosen one, but not by more than the error bar; searched only if
-        other plans are.
-    """
+    """The chosen plan, then the best of other meshes, fastest first."""
 
     plans: list[FoundPlan]
-    faster: list[FoundPlan]
+    faster: list[FoundPlan]  # that offload, but do not win by more than the error bar; searched only if others are
 
 
 def ranked_by_risk(space: Space, evaluator: PlanEvaluator, *, limit: float = math.inf, others: int = 0) -> RankedPlans:
-    """Return the plans that fit. One that offloads is only chosen if no other is nearly as fast.
-
-    `limit` and `others` are those of `find_plans`.
-    """
+    """Return the plans that fit, as `find_plans` does. One that offloads is only chosen if no other is as fast."""
     if space.offloads() != ("none",):
         plain = find_plans(space.without_offload(), evaluator, limit=limit, others=others)
         if plain.by_mesh:

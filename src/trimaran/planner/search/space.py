@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from copy import copy
 from functools import cache, cached_property, lru_cache
-from itertools import product
+from itertools import permutations, product
 from typing import Any, NamedTuple
 
 from trimaran.core import CONTEXTS, SHARDINGS, Comm, Mesh, Pipeline, Plan, TowerPlan, UserError
@@ -12,7 +12,7 @@ from trimaran.cost import captures_steps, positions_to_hide_launches, rates_of
 from trimaran.models import Tower, every_rank_has_rows, split_outline, vision_of
 from trimaran.planner.plan_choices import CHUNKED, FUSED, losses_of
 from trimaran.planner.question import NO_PINS, Question
-from trimaran.planner.rules.axis_rules import accepts_axes, check_axes, divisors, takes_micro_batches
+from trimaran.planner.rules.axis_rules import check_axes, check_hf_axes, divisors, takes_micro_batches
 from trimaran.planner.rules.legal import split_sizes
 
 # Larger micro-batches do not make a device faster; they only need more memory. Up to the second number of tokens they
@@ -28,17 +28,14 @@ OFFLOADS = ("none", "activations", "optimizer", "parameters")
 
 
 class MicrobatchSplit(NamedTuple):
-    """All that the compute of one micro-batch depends on.
-
-    replicated: towers that tensor-parallel ranks do not split. Each rank holds them, for its part of the images.
-    """
+    """All that the compute of one micro-batch depends on."""
 
     tp: int
     cp: int
     ep: int
     context: str
     micro_batch: int
-    replicated: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()  # towers that each tensor-parallel rank holds, for its part of the images
 
     @property
     def degrees(self) -> tuple[object, ...]:
@@ -70,15 +67,12 @@ class StateSharding(NamedTuple):
 
 
 class RecomputeChoice(NamedTuple):
-    """What is recomputed in backward, where `towers` may differ, and how the loss is computed.
-
-    regather: tensor-parallel ranks gather inputs again in backward.
-    """
+    """What is recomputed in backward, where `towers` may differ, and how the loss is computed."""
 
     recompute: str | int
     towers: tuple[tuple[str, str | int], ...] = ()
     loss: str = ""  # empty: the default
-    regather: bool = False
+    regather: bool = False  # tensor-parallel ranks gather inputs again in backward
 
 
 class Candidate(NamedTuple):
@@ -137,28 +131,25 @@ class Space:
     def microbatch_splits(self) -> Iterator[MicrobatchSplit]:
         """Yield the splits of a micro-batch. tp stays on the innermost links, inside a node."""
         world = self.question.cluster.world_size
-        sizes = self._micro_batches()
-        cluster = self.question.cluster
+        cluster, sizes = self.question.cluster, self._micro_batches()
+        is_free = not (self.pinned("micro_batch") or self.pinned("grad_accum") or self.pins.mesh.model_fields_set)
         for tp in self._degrees("tp", math.gcd(world, max(cluster.devices_per_node, cluster.levels[0].devices))):
             for cp in self._degrees("cp", world // tp if world % tp == 0 else 1):
                 choices = product(self._contexts(tp, cp), self._degrees("ep", world), self._replicated_towers(tp))
                 for context, ep, replicated in choices:
-                    if self._divides(tp, cp, ep, context, replicated):
-                        yield from (
-                            MicrobatchSplit(tp, cp, ep, context, size, replicated)
-                            for size in sizes
-                            if self._is_useful(size, cp)
-                        )
+                    for size in sizes if self._divides(tp, cp, ep, context, replicated) else ():
+                        # Two halves of two sequences on a rank cost as much as one full sequence plus the communication
+                        # between the halves. More data ranks with a smaller micro-batch do the same for less.
+                        is_dominated = is_free and cp > 1 and math.gcd(size, cp) > 1
+                        if not is_dominated and self._is_small_enough(size, cp):
+                            yield MicrobatchSplit(tp, cp, ep, context, size, replicated)
 
     def microbatch_splits_on(self, tp: int, cp: int, ep: int) -> Iterator[MicrobatchSplit]:
         """Yield all micro-batches for these degrees, also those that are never the best."""
         for context, replicated in product(self._contexts(tp, cp), self._replicated_towers(tp)):
-            if self._divides(tp, cp, ep, context, replicated):
-                yield from (
-                    MicrobatchSplit(tp, cp, ep, context, size, replicated)
-                    for size in self._micro_batches()
-                    if self._is_small_enough(size, cp)
-                )
+            for size in self._micro_batches() if self._divides(tp, cp, ep, context, replicated) else ():
+                if self._is_small_enough(size, cp):
+                    yield MicrobatchSplit(tp, cp, ep, context, size, replicated)
 
     def mesh_splits(self, microbatch: MicrobatchSplit) -> Iterator[MeshSplit]:
         """Yield the pipelines for such micro-batches, and no pipeline. All of them use every device."""
@@ -168,8 +159,13 @@ class Space:
             dp, left = divmod(question.cluster.world_size, inner * pp)
             if left or dp * microbatch.cp % microbatch.ep:
                 continue
-            at_once = self._rows_at_once(dp, microbatch.micro_batch)
-            if not at_once or batch % at_once:
+            at_once, pinned = dp * microbatch.micro_batch, self.pins.micro_batches
+            if isinstance(pinned, tuple):
+                at_once = sum(pinned) if pinned else at_once
+                can_deal = len(pinned) in (0, dp)
+            else:  # measured speeds need data ranks, and rows to deal
+                can_deal = min(dp, microbatch.micro_batch) > 1 or question.cluster.world_size == 1
+            if not can_deal or batch % at_once:
                 continue
             count = batch // at_once
             if self.pinned("grad_accum") and count != self.pins.grad_accum:
@@ -200,12 +196,21 @@ class Space:
         replicas, shards = self.degree("dp_replicate"), self.degree("dp_shard")
         free = SHARDINGS if self.pins.engine_traits.is_synchronous else ("none",)
         for sharding in (self.pins.sharding,) if self.pinned("sharding") else free:
+            shards_one_rank = self.pins.engine_traits.shards_one_rank
+            if sharding == "parameters" and (not self.pinned("sharding") or self.pins.offload == "parameters"):
+                shards_one_rank |= "parameters" in self.offloads()  # offloaded ones need shards
             for dp_shard in divisors(dp, most=dp) if sharding != "none" else (1,):
                 if shards not in (None, dp_shard) or replicas not in (None, dp // dp_shard):
                     continue
-                if sharding == "none" or dp_shard * cp > 1 or self._shards_one_rank(sharding):
-                    towers = self._tower_shardings(sharding, replicated)
-                    yield from (StateSharding(sharding, dp_shard, each) for each in towers)
+                if sharding == "none" or dp_shard * cp > 1 or shards_one_rank:
+                    # Side towers may be sharded less or, over tensor-parallel ranks, alone.
+                    less = {"parameters": ("optimizer", "none"), "gradients": ("none",), "optimizer": ("none",)}
+                    own, names = less.get(sharding, ()), [tower.name for tower in self._side_towers()]
+                    if sharding == "none" and replicated:
+                        own, names = ("optimizer", "parameters"), list(replicated)
+                    yield StateSharding(sharding, dp_shard)
+                    for each in own if names else ():
+                        yield StateSharding(sharding, dp_shard, tuple((name, each) for name in names))
 
     def supports(self, split: MeshSplit, states: StateSharding, offload: str) -> bool:
         """Return whether sharding and offload work together: offloaded parameters need shards, if only one."""
@@ -231,49 +236,33 @@ class Space:
 
     def _recomputes(self, split: MeshSplit) -> tuple[RecomputeChoice, ...]:
         """Return what may be recomputed. A split backward (zero-bubble) allows nothing."""
-        can = split.microbatch.tp > 1 and self._may_regather and not (self._has_experts and self._compiled(split))
-        nothing = (
-            (RecomputeChoice("none"), RecomputeChoice("none", regather=True)) if can else (RecomputeChoice("none"),)
-        )
+        question, nothing = self.question, [RecomputeChoice("none")]
+        is_ours = self._is_ours and question.for_trainer and question.recipe.model.kind.splits_sequence
+        may_regather = is_ours and "regather" not in self.pins.comm.model_fields_set and split.microbatch.tp > 1
+        if may_regather and not (self._has_experts and self._compiled(split)):
+            nothing.append(RecomputeChoice("none", regather=True))
         if self.pinned("recompute") or self.pins.towers:
-            return nothing if self.pins.recompute == "none" else (RecomputeChoice(self.pins.recompute),)
+            return tuple(nothing) if self.pins.recompute == "none" else (RecomputeChoice(self.pins.recompute),)
         if split.schedule == "zero-bubble":
-            return nothing
-        assert self.question.outline is not None
+            return tuple(nothing)
+        assert question.outline is not None
         by_operator = [RecomputeChoice("elementwise")] * self._is_ours + [RecomputeChoice("selective")]
-        device = self.question.cluster.device
+        device = question.cluster.device
         if self.pins.compile and split.microbatch.tp > 1 and not device.traits.compiles_recomputed_slices:
             return *nothing, *by_operator  # torch cannot compile the others for a CPU
-        layers = self.question.outline.layers
-        strides = (
-            FINE_RECOMPUTE_STRIDES
-            if self.question.cluster.world_size <= MAX_DEVICES_WITH_FINE_STRIDES
-            else RECOMPUTE_STRIDES
-        )
+        layers = question.outline.layers
+        is_small = question.cluster.world_size <= MAX_DEVICES_WITH_FINE_STRIDES
+        strides = FINE_RECOMPUTE_STRIDES if is_small else RECOMPUTE_STRIDES
         some = [RecomputeChoice(each) for each in strides if each <= layers]
-        others = self._side_towers()
-        pairs = [(main, own) for main in ("none", "selective", "full") for own in ("none", "selective", "full")]
-        return (
-            *nothing,
-            *by_operator,
-            *some,
-            *[
-                RecomputeChoice(main, tuple((tower.name, own) for tower in others))
-                for main, own in pairs
-                if others and main != own
-            ],
-            RecomputeChoice("full"),
-        )
+        apart = []
+        if others := self._side_towers():
+            modes = permutations(("none", "selective", "full"), 2)
+            apart = [RecomputeChoice(main, tuple((tower.name, own) for tower in others)) for main, own in modes]
+        return *nothing, *by_operator, *some, *apart, RecomputeChoice("full")
 
     @cached_property
     def _is_ours(self) -> bool:
         return self.question.job.stack.name == "trimaran"
-
-    @cached_property
-    def _may_regather(self) -> bool:
-        question = self.question
-        is_ours = self._is_ours and question.recipe.model.kind.splits_sequence
-        return is_ours and question.for_trainer and "regather" not in self.pins.comm.model_fields_set
 
     @cached_property
     def _has_experts(self) -> bool:
@@ -305,35 +294,24 @@ class Space:
     def plan(self, split: MeshSplit, states: StateSharding, choice: RecomputeChoice, offload: str = "none") -> Plan:
         """Return the plan. It is not validated, because a search makes thousands of them."""
         pins, microbatch = self.pins, split.microbatch
-        mesh = mesh_of(
-            split.dp // states.dp_shard, states.dp_shard, microbatch.tp, split.pp, microbatch.cp, microbatch.ep
-        )
+        degrees = microbatch.tp, split.pp, microbatch.cp, microbatch.ep
+        overlap, regather = pins.comm.overlap and states.overlap, pins.comm.regather or choice.regather
         fields: dict[str, Any] = {
-            "mesh": mesh,
+            "mesh": mesh_of(split.dp // states.dp_shard, states.dp_shard, *degrees),
             "sharding": states.sharding,
             "pipeline": pipeline_of(split.schedule, split.stages),
             "micro_batch": microbatch.micro_batch,
-            "micro_batches": pins.micro_batches,
             "grad_accum": split.grad_accum,
             "precision": pins.precision if self.pinned("precision") else precision_of(self.question, states.sharding),
-            "fp8": pins.fp8,
             "recompute": choice.recompute,
             "offload": offload,
-            "disk": pins.disk,
             "compile": self._compiled(split),
-            "cuda_graphs": pins.cuda_graphs,
             "loss": self.losses.on(microbatch.tp, split.pp, choice.loss),
-            "comm": comm_of(
-                pins.comm,
-                microbatch.context,
-                pins.comm.overlap and states.overlap,
-                pins.comm.regather or choice.regather,
-            ),
-            "engine": pins.engine,
+            "comm": comm_of(pins.comm, microbatch.context, overlap, regather),
             "towers": pins.towers or towers_of(states.towers, choice.towers, microbatch.replicated),
             "prediction": None,
         }
-        return NO_PINS.model_copy(update=fields)  # takes half as long as a new one
+        return pins.model_copy(update=fields)  # takes half as long as a new one
 
     def _degrees(self, axis: str, most: int) -> list[int]:
         if (degree := self.degree(axis)) is not None:
@@ -384,8 +362,11 @@ class Space:
         question, outline, recipe = self.question, self.question.outline, self.question.recipe
         assert outline is not None
         facts = question.facts if question.for_trainer else None
-        if facts is not None and not accepts_axes(facts, tp=tp, cp=cp, ep=ep):
-            return False
+        if facts is not None:
+            try:
+                check_hf_axes(facts, tp=tp, cp=cp, ep=ep)
+            except UserError:
+                return False
         mesh, towers = mesh_of(dp_replicate=ep, tp=tp, cp=cp, ep=ep), towers_of((), (), replicated)
         comm = comm_of(NO_PINS.comm, context, NO_PINS.comm.overlap, NO_PINS.comm.regather)
         plan = NO_PINS.model_copy(update={"mesh": mesh, "comm": comm, "towers": self.pins.towers or towers})
@@ -396,13 +377,10 @@ class Space:
             except UserError:
                 return False
             return True
-        if any(
-            size % degree
-            for axis, degree in (("tp", tp), ("cp", cp), ("ep", ep))
-            if degree > 1
-            for _, size in split_sizes(outline, plan, recipe.data.seq_len, axis)
-        ):
-            return False
+        for axis, degree in (("tp", tp), ("cp", cp), ("ep", ep)):
+            sizes = split_sizes(outline, plan, recipe.data.seq_len, axis) if degree > 1 else ()
+            if any(size % degree for _, size in sizes):
+                return False
         ours = question.for_trainer and recipe.model.kind.splits_sequence
         indivisible = ours and (recipe.data.seq_len // cp % tp or not every_rank_has_rows(outline.main.vocab, tp))
         opaque = any(not hasattr(block, "heads") for tower in outline.towers for block, _ in tower.runs)
@@ -417,25 +395,6 @@ class Space:
             batch //= math.gcd(batch, self.pins.grad_accum)
             return divisors(batch, most=4096)
         return divisors(batch, most=MAX_MICRO_BATCH[question.cluster.device.kind])
-
-    def _rows_at_once(self, dp: int, micro_batch: int) -> int:
-        """Return the rows of one micro-batch of all data ranks; 0 if the pinned `micro_batches` do not allow them."""
-        pinned = self.pins.micro_batches
-        if isinstance(pinned, tuple):
-            return dp * micro_batch if not pinned else sum(pinned) if len(pinned) == dp else 0
-        is_dealt = min(dp, micro_batch) > 1 or self.question.cluster.world_size == 1
-        return dp * micro_batch if is_dealt else 0  # measured speeds need data ranks, and rows to deal
-
-    def _is_useful(self, size: int, cp: int) -> bool:
-        """Return whether such micro-batches of sequence parts can be the best.
-
-        Two halves of two sequences on a rank cost as much as one full sequence plus the communication between the
-        halves. More data ranks with a smaller micro-batch do the same for less.
-        """
-        pinned = self.pinned("micro_batch") or self.pinned("grad_accum")
-        if cp > 1 and not pinned and not self.pins.mesh.model_fields_set and math.gcd(size, cp) > 1:
-            return False
-        return self._is_small_enough(size, cp)
 
     def _is_small_enough(self, size: int, cp: int) -> bool:
         """Return whether a larger micro-batch could still make the device faster, or whether it was pinned."""
@@ -463,13 +422,6 @@ class Space:
             for rounds in rounds_of(schedule, outline.layers, pp):
                 yield schedule, split_outline(outline, rounds * pp, seq_len=self.question.recipe.data.seq_len)
 
-    def _shards_one_rank(self, sharding: str) -> bool:
-        """Return whether one rank may have shards: offloaded parameters need them."""
-        if self.pins.engine_traits.shards_one_rank:
-            return True
-        wanted = not self.pinned("sharding") or self.pins.offload == "parameters"
-        return sharding == "parameters" and wanted and "parameters" in self.offloads()
-
     def _side_towers(self) -> list[Tower]:
         """Return the towers besides the main one that may have their own settings: those with several layers."""
         outline = self.question.outline
@@ -486,14 +438,6 @@ class Space:
             return [()]
         assert outline is not None
         return [(), tuple(tower.name for tower in outline.towers[:-1])]
-
-    def _tower_shardings(self, sharding: str, replicated: tuple[str, ...]) -> list[tuple[tuple[str, str], ...]]:
-        """Return how side towers may differ: they are sharded less or, over tensor-parallel ranks, alone."""
-        others = self._side_towers()
-        if sharding == "none" and replicated:
-            return [(), *(tuple((name, own) for name in replicated) for own in ("optimizer", "parameters"))]
-        less = {"parameters": ("optimizer", "none"), "gradients": ("none",), "optimizer": ("none",)}.get(sharding, ())
-        return [(), *(tuple((tower.name, own) for tower in others) for own in less if others)]
 
     def _compiled(self, split: MeshSplit) -> bool:
         """Return whether to compile blocks: on a GPU, but not for DeepSpeed or a split backward."""
@@ -555,9 +499,7 @@ def comm_of(pins: Comm, context: str, overlap: bool, regather: bool) -> Comm:
 
 @lru_cache(maxsize=256)
 def towers_of(
-    shardings: tuple[tuple[str, str], ...],
-    choices: tuple[tuple[str, str | int], ...],
-    replicated: tuple[str, ...] = (),
+    shardings: tuple[tuple[str, str], ...], choices: tuple[tuple[str, str | int], ...], replicated: tuple[str, ...] = ()
 ) -> dict[str, TowerPlan]:
     """Return the settings of single towers. The result is shared: do not change it."""
     sharding, recompute, tp = dict(shardings), dict(choices), dict.fromkeys(replicated, 1)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from trimaran.core import Mesh, Plan
+from trimaran.core import AdapterSection, Mesh, Plan
 from trimaran.cost import (
     EAGER,
     TIME_PROFILES,
@@ -20,17 +20,15 @@ from trimaran.cost import (
 )
 from trimaran.machine import DEVICES, parse_cluster
 from trimaran.models import (
+    EAGER_ATTENTION,
     PERCEPTION_PRESETS,
     PRESETS,
-    LayerAdapter,
-    LayerOperators,
     Opaque,
     OutlineLayer,
-    adapted,
     outline_from_hf,
     outline_of,
     perception_outline,
-    with_operators,
+    with_adapter,
 )
 
 H200, PROFILE = rates_of(DEVICES["H200"], "bf16"), TIME_PROFILES["trimaran"]
@@ -56,10 +54,12 @@ def test_eager_attention_keeps_a_value_for_each_pair_of_positions_and_head() -> 
 
 
 def test_an_adapter_keeps_the_operators_of_its_layer() -> None:
-    eager = with_operators(LAYER, LayerOperators(launches=150, keeps_scores=True))
-    adapter = LayerAdapter(rank=8, targets=("q_proj",))
-    assert adapted(eager, adapter).operators == eager.operators
-    assert adapted(LAYER, adapter).operators is None
+    for config, operators in ((GPTJ, EAGER_ATTENTION), (GPTJ | {"model_type": "phi"}, None)):
+        outline = with_adapter(outline_from_hf(config, where="config.json", name="small"), AdapterSection(rank=8))
+        block, _ = outline.main.runs[0]
+        assert isinstance(block, OutlineLayer)
+        assert block.adapter is not None
+        assert block.operators == operators
 
 
 def test_a_width_that_is_no_multiple_of_8_takes_ampere_kernels_on_hopper() -> None:

@@ -18,7 +18,6 @@ from trimaran.models import (
     language_of,
     outline_for,
     outline_if_known,
-    outline_named,
     outline_of,
     refuse_freezing,
     spec_of,
@@ -191,16 +190,15 @@ def test_a_config_without_sizes_is_an_error_or_gives_no_outline(folder: Path) ->
         outline_if_known(section)
 
 
-def test_a_name_is_a_preset_a_folder_or_a_file(folder: Path) -> None:
-    assert outline_named("qwen3-8b") == outline_of(PRESETS["qwen3-8b"])
+def test_a_section_names_a_preset_a_folder_or_a_config(folder: Path) -> None:
+    assert outline_for(ModelSection(preset="qwen3-8b")) == outline_of(PRESETS["qwen3-8b"])
     wanted = replace(outline_of(TINY), name=folder.name)
-    assert outline_named(str(folder)) == outline_named(str(folder / "config.json")) == wanted
-    (folder / "config.json").rename(folder / "mine.json")
-    assert outline_named(str(folder / "mine.json")).name == "mine"
+    for path in (folder, folder / "config.json"):
+        assert outline_for(ModelSection(path=str(path))) == wanted
     with pytest.raises(UserError, match=r"M001.*did you mean 'qwen3-8b'"):
-        outline_named("qwen-3-8b")
+        outline_for(ModelSection(preset="qwen-3-8b"))
     with pytest.raises(UserError, match="M004"):
-        outline_named("models/absent")
+        outline_for(ModelSection(path="models/absent"))
 
 
 def test_towers_are_frozen_by_name(folder: Path) -> None:

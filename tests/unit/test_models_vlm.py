@@ -18,7 +18,6 @@ from trimaran.models import (
     module_names,
     outline_for,
     outline_from_hf,
-    outline_named,
     spec_of,
     vlm_from_disk,
     vlm_outline,
@@ -66,7 +65,6 @@ def test_a_preset_has_the_parameters_and_module_names_of_its_module(name: str) -
     with torch.device("meta"):
         module = network_of(spec).module
     assert sum(each.numel() for each in module.parameters()) == spec.num_parameters
-    assert outline_named(name if name != "tiny" else "tiny-tiled").num_parameters > 0
     assert vlm_outline(spec, ImageLimits()).num_parameters == spec.num_parameters
     assert set(module_names(spec)) == {each for each, _ in module.named_modules() if each}
 

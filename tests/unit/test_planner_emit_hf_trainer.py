@@ -13,7 +13,7 @@ import torch
 
 from tests.emitted import question
 from trimaran.core import Mesh, Plan, UserError
-from trimaran.models import EAGER_ATTENTION, OutlineLayer, with_operators
+from trimaran.models import EAGER_ATTENTION, OutlineLayer
 from trimaran.parallel import learning_rate
 from trimaran.planner.emit import emit
 
@@ -129,7 +129,9 @@ def test_the_script_names_eager_attention_only_where_the_model_has_no_other() ->
     assert asked.outline is not None
     main = asked.outline.main
     runs = tuple(
-        (with_operators(block, EAGER_ATTENTION), count) for block, count in main.runs if isinstance(block, OutlineLayer)
+        (replace(block, operators=EAGER_ATTENTION), count)
+        for block, count in main.runs
+        if isinstance(block, OutlineLayer)
     )
     eager = replace(asked, outline=replace(asked.outline, towers=(replace(main, runs=runs),)))
     for each, kind in ((asked, "sdpa"), (eager, "eager")):

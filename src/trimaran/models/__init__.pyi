@@ -36,8 +36,8 @@ from .module_names import (
 )
 from .outline import (
     LayerAdapter as LayerAdapter, LayerOperators as LayerOperators, LinearShape as LinearShape, Opaque as Opaque,
-    Outline as Outline, OutlineLayer as OutlineLayer, Step as Step, Tower as Tower, adapted as adapted, linears_of
-    as linears_of, outline_of as outline_of, row_cost as row_cost, with_operators as with_operators,
+    Outline as Outline, OutlineLayer as OutlineLayer, Step as Step, Tower as Tower, linears_of
+    as linears_of, outline_of as outline_of, row_cost as row_cost,
 )
 from .outline_hf import USUAL as USUAL, VISION_OUTLINES as VISION_OUTLINES, outline_from_hf as outline_from_hf
 from .perception_spec import (
@@ -47,8 +47,8 @@ from .perception_spec import (
 )
 from .plugin_family import FamilyModule as FamilyModule, build_family as build_family
 from .resolve import (
-    model_text as model_text, outline_for as outline_for, outline_if_known as outline_if_known, outline_named as
-    outline_named, recipe_image_rules as recipe_image_rules, refuse_freezing as refuse_freezing,
+    model_text as model_text, outline_for as outline_for, outline_if_known as outline_if_known,
+    recipe_image_rules as recipe_image_rules, refuse_freezing as refuse_freezing,
 )
 from .section_spec import model_folder as model_folder, spec_of as spec_of, vlm_of as vlm_of
 from .spec import (

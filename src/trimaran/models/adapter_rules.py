@@ -13,7 +13,6 @@ from trimaran.models.outline import (
     Outline,
     OutlineLayer,
     TrainedParts,
-    adapted,
     linears_of,
 )
 
@@ -22,11 +21,9 @@ MAX_LISTED_NAMES = 12
 
 
 def refuse_adapter(section: ModelSection, plan: Plan | None = None, spec: Spec | None = None) -> None:
-    """Raise if the model section's adapter contradicts the rest of it or the plan. Without an adapter nothing does.
+    """Raise if the section's adapter contradicts the rest of it, the plan, or `spec`, the shape of a network of ours.
 
-    `spec` is the shape of a network of ours: its layers must have the names in `targets`, and at least `rank` inputs
-    and outputs. A Hugging Face model may have other layers than its shape suggests, so these are checked when it is
-    built.
+    Layers of a Hugging Face model are checked when it is built: it may have others than its shape suggests.
     """
     adapter = section.adapter
     if adapter is None:
@@ -175,7 +172,7 @@ def _adapted(block: OutlineLayer | Opaque, section: AdapterSection) -> OutlineLa
         has_dropout=section.dropout > 0,
         is_4bit=section.base == "4bit",
     )
-    return adapted(block, adapter)
+    return replace(block, adapter=adapter)
 
 
 def _last_parts(patterns: Sequence[str]) -> list[str]:

@@ -17,10 +17,7 @@ MOST_PIXELS = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """One mapping of a configuration. A null counts as missing, as in transformers.
-
-    `usual` holds the defaults of the model's configuration class.
-    """
+    """A mapping of a configuration, and the `usual` defaults of its class. A null counts as missing."""
 
     config: Mapping[str, Any]
     where: str

@@ -50,10 +50,7 @@ def spec_from_hf(config: Mapping[str, Any], *, where: str) -> ModelSpec:
 
 
 def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
-    """Return a config.json that transformers 4.57 and newer loads as the same network.
-
-    It is that of the spec's own family, or else of the first one that can express all of its features.
-    """
+    """Return a config.json for transformers (4.57+): of the spec's family, or of the first one that can express it."""
     if (config := _first_config(spec)) is not None:
         return config
     block, experts = spec.block, spec.block.experts

@@ -163,36 +163,8 @@ def _traced_outline(module: nn.Module, inputs: Sequence[Any], named: Mapping[str
         name, first = type(module).__name__, str(error).strip().split("\n")[0][:200]
         raise UserError("M030", f"{name} does not run on fake tensors: {type(error).__name__}: {first}", where=name,
                         fix="make its forward independent of tensor values for these inputs") from error  # fmt: skip
-    return _outline(fake_module, log, num_samples=tensors[0].shape[0])
-
-
-def _fake_copy(tensor: Tensor) -> Tensor:
-    """Return a fake tensor of the same shape; call it inside FakeTensorMode."""
-    hollow = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(hollow, requires_grad=tensor.requires_grad)
-    return hollow.requires_grad_(tensor.requires_grad)
-
-
-def _blocks(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are one block each: entries of the outermost repeated lists, and modules beside them."""
-    children = [
-        (f"{path}.{name}".strip("."), child) for name, child in module.named_children() if _count(child.parameters())
-    ]
-    if not any(isinstance(each, LISTS) and len(each) > 1 for each in module.modules()):
-        yield path, module
-        return
-    kinds = Counter(type(child) for _, child in children) if isinstance(module, LISTS) else Counter()
-    for name, child in children:
-        if kinds[type(child)] > 1 and not isinstance(child, LISTS):
-            yield name, child
-        else:
-            yield from _blocks(name, child)
-
-
-def _outline(fake_module: nn.Module, log: _BlockLog, *, num_samples: int) -> Outline:
-    """Return the recorded blocks as towers: a new one begins where trained and frozen blocks alternate."""
-    name, towers = type(fake_module).__name__, []
+    # The recorded blocks are towers: a new one begins where trained and frozen blocks alternate.
+    num_samples, towers = tensors[0].shape[0], []
     for frozen, group in groupby(log.records, lambda record: record.frozen):
         records = list(group)
         blocks = [
@@ -218,7 +190,31 @@ def _outline(fake_module: nn.Module, log: _BlockLog, *, num_samples: int) -> Out
         towers.append(tower)
     left = _count(fake_module.parameters()) - sum(tower.parameters for tower in towers)
     towers[-1] = replace(towers[-1], extras=left)
-    return Outline(name=name, towers=tuple(towers))
+    return Outline(name=type(fake_module).__name__, towers=tuple(towers))
+
+
+def _fake_copy(tensor: Tensor) -> Tensor:
+    """Return a fake tensor of the same shape; call it inside FakeTensorMode."""
+    hollow = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(hollow, requires_grad=tensor.requires_grad)
+    return hollow.requires_grad_(tensor.requires_grad)
+
+
+def _blocks(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that are one block each: entries of the outermost repeated lists, and modules beside them."""
+    children = [
+        (f"{path}.{name}".strip("."), child) for name, child in module.named_children() if _count(child.parameters())
+    ]
+    if not any(isinstance(each, LISTS) and len(each) > 1 for each in module.modules()):
+        yield path, module
+        return
+    kinds = Counter(type(child) for _, child in children) if isinstance(module, LISTS) else Counter()
+    for name, child in children:
+        if kinds[type(child)] > 1 and not isinstance(child, LISTS):
+            yield name, child
+        else:
+            yield from _blocks(name, child)
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:

@@ -84,10 +84,9 @@ def refuse_seq_len(seq_len: int, most: int) -> None:
 
 
 def facts_file(section: ModelSection, environ: Mapping[str, str]) -> Path | None:
-    """Return the file in the cache for the facts of this model; None if torch or transformers is not installed.
+    """Return the cache's file for this model; None without a home directory, torch or transformers.
 
-    Also None without a home directory. Its name depends on config.json, on the files of the weights, on the model's own
-    code if it is trusted, and on the versions of the packages that build the model.
+    Its name depends on config.json, the weights' files, trusted code, and the versions of the packages.
     """
     named, cache = environ.get("TRIMARAN_CACHE"), user_cache(environ)
     root = Path(named) if named else cache

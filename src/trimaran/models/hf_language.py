@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from trimaran.models.config_fields import Fields, bad_field, show, unknown_network
-from trimaran.models.outline import Latent, LayerOperators, OutlineLayer, Tower, with_operators
+from trimaran.models.outline import Latent, LayerOperators, OutlineLayer, Tower
 from trimaran.models.spec import ExpertSpec
 from trimaran.models.validate_spec import MOST_LAYERS
 
@@ -27,10 +27,9 @@ log = logging.getLogger(__name__)
 
 
 def experts_of(fields: Fields, ffn: int) -> ExpertSpec | None:
-    """Return the experts of a layer with experts; None if the model is dense. `ffn` is the default of their width.
+    """Return the experts of a layer with experts, `ffn` wide by default; None if the model is dense.
 
-    They are for the prediction alone: transformers builds the model from its own field names and defaults. So an
-    unknown name is guessed with a warning and not refused.
+    They are for the prediction alone, so an unknown name is guessed with a warning and not refused.
     """
     listed = {}
     for name in (*EXPERTS, *TOP_K, *WIDTH):
@@ -240,21 +239,27 @@ def language_tower(fields: Fields, *, tied: bool | None = None, nested: bool = F
         if each not in known:
             raise unknown_network(f"a layer of the type {show(each)} has no outline yet", fields.where)
     layers = fields.size(*LAYERS, most=MOST_LAYERS)
-    layer = _layer(fields, traits)
-    if kind in EAGER_FAMILIES:
-        layer = with_operators(layer, EAGER_ATTENTION)
+    layer = replace(_layer(fields, traits), operators=EAGER_ATTENTION if kind in EAGER_FAMILIES else None)
+    # Parameters of a layer that are in no matmul: norms and biases, of which a layer with experts has fewer.
+    width, keys = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+    extras = traits.norms * layer.hidden * (1 + traits.shifted) + 2 * layer.head_dim * traits.head_norms
+    biases = width + 2 * keys
+    if latent := layer.latent:
+        extras += latent.query_rank + latent.kv_rank
+        biases = latent.query_rank + latent.kv_rank + latent.rope_dim
+    extras += biases * is_on(traits.qkv_bias, fields) + layer.hidden * is_on(traits.out_bias, fields)
+    extras += (width + keys) * (kind == "olmo2")  # norms over all heads
+    extras += layer.heads * (kind == "gpt_oss")  # an attention sink of each head
     experts = experts_of(fields, layer.ffn)
     windows, sparse = _windows(fields, layers), _sparse(fields, layers) if experts else [False] * layers
     blocks = []
     for window, mixed in zip(windows, sparse, strict=True):
-        block = replace(layer, window=window, experts=experts if mixed else None)
-        extras = _extras(block, traits, fields)
-        if kind == "olmo2":  # norms over all heads
-            extras += (block.heads + block.kv_heads) * block.head_dim
-        elif kind == "gpt_oss":  # an attention sink of each head, and biases of the router and of every expert
-            of_expert = 1 + 2 * block.experts.ffn + block.hidden if block.experts else 0
-            extras += block.heads + (block.experts.num_experts * of_expert if block.experts else 0)
-        blocks.append(replace(block, extras=extras))
+        if mixed and experts:  # GPT-OSS has biases of the router and of every expert
+            own = experts.num_experts * (1 + 2 * experts.ffn + layer.hidden) * (kind == "gpt_oss")
+            blocks.append(replace(layer, window=window, experts=experts, extras=extras + own))
+        else:
+            own = (layer.ffn * (layer.matrices - 1) + layer.hidden) * is_on(traits.ffn_bias, fields)
+            blocks.append(replace(layer, window=window, extras=extras + own))
     if kind in LINEAR_FAMILIES:
         blocks = [_next_layer(block, fields, number) for number, block in enumerate(blocks)]
     vocab, norm = fields.size(*VOCAB), layer.hidden * (1 + traits.shifted)
@@ -309,20 +314,6 @@ def _layer(fields: Fields, traits: FamilyTraits) -> OutlineLayer:
 
 def is_on(switch: Switch, fields: Fields) -> bool:
     return fields.boolean(switch, default=False) if isinstance(switch, str) else switch
-
-
-def _extras(layer: OutlineLayer, traits: FamilyTraits, fields: Fields) -> int:
-    """Return the parameters of a layer that are in no matmul: norms and biases."""
-    extras = traits.norms * layer.hidden * (1 + traits.shifted) + 2 * layer.head_dim * traits.head_norms
-    if latent := layer.latent:
-        extras += latent.query_rank + latent.kv_rank
-        extras += (latent.query_rank + latent.kv_rank + latent.rope_dim) * is_on(traits.qkv_bias, fields)
-    else:
-        extras += (layer.heads + 2 * layer.kv_heads) * layer.head_dim * is_on(traits.qkv_bias, fields)
-    extras += layer.hidden * is_on(traits.out_bias, fields)
-    if layer.experts is None:
-        extras += (layer.ffn * (layer.matrices - 1) + layer.hidden) * is_on(traits.ffn_bias, fields)
-    return extras
 
 
 def _sparse(fields: Fields, layers: int) -> list[bool]:

@@ -60,8 +60,7 @@ def fetch_model(
 ) -> Path:
     """Return the local folder of a model: config, tokenizer and safetensors, and Python files only with `code`.
 
-    Without a network a copy in the cache is used if it has weights. `cache` is the root of another cache than the
-    default one.
+    Without a network, a cached copy with weights is used. `cache` is the root of another cache.
     """
     hub = load_hub(repo)
     wanted = [*SMALL, "*.safetensors", *(("*.py",) if code else ())]
@@ -230,11 +229,7 @@ log = logging.getLogger(__name__)
 
 
 def restore_missing_files(recipe: Recipe) -> None:
-    """Fetch the Hub's files of a run that are not on this machine, to the paths that the run's recipe names.
-
-    A run is created on one machine and may be started on others. The paths name the commits, so every machine gets the
-    same files.
-    """
+    """Fetch the Hub's files of a run that this machine lacks, to the paths of its recipe, which name the commits."""
     model, folder = recipe.model, Path(recipe.model.path or "")
     has_weights = (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
     if model.path and not has_weights and (found := hub_repo_of(model.path)):

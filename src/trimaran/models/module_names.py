@@ -69,10 +69,7 @@ def matches_module(name: str, pattern: str) -> bool:
 
 
 def is_named(name: str, pattern: str) -> bool:
-    """Return whether a recipe's pattern names this module: by the last part of its name, or by the whole name.
-
-    A star stands for any letters within one part.
-    """
+    """Return whether the last part of a module's name, or the whole name, matches. A star stays within one part."""
     return matches_module(name, pattern) if "." in pattern else fnmatchcase(name.rpartition(".")[2], pattern)
 
 

@@ -1,10 +1,10 @@
 """The planner's view of any network: towers of layers in forward order, with their shapes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from trimaran.core import Bytes, Flops, RowCost
 from trimaran.models.spec import ExpertSpec, ModelSpec, norm_names, rows_per_rank
@@ -85,7 +85,8 @@ class OutlineLayer:
 
     `head_dim` is that of queries and keys. `window` 0 is no window. `extras` counts the parameters outside matmuls:
     norms, biases, gates. `qk_norm` normalises the heads of queries and keys. Parameters and weights are those of the
-    layer itself, without an adapter.
+    layer itself, without its `adapter`. `operators` None are those of a decoder layer. A layer that predicts a later
+    token (multi-token prediction) `is_later`: it joins the stream and the embedding, and uses the head once more.
     """
 
     hidden: int
@@ -100,16 +101,15 @@ class OutlineLayer:
     window: int = 0
     qk_norm: bool = False
     extras: int = 0
+    adapter: LayerAdapter | None = None
+    operators: LayerOperators | None = None
+    is_later: bool = False
 
-    @property
-    def adapter(self) -> LayerAdapter | None:
-        """The adapters of the layer. An `AdaptedLayer` has some."""
-        return None
-
-    @property
-    def operators(self) -> LayerOperators | None:
-        """The operators of the layer, unless they are those of a decoder layer. A `TowerLayer` has some."""
-        return None
+    def __repr__(self) -> str:
+        """Return the fields, without those of special layers that are not set: the history finds jobs by this text."""
+        special = ("adapter", "operators", "is_later")
+        shown = [each.name for each in fields(self) if each.name not in special or getattr(self, each.name)]
+        return f"OutlineLayer({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     @property
     def value_dim(self) -> int:
@@ -142,8 +142,8 @@ class OutlineLayer:
 
     @property
     def joining_weights(self) -> int:
-        """Weights that join stream and embedding, whole on every tensor-parallel rank. A `LaterTokenLayer` has some."""
-        return 0
+        """Weights that join stream and embedding, whole on every tensor-parallel rank."""
+        return 2 * self.hidden * self.hidden * self.is_later
 
     @property
     def dense_weights(self) -> int:
@@ -192,56 +192,6 @@ class OutlineLayer:
         """Return the FLOPs of attention's own forward, which has no weights."""
         attended = self.heads * (self.head_dim + self.value_dim) * self.mean_attended_keys(length)
         return Flops(2.0 * positions * attended)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptedLayer(OutlineLayer):
-    """A frozen layer with adapters."""
-
-    layer_adapter: LayerAdapter
-    own_operators: LayerOperators | None = None
-
-    @property
-    def adapter(self) -> LayerAdapter:
-        return self.layer_adapter
-
-    @property
-    def operators(self) -> LayerOperators | None:
-        return self.own_operators
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaterTokenLayer(OutlineLayer):
-    """A layer that predicts a later token (multi-token prediction). It uses the embedding and the head once more."""
-
-    @property
-    def joining_weights(self) -> int:
-        return 2 * self.hidden * self.hidden
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TowerLayer(OutlineLayer):
-    """A layer of a vision tower or of a perception model, which has operators of its own."""
-
-    own_operators: LayerOperators
-
-    @property
-    def operators(self) -> LayerOperators:
-        return self.own_operators
-
-
-def _own_fields(layer: OutlineLayer) -> dict[str, Any]:
-    return {each.name: getattr(layer, each.name) for each in fields(OutlineLayer)}
-
-
-def with_operators(layer: OutlineLayer, operators: LayerOperators) -> TowerLayer:
-    """Return the layer with operators of its own."""
-    return TowerLayer(**_own_fields(layer), own_operators=operators)
-
-
-def adapted(layer: OutlineLayer, adapter: LayerAdapter) -> AdaptedLayer:
-    """Return the layer with adapters."""
-    return AdaptedLayer(**_own_fields(layer), layer_adapter=adapter, own_operators=layer.operators)
 
 
 @lru_cache(maxsize=1024)
@@ -365,7 +315,7 @@ class Tower:
     @property
     def prediction_layers(self) -> int:
         """The layers that predict later tokens."""
-        return sum(count for block, count in self.runs if isinstance(block, LaterTokenLayer))
+        return sum(count for block, count in self.runs if isinstance(block, OutlineLayer) and block.is_later)
 
     @property
     def adapter(self) -> LayerAdapter | None:
@@ -496,10 +446,7 @@ class Outline:
         return any(each.is_trained for each in self.towers[: self.towers.index(tower) + 1])
 
     def block_flops(self, tower: Tower, block: OutlineLayer | Opaque, seq_len: int) -> Flops:
-        """Return the FLOPs of one sample's forward and backward through a block of the tower.
-
-        Attention's backward has no weights, and an adapter is always trained.
-        """
+        """Return the FLOPs of one sample's forward and backward through a block. An adapter is always trained."""
         positions, length = tower.sample_positions(seq_len)
         total = self.passes(tower) * float(block.flops(positions, length))
         if isinstance(block, OutlineLayer) and tower.frozen and self.has_backward(tower):
@@ -507,10 +454,7 @@ class Outline:
         return Flops(total)
 
     def head_flops(self, seq_len: int) -> Flops:
-        """Return the FLOPs of one sample's forward and backward through the head of the main tower.
-
-        Each layer that predicts later tokens uses the head once more.
-        """
+        """Return a sample's forward and backward FLOPs through the main head, which prediction layers use too."""
         main = self.main
         passes = (1 + main.is_head_trained + self.has_backward(main)) * (1 + main.prediction_layers)
         return Flops(2.0 * passes * main.sample_positions(seq_len)[0] * main.head_parameters)
@@ -531,8 +475,8 @@ def outline_of(spec: ModelSpec) -> Outline:
         runs = [(layer, len(list(run))) for layer, run in groupby(layers)]
     if spec.prediction_layers:  # one more norm for each input, and one before the head
         layer = _layer_of(spec, spec.layers)
-        own = _own_fields(layer) | {"extras": layer.extras + 3 * spec.hidden}
-        runs.append((LaterTokenLayer(**own), spec.prediction_layers))
+        layer = replace(layer, is_later=True, extras=layer.extras + 3 * spec.hidden)
+        runs.append((layer, spec.prediction_layers))
     tower = Tower(
         name="language",
         runs=tuple(runs),
@@ -571,10 +515,7 @@ def _layer_of(spec: ModelSpec, number: int) -> OutlineLayer:
 
 
 def row_cost(outline: Outline) -> RowCost:
-    """Return the forward and backward FLOPs of a sample's parts, relative to one language token.
-
-    The projector is counted with the patches that it merges.
-    """
+    """Return forward and backward FLOPs of a sample's parts, in language tokens. Patches pay for the projector."""
     main = outline.main
     token, token_pair = _arithmetic(main, outline)
     token += 2.0 * main.head_parameters * (1 + main.is_head_trained + outline.has_backward(main))

@@ -199,14 +199,26 @@ MOST_TILES = 12  # default of InternVL's processor
 
 
 def outline_from_hf(config: Mapping[str, Any], *, where: str, name: str, images: ImageLimits = ONE_IMAGE) -> Outline:
-    """Return the outline of the network that `config` describes. `where` names the configuration in errors.
-
-    An unknown family is read by the most common field names, as a Llama.
-    """
+    """Return the outline that `config` describes; an unknown family is read as a Llama. `where` names it in errors."""
     fields = Fields(config, where)
     kind = fields.word("model_type", default="")
     if kind in VISION_TRAITS and not fields.has("vision_config"):
-        return Outline(name=name, towers=(_vision_alone(fields, images),))
+        fields, traits = with_vision_traits(fields)
+        dynamic = DYNAMIC_SIZE if images.size is None and not fields.has("image_size") else images.size
+        tower = vision_tower(fields, traits, View(images.count, patches_of(fields, dynamic), traits.tokens))
+        # A stand-alone model's head: classes, boxes, a pooler, or nothing.
+        built, labels, hidden = fields.config.get("architectures"), fields.config.get("id2label"), tower.hidden
+        network = str(built[0]) if isinstance(built, list) and built else ""
+        num_labels = len(labels) if isinstance(labels, dict) else fields.size("num_labels", default=2)
+        head = 0
+        if network.endswith("ForImageClassification"):
+            head = num_labels * ((2 if network.startswith("Dinov2") else 1) * hidden + 1)
+        elif network.endswith("ForObjectDetection"):
+            # Two feed-forwards of three matmuls: classes with "no object", and four box sides.
+            head = 4 * hidden * (hidden + 1) + (num_labels + 1 + 4) * (hidden + 1)
+        elif network in ("ViTModel", "YolosModel"):
+            head = hidden * (hidden + 1)
+        return Outline(name=name, towers=(replace(tower, extras=tower.extras + head),))
     text, nested = _text_of(fields, kind), fields.has("text_config", "llm_config")
     if not fields.has("vision_config"):
         tower = language_tower(text, nested=nested)
@@ -240,24 +252,6 @@ class VisionOutline:
     traits: str | None
     view: Callable[[Fields, Fields, ImageLimits, int], View]
     join: Callable[[Fields, Fields, int, View], tuple[Runs, int, int]]
-
-
-def _vision_alone(fields: Fields, images: ImageLimits) -> Tower:
-    fields, traits = with_vision_traits(fields)
-    dynamic = DYNAMIC_SIZE if images.size is None and not fields.has("image_size") else images.size
-    tower = vision_tower(fields, traits, View(images.count, patches_of(fields, dynamic), traits.tokens))
-    # A stand-alone model's head: classes, boxes, a pooler, or nothing.
-    built, names, hidden = fields.config.get("architectures"), fields.config.get("id2label"), tower.hidden
-    name = str(built[0]) if isinstance(built, list) and built else ""
-    labels, head = len(names) if isinstance(names, dict) else fields.size("num_labels", default=2), 0
-    if name.endswith("ForImageClassification"):
-        head = labels * ((2 if name.startswith("Dinov2") else 1) * hidden + 1)
-    elif name.endswith("ForObjectDetection"):
-        # Two feed-forwards of three matmuls: classes with "no object", and four box sides.
-        head = 4 * hidden * (hidden + 1) + (labels + 1 + 4) * (hidden + 1)
-    elif name in ("ViTModel", "YolosModel"):
-        head = hidden * (hidden + 1)
-    return replace(tower, extras=tower.extras + head)
 
 
 def _text_of(fields: Fields, kind: str) -> Fields:

@@ -8,7 +8,7 @@ from trimaran.core import Bytes, Flops, ModelSection, UserError, did_you_mean
 from trimaran.core.input_rules import GROUND, LIDAR_NUMBERS, OBJECTS, RADAR_NUMBERS, ScenePoints, SceneRules
 from trimaran.core.regular_files import expand_user
 from trimaran.models.config_fields import changed, read_json, refuse_unknown, wrong_value
-from trimaran.models.outline import LayerOperators, Opaque, Outline, Tower, TowerLayer
+from trimaran.models.outline import LayerOperators, Opaque, Outline, OutlineLayer, Tower
 from trimaran.models.spec import InitialRules
 
 MODEL_TYPE = "trimaran_perception"
@@ -243,13 +243,10 @@ def _invalid_fields(spec: PerceptionSpec) -> Iterator[tuple[str, str]]:
 
 
 def perception_outline(spec: PerceptionSpec, points: ScenePoints | None = None) -> Outline:
-    """Return the outline. Cameras, LiDAR, radar and heads are convolutions, given to the planner as totals.
-
-    `points` are those of a scene of the data; without them, of a simulated one.
-    """
+    """Return the outline for scenes with these `points`, or simulated ones. Convolutions are given as totals."""
     cells, hidden = spec.cells * spec.cells, spec.hidden
-    layer = TowerLayer(
-        own_operators=FUSION, hidden=hidden, heads=spec.heads, kv_heads=spec.heads, head_dim=hidden // spec.heads,
+    layer = OutlineLayer(
+        operators=FUSION, hidden=hidden, heads=spec.heads, kv_heads=spec.heads, head_dim=hidden // spec.heads,
         ffn=spec.ffn, gated=False, causal=False, extras=4 * hidden,
     )  # fmt: skip
     queries = _elementwise("queries", cells * hidden + 2 * hidden, cells, hidden)

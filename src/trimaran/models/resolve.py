@@ -1,22 +1,19 @@
-"""Resolves the recipe's model section, or a name, to an outline; and its images to the rules of the model."""
+"""Resolves the recipe's model section to an outline, and its images to the rules of the model."""
 
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
-from pathlib import Path
 
 from trimaran.core import DataSection, ImageRules, ModelSection, Recipe, UserError, did_you_mean, show_count
 from trimaran.core.input_rules import ScenePoints
 from trimaran.core.plugins import UNCHECKED
-from trimaran.core.regular_files import expand_user
 from trimaran.models.adapter_rules import with_adapter
 from trimaran.models.any_spec import decoder_of, spec_outline, vision_of
 from trimaran.models.config_fields import read_json
 from trimaran.models.hub_names import repo_name
-from trimaran.models.model_presets import PRESETS, VLM_PRESETS
 from trimaran.models.outline import Outline, OutlineLayer, outline_of
-from trimaran.models.section_spec import MAX_CONFIG_BYTES, model_folder, preset_named, spec_of
-from trimaran.models.vlm_spec import ImageLimits, vlm_outline
+from trimaran.models.section_spec import MAX_CONFIG_BYTES, model_folder, spec_of
+from trimaran.models.vlm_spec import ImageLimits
 
 
 def outline_for(section: ModelSection, data: DataSection | None = None, points: ScenePoints | None = None) -> Outline:
@@ -38,7 +35,11 @@ def outline_for(section: ModelSection, data: DataSection | None = None, points: 
         outline = replace(outline, towers=(replace(main, runs=runs),))
     elif section.kind.is_hf:
         assert section.path is not None, "a section of family hf without a path is refused"
-        outline = _outline_in(model_folder(section.path) / "config.json", images)
+        from trimaran.models.outline_hf import outline_from_hf  # noqa: PLC0415
+
+        file = model_folder(section.path) / "config.json"
+        config = read_json(file, limit_bytes=MAX_CONFIG_BYTES)
+        outline = outline_from_hf(config, where=str(file), name=repo_name(file.parent), images=images)
     else:
         assert spec is not None, "our own networks always have a spec"
         outline = spec_outline(spec, images, points)
@@ -83,34 +84,12 @@ def outline_if_known(
         return None
 
 
-def outline_named(text: str) -> Outline:
-    """Return the outline of `text`: a preset, a Hugging Face folder, or a config.json."""
-    path = expand_user(text)
-    if text in PRESETS:
-        return outline_of(PRESETS[text])
-    if text in VLM_PRESETS:
-        return vlm_outline(VLM_PRESETS[text], ImageLimits())
-    if path.suffix == ".json" and path.is_file():
-        return _outline_in(path, ImageLimits())
-    if path.exists() or len(path.parts) > 1 or path.suffix == ".json":
-        return _outline_in(model_folder(text) / "config.json", ImageLimits())
-    return outline_of(preset_named(text, PRESETS))
-
-
 def refuse_freezing(section: ModelSection) -> None:
     """Raise if towers of a Hugging Face model should be frozen that training cannot locate."""
     if section.freeze and section.kind.is_hf and vision_of(spec_of(section)) is None:
         raise UserError("M014", f"training does not freeze {', '.join(section.freeze)} of a Hugging Face model",
                         where="model.freeze", fix="use family vlm if it supports the model, remove model.freeze, or "
                         "use `trimaran plan`")  # fmt: skip
-
-
-def _outline_in(file: Path, images: ImageLimits) -> Outline:
-    from trimaran.models.outline_hf import outline_from_hf  # noqa: PLC0415
-
-    config = read_json(file, limit_bytes=MAX_CONFIG_BYTES)
-    name = repo_name(file.parent) if file.name == "config.json" else file.stem
-    return outline_from_hf(config, where=str(file), name=name, images=images)
 
 
 def model_text(section: ModelSection, data: DataSection) -> str:

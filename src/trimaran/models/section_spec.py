@@ -1,6 +1,7 @@
 """The spec of the network that a recipe's model section names. What few sections need is imported for them."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from trimaran.models.config_fields import changed, read_json, refuse_unknown, wr
 from trimaran.models.hub_names import near_folder, repo_name
 from trimaran.models.model_presets import PRESETS, VLM_PRESETS
 from trimaran.models.spec import Block, ModelSpec, PredictionSpec
-from trimaran.models.validate_spec import first_invalid_field, first_invalid_vlm_field
+from trimaran.models.validate_spec import first_invalid_field
 from trimaran.models.vlm_spec import VlmSpec, interleaved_sections
 
 MAX_CONFIG_BYTES = 10_000_000
@@ -19,10 +20,7 @@ DEFAULT_PRESET = "tiny"
 
 
 def spec_of(section: ModelSection) -> Spec | None:
-    """Return the shape of the model in `section`; None for a Hugging Face model that no spec of ours describes.
-
-    None, too, for a plug-in's family: only its code knows the network.
-    """
+    """Return the shape of the model; None if no spec of ours describes it: a plug-in's, and some of Hugging Face."""
     if section.preset is not None and section.path is not None:
         raise UserError("M002", "a model has either a preset or a path", where="model",
                         fix="remove model.preset to take the shape from the path")  # fmt: skip
@@ -57,7 +55,20 @@ def spec_of(section: ModelSection) -> Spec | None:
 
             spec = perception_spec(section)
         case "hf":
-            spec = _hf_of(section)
+            from trimaran.models.from_hf import lacks_expert_field, unsupported  # noqa: PLC0415
+            from trimaran.models.internvl import with_image_tokens  # noqa: PLC0415
+            from trimaran.models.vlm_config import FOREIGN, vlm_from_disk  # noqa: PLC0415
+
+            assert section.path is not None, "a section of family hf without a path is refused"
+            spec, folder = None, model_folder(section.path)
+            config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
+            if config.get("model_type") in FOREIGN:
+                # What our image pipeline does not support can still be planned; training it raises the reason.
+                with suppress(UserError):
+                    config = with_image_tokens(config, folder)
+                    spec = replace(vlm_from_disk(config, where=str(folder / "config.json")), name=repo_name(folder))
+            elif not (unsupported(config) or lacks_expert_field(config)):
+                spec = _decoder_in(folder, config, section.shape)
         case _:
             spec = None
     if section.multi_token_prediction is not None:
@@ -71,26 +82,6 @@ def _decoder_in(folder: Path, config: Mapping[str, Any], shape: Mapping[str, Any
 
     spec = spec_from_hf(config, where=str(folder / "config.json"))
     return reshaped(replace(spec, name=repo_name(folder)), shape)
-
-
-def _hf_of(section: ModelSection) -> Spec | None:
-    """Return the shape of a Hugging Face model; None if no spec of ours describes it."""
-    from trimaran.models.from_hf import lacks_expert_field, unsupported  # noqa: PLC0415
-    from trimaran.models.internvl import with_image_tokens  # noqa: PLC0415
-    from trimaran.models.vlm_config import FOREIGN, vlm_from_disk  # noqa: PLC0415
-
-    assert section.path is not None, "a section of family hf without a path is refused"
-    folder = model_folder(section.path)
-    config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
-    if config.get("model_type") in FOREIGN:
-        try:  # what our image pipeline does not support can still be planned; training it raises the reason
-            config = with_image_tokens(config, folder)
-            return replace(vlm_from_disk(config, where=str(folder / "config.json")), name=repo_name(folder))
-        except UserError:
-            return None
-    if unsupported(config) or lacks_expert_field(config):
-        return None
-    return _decoder_in(folder, config, section.shape)
 
 
 def vlm_of(section: ModelSection) -> VlmSpec:
@@ -121,7 +112,7 @@ def vlm_of(section: ModelSection) -> VlmSpec:
             spec = replace(spec, sections=interleaved_sections(sections, pairs) if is_interleaved else sections)
     refuse_unknown(shape, [field.name for field in fields(VlmSpec) if field.name != "name"], "model.shape")
     spec = changed(VlmSpec, spec, shape, "model.shape")
-    if problem := first_invalid_vlm_field(spec):
+    if problem := first_invalid_field(spec):
         raise wrong_value(f"{problem[0]}: {problem[1]}", f"model.shape.{problem[0]}")
     return spec
 

@@ -19,10 +19,7 @@ def stage_ranges(spec: Spec, plan: Plan, *, seq_len: int) -> tuple[range, ...]:
 
 
 def stages_of_rank(schedule: str, pp: int, pp_rank: int, num_stages: int) -> tuple[int, ...]:
-    """Return the stages that a pipeline rank holds, first to last.
-
-    Stages are assigned round-robin; for `zero-bubble` in V shape, to the last rank and back.
-    """
+    """Return the stages of a pipeline rank: round-robin, or for `zero-bubble` in V shape, to the last rank and back."""
     if schedule == "zero-bubble" and num_stages > pp:
         return pp_rank, num_stages - 1 - pp_rank
     return tuple(range(pp_rank, num_stages, pp))

@@ -11,9 +11,9 @@ MOST = 2**24  # wider than any published network; larger sizes overflow the inte
 InvalidField = tuple[str, str]
 
 
-def first_invalid_field(spec: ModelSpec) -> InvalidField | None:
+def first_invalid_field(spec: ModelSpec | VlmSpec) -> InvalidField | None:
     """Return the first invalid field of `spec` and the problem, or None. Types are assumed to be right."""
-    return next(_invalid_fields(spec), None)
+    return next(_invalid_vlm_fields(spec) if isinstance(spec, VlmSpec) else _invalid_fields(spec), None)
 
 
 def _invalid_fields(spec: ModelSpec) -> Iterator[InvalidField]:
@@ -124,14 +124,8 @@ def out_of_bounds(*bounds: tuple[str, float, float, float]) -> Iterator[InvalidF
             yield field, f"{value} is not between {least} and {most}"
 
 
-def first_invalid_vlm_field(spec: VlmSpec) -> InvalidField | None:
-    """Return the first invalid field of `spec` and the problem, or None. Types are assumed to be right."""
-    if problem := first_invalid_field(spec.language):
-        return f"language.{problem[0]}", problem[1]
-    return next(_invalid_vlm_fields(spec), None)
-
-
 def _invalid_vlm_fields(spec: VlmSpec) -> Iterator[InvalidField]:
+    yield from ((f"language.{field}", problem) for field, problem in _invalid_fields(spec.language))
     yield from out_of_bounds(("vision.layers", spec.vision.layers, 1, MOST_LAYERS))
     for field in ("hidden", "heads", "ffn", "patch", "frames"):
         yield from out_of_bounds((f"vision.{field}", getattr(spec.vision, field), 1, MOST))

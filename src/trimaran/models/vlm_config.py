@@ -21,7 +21,7 @@ from trimaran.models.internvl import (
     tower_sizes,
 )
 from trimaran.models.outline_hf import USUAL
-from trimaran.models.validate_spec import first_invalid_vlm_field
+from trimaran.models.validate_spec import first_invalid_field
 from trimaran.models.vlm_spec import (
     ProjectorSpec,
     VisionBlock,
@@ -62,7 +62,7 @@ def vlm_from_disk(config: Mapping[str, Any], *, where: str) -> VlmSpec:
     if not isinstance(kind, str) or kind not in READERS:
         raise cannot_read(f"model_type is {show(kind)}; it supports {', '.join(READERS)}", where)
     spec = READERS[kind](Fields(config, where))
-    if problem := first_invalid_vlm_field(spec):
+    if problem := first_invalid_field(spec):
         raise bad_field(problem[0], problem[1], where)
     return spec
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from trimaran.core import ImageRules, RowSizes
-from trimaran.models.outline import LayerOperators, Outline, OutlineLayer, Tower, TowerLayer, outline_of
+from trimaran.models.outline import LayerOperators, Outline, OutlineLayer, Tower, outline_of
 from trimaran.models.spec import InitialRules, ModelSpec
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -218,8 +218,7 @@ class VlmSpec:
     def initial_rules(self, name: str) -> InitialRules:
         """Return how the parameter `name` starts.
 
-        Vision towers of small models are narrow: with the constant standard deviation they take long to start learning.
-        In large towers both are about equal.
+        Narrow vision towers take long to start learning with a constant deviation. In large ones both are about equal.
         """
         tower, _, rest = name.partition(".")
         if tower == "language":
@@ -228,10 +227,7 @@ class VlmSpec:
         return InitialRules(depth=depth, by_fan_in=name.endswith(".weight"))
 
     def tensor_sizes(self, whole: Collection[str] = ()) -> dict[str, int]:
-        """Return what tensor parallelism splits, by name: heads and widths, without those of the `whole` towers.
-
-        The language model is always split.
-        """
+        """Return what tensor parallelism splits, by name. `whole` towers are not split; the decoder always is."""
         sizes = self.language.tensor_sizes()
         if "vision" not in whole:
             sizes |= {"heads of the vision": self.vision.heads}
@@ -297,8 +293,8 @@ def vlm_outline(spec: VlmSpec, images: ImageLimits) -> Outline:
         side = images.size or min(DYNAMIC_SIZE, math.isqrt(spec.max_pixels))
         tiles, patches = images.count, (max(1, round(side / (vision.patch * merge))) * merge) ** 2
     quick = vision.block.activation == "quick-gelu"
-    layer = TowerLayer(
-        own_operators=LayerOperators(
+    layer = OutlineLayer(
+        operators=LayerOperators(
             launches=VISION_LAUNCHES,
             rotary=vision.variant == "native",
             activation_bytes=QUICK_GELU_BYTES if quick else 4,

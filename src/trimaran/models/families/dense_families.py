@@ -31,11 +31,6 @@ NO_MLP_BIAS: dict[str, tuple[Any, ...]] = {"mlp_bias": (None, False)}
 partly_rotated_lacks = partial(rope_lacks, partial=True)
 
 
-def types_lack(config: Mapping[str, Any]) -> str:
-    """Return what the decoder lacks of an architecture whose layers may have windows."""
-    return layer_types_lack(config) or rope_lacks(config)
-
-
 def one_window(fields: Fields) -> AttentionSpec:
     """Return attention with the same window in every layer, or without one."""
     window = fields.integer("sliding_window", default=0)
@@ -143,7 +138,7 @@ COHERE2 = replace(
     architecture="Cohere2ForCausalLM",
     block=_cohere2_block,
     write=lambda spec: _written_cohere(spec) | written_types(spec),
-    lacks=types_lack,
+    lacks=lambda config: layer_types_lack(config) or rope_lacks(config),
 )
 
 
@@ -309,7 +304,7 @@ GEMMA = Family(
     usual={"head_dim": 256},
     tied=True,
     write=lambda _: WRITTEN_GEMMA,
-    lacks=lambda config: _activation_lacks(config) or types_lack(config),
+    lacks=lambda config: _activation_lacks(config) or layer_types_lack(config) or rope_lacks(config),
 )
 GEMMA2 = replace(
     GEMMA,

@@ -54,10 +54,7 @@ SCALE: Row = ("routed_scaling_factor", "scale", 1.0)
 
 
 def rope_lacks(config: Mapping[str, Any], *, partial: bool = False, kinds: tuple[str, ...] = ROPE_KINDS) -> str:
-    """Return what the decoder lacks of a config's rotary positions; an empty string if nothing.
-
-    `partial`: the architecture may rotate a part of each head.
-    """
+    """Return what the decoder lacks of rotary positions, or an empty text. `partial`: heads may be rotated in part."""
     rope = rope_tree(config)
     if not isinstance(rope, Mapping) or any(isinstance(each, Mapping) for each in rope.values()):
         return f"rotary positions are {show(rope)}"
@@ -159,10 +156,7 @@ def layer_types_lack(config: Mapping[str, Any]) -> str:
 
 
 def read_windows(fields: Fields, window: int, sliding: Sequence[bool]) -> tuple[int, ...]:
-    """Return the windows of the layers, up to where they repeat: (), if no layer has one.
-
-    `sliding` says which layers have the window if config.json has no `layer_types`.
-    """
+    """Return the layers' windows up to where they repeat. `sliding`: which have it, unless `layer_types` says so."""
     types, layers = fields.config.get("layer_types"), len(sliding)
     if types:
         if len(types) != layers:

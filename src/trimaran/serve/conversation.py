@@ -33,17 +33,6 @@ class PromptImage:
     size: tuple[int, int]
 
 
-def read_image(file: Path, rules: ImageRules) -> PromptImage:
-    try:
-        return decode_image(read_regular_bytes(file, follow_links=True), rules)
-    except OSError as error:
-        raise UserError("A030", f"the image cannot be read: {error.strerror}", where=f"--image {file}",
-                        fix="check the name and the permissions of the file") from None  # fmt: skip
-    except BadImageError as error:
-        raise UserError("A030", f"this is not an image that can be used: {error}", where=f"--image {file}",
-                        fix="name a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF file") from None  # fmt: skip
-
-
 def decode_image(data: bytes, rules: ImageRules) -> PromptImage:
     """Return the patches of an encoded image. Raises BadImageError if it cannot be decoded."""
     size = upright_size(data)
@@ -97,10 +86,22 @@ class PromptBuilder:
         return self._trained.stop_ids | self.chat.end_of_turn
 
     def read_images(self, files: Sequence[Path]) -> list[PromptImage]:
-        if files and self._trained.rules is None:
+        rules = self._trained.rules
+        if files and rules is None:
             raise UserError("A031", "this model takes no images", where="--image",
                             fix="leave --image out, or name a vision-language model")  # fmt: skip
-        return [read_image(file, self._trained.rules) for file in files if self._trained.rules is not None]
+        images = []
+        for file in files:
+            assert rules is not None
+            try:
+                images.append(decode_image(read_regular_bytes(file, follow_links=True), rules))
+            except OSError as error:
+                raise UserError("A030", f"the image cannot be read: {error.strerror}", where=f"--image {file}",
+                                fix="check the name and the permissions of the file") from None  # fmt: skip
+            except BadImageError as error:
+                raise UserError("A030", f"this is not an image that can be used: {error}", where=f"--image {file}",
+                                fix="name a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF file") from None  # fmt: skip
+        return images
 
     def text_ids(self, text: str, num_images: int) -> np.ndarray:
         """Return the ids of a text to continue, in which an image is one token. An empty one is the end of another."""
@@ -122,10 +123,7 @@ class PromptBuilder:
 def continuation(
     trained: TrainedModel, prompt: str, images: Sequence[Path], sampler: TokenSampler, *, max_tokens: int
 ) -> Generation:
-    """Return the text that follows `prompt`, to iterate over.
-
-    Text without images may become longer than the model's positions: its beginning is forgotten then.
-    """
+    """Return the text after `prompt`, to iterate over. Text without images forgets its start if it is too long."""
     builder = PromptBuilder(trained)
     read = builder.read_images(images)
     ids, placed = place_images(builder.text_ids(prompt, len(read)), read, trained.rules)
@@ -202,20 +200,17 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the rest of the text. Bytes of a character that was never completed are left out."""
-        return self._shown_part(self._decoded())
+        return self._shown_part(self._tokenizer.decode(self._ids[self._start :]))
 
     def _add_few(self, tokens: Sequence[int]) -> str:
         self._ids += tokens
-        num_waiting, text = len(self._ids) - self._shown, self._decoded()
+        num_waiting, text = len(self._ids) - self._shown, self._tokenizer.decode(self._ids[self._start :])
         if num_waiting <= MAX_WAITING and not text.endswith(UNDECODABLE):
             return self._shown_part(text)
         if len(tokens) == 1:
             return self._shown_part(text) if num_waiting > MAX_WAITING else ""
         del self._ids[-len(tokens) :]
         return "".join(self._add_few([each]) for each in tokens)
-
-    def _decoded(self) -> str:
-        return self._tokenizer.decode(self._ids[self._start :])
 
     def _shown_part(self, text: str) -> str:
         """Return what `text` has after what was shown. All of it is shown now."""

@@ -84,22 +84,22 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        return [self._continue(*request.args) for request in requests]
-
-    def _continue(self, context: str, options: dict[str, Any]) -> str:
-        until = options.get("until") or []
-        ends = [until] if isinstance(until, str) else list(until)
-        count = int(options.get("max_gen_toks") or options.get("max_tokens") or DEFAULT_MAX_TOKENS)
-        temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
-        room = max(1, self._max_length - count)
-        ids = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
-        sampler = TokenSampler(Sampling(temperature=temperature))
-        generation = Generation(self._trained.new_sequence().next_token, ids, sampler, max_tokens=count)
-        generation.stop_ids = self._trained.stop_ids
-        text = ""
-        for _ in generation:
-            text = self._trained.tokenizer.decode(generation.new_ids)
-            if any(end and end in text for end in ends):
-                break
-        cut = min((text.index(end) for end in ends if end and end in text), default=len(text))
-        return text[:cut]
+        texts = []
+        for context, options in (request.args for request in requests):
+            until = options.get("until") or []
+            ends = [until] if isinstance(until, str) else list(until)
+            count = int(options.get("max_gen_toks") or options.get("max_tokens") or DEFAULT_MAX_TOKENS)
+            temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
+            room = max(1, self._max_length - count)
+            ids = (self.tok_encode(context) or [self.prefix_token_id])[-room:]
+            sampler = TokenSampler(Sampling(temperature=temperature))
+            generation = Generation(self._trained.new_sequence().next_token, ids, sampler, max_tokens=count)
+            generation.stop_ids = self._trained.stop_ids
+            text = ""
+            for _ in generation:
+                text = self._trained.tokenizer.decode(generation.new_ids)
+                if any(end and end in text for end in ends):
+                    break
+            cut = min((text.index(end) for end in ends if end and end in text), default=len(text))
+            texts.append(text[:cut])
+        return texts

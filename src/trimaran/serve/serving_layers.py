@@ -115,16 +115,16 @@ class JoinedFeedForward(FeedForward):
 
 
 def _joinable_parts(layer: DecoderLayer) -> list[Attention | FeedForward]:
-    parts = [each for each in layer.modules() if isinstance(each, Attention | FeedForward)]
-    return [each for each in parts if each.projections and _may_be_joined(each)]
-
-
-def _may_be_joined(part: Attention | FeedForward) -> bool:
-    down = [part.down_proj] if isinstance(part, FeedForward) else []
-    linears = [*part.projections, *down]
-    if not all(type(each) is nn.Linear for each in linears) or not _are_plain(linears):
-        return False
-    return all(each.weight.is_cuda and each.weight.dtype == linears[0].weight.dtype for each in linears)
+    found = []
+    for part in layer.modules():
+        if not isinstance(part, Attention | FeedForward) or not part.projections:
+            continue
+        linears = [*part.projections, *([part.down_proj] if isinstance(part, FeedForward) else [])]
+        if all(type(each) is nn.Linear for each in linears) and _are_plain(linears):
+            weights = [each.weight for each in linears]
+            if all(each.is_cuda and each.dtype == weights[0].dtype for each in weights):
+                found.append(part)
+    return found
 
 
 def _are_plain(modules: Iterable[nn.Module]) -> bool:
@@ -226,10 +226,7 @@ class QuantisedLinear(nn.Linear):
 def quantised_weight(
     weight: Tensor, kind: Quantisation, row_maxima: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return a weight [outputs, inputs] in `kind`, its scales, and its zero points; see `quantised_matmul`.
-
-    For `row_maxima` see `quantise_linear`.
-    """
+    """Return a weight [outputs, inputs] in `kind`, scales, zero points: `quantised_matmul`, `quantise_linear`."""
     weight = weight.float()
     if kind == "int4":
         groups = weight.unflatten(1, (-1, GROUP))

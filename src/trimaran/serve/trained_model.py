@@ -1,7 +1,4 @@
-"""Loads trained weights to generate with: those of a run, of one of its checkpoints, of a folder, of an adapter.
-
-An adapter is merged into its base, or attached to it.
-"""
+"""Loads trained weights to generate with: a run's, a checkpoint's, a folder's, an adapter's (merged or attached)."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -61,16 +58,12 @@ FillAdapter = Callable[[Network, AdapterSection], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTexts:
-    """Turns texts and images into a model's tokens and back, without its network.
-
-    A text ends with one of `stop_ids`. `rules` say how the model sees images; None if it does not. `template` is the
-    chat template that it was trained with, a name or `auto`.
-    """
+    """Turns texts and images into a model's tokens and back, without its network."""
 
     tokenizer: Tokenizer
-    stop_ids: frozenset[int]
-    rules: ImageRules | None = None
-    template: str = "auto"
+    stop_ids: frozenset[int]  # a text ends with one of them
+    rules: ImageRules | None = None  # how the model sees images; None if it does not
+    template: str = "auto"  # the chat template that it was trained with: a name, or `auto`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +111,7 @@ class SequenceModel:
 
 
 def open_trained(weights: TrainedWeights, dtype: str, *, cache: Path | None) -> TrainedModel:
-    """Return the model of these weights on this machine's first device.
-
-    `dtype` auto computes as the run did, or as the folder's config says, on a GPU; and in fp32 on a CPU.
-    """
+    """Return the model on the first device. `dtype` auto: on a GPU as trained or as its config says, on a CPU fp32."""
     device = first_device()
     network, computed = open_network(weights, device, dtype, cache=cache)
     texts = open_texts(weights)
@@ -132,10 +122,24 @@ def open_trained(weights: TrainedWeights, dtype: str, *, cache: Path | None) -> 
 def open_network(
     weights: TrainedWeights, device: torch.device, dtype: str, *, cache: Path | None
 ) -> tuple[Network, torch.dtype]:
-    """Return the network of these weights on `device`, with an adapter merged, and the dtype that it computes in."""
+    """Return the network of these weights on `device`, with an adapter merged, and the dtype that it computes in.
+
+    Raises UserError if an adapter was trained on another base. Digests of bases are kept in `cache`.
+    """
     section = section_of(weights)
-    if has_adapter(weights):
-        network = load_adapted_weights(weights, section, device, cache=cache)
+    seed = weights.recipe.train.seed if weights.recipe else 0
+    if has_adapter(weights) and weights.step is None:
+        refuse_other_base(section, saved_base(weights.path), seed=seed, cache=cache)
+        network = load_adapted(section, device, fill_from_peft(weights.path), seed=seed, adapter=weights.path)
+    elif has_adapter(weights):
+        refuse_damaged_weights(weights.path)
+        source = DiskSource(weights.path)
+        refuse_other_base(section, source.progress.get("base") or {}, seed=seed, cache=cache)
+
+        def fill(network: Network, _: AdapterSection) -> None:
+            _copy_tensors(adapter_parameters(network.module), source, weights.path)
+
+        network = load_adapted(section, device, fill, seed=seed)
     elif weights.step is None:
         network = load_trained(section, weights.path, device)
     else:
@@ -158,7 +162,14 @@ def open_texts(weights: TrainedWeights) -> ModelTexts:
         spec, content = spec_of(section), getattr(tokenizer, "content", None)
         rules = None if spec is None else spec.images()
         template = "model" if content is not None and content.templates else "auto"
-    stop_ids = frozenset([tokenizer.end_id, *_end_ids(_config_folder(weights, section))])
+    # The ids that end a text, by generation_config.json and config.json.
+    folder = _config_folder(weights, section)
+    files = [folder / name for name in ("generation_config.json", "config.json")] if folder else []
+    configs = [read_json(file, limit_bytes=MAX_CONFIG_BYTES) for file in files if file.is_file()]
+    parts = [part for config in configs for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    found = [part.get("eos_token_id") for part in parts]
+    ends = {id_ for each in found for id_ in (each if isinstance(each, list) else [each]) if isinstance(id_, int)}
+    stop_ids = frozenset([tokenizer.end_id, *ends])
     return ModelTexts(tokenizer=tokenizer, stop_ids=stop_ids, rules=rules, template=template)
 
 
@@ -232,15 +243,6 @@ def _config_folder(weights: TrainedWeights, section: ModelSection) -> Path | Non
     return model_folder(section.path) if section.path else None
 
 
-def _end_ids(folder: Path | None) -> set[int]:
-    """Return the ids that end a text, by generation_config.json and config.json; none if they do not say."""
-    files = [folder / name for name in ("generation_config.json", "config.json")] if folder else []
-    configs = [read_json(file, limit_bytes=MAX_CONFIG_BYTES) for file in files if file.is_file()]
-    parts = [part for config in configs for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
-    found = [part.get("eos_token_id") for part in parts]
-    return {id_ for each in found for id_ in (each if isinstance(each, list) else [each]) if isinstance(id_, int)}
-
-
 def compute_in_bf16(module: nn.Module) -> None:
     """Cast the weights of matmuls in place, as autocast would in every forward. Vectors and routers stay fp32."""
     routers = {part.gate.weight for part in module.modules() if isinstance(part, MoeLayer)}
@@ -250,10 +252,7 @@ def compute_in_bf16(module: nn.Module) -> None:
 
 
 def load_checkpoint(network: Network, path: Path) -> None:
-    """Copy the weights of a checkpoint into a network in place: its memory, and graphs that use it, stay valid.
-
-    A damaged checkpoint is refused before the first weight is copied.
-    """
+    """Copy a checkpoint into a network in place: graphs stay valid. A damaged one is refused first."""
     refuse_damaged_weights(path)
     source = DiskSource(path)
     buffers = [(name, each) for name, each in network.module.named_buffers() if MODEL_PREFIX + name in source.index]
@@ -273,26 +272,6 @@ def has_adapter(weights: TrainedWeights) -> bool:
     """Return whether the weights are those of an adapter, beside a base elsewhere."""
     recipe = weights.recipe
     return recipe.model.adapter is not None if recipe is not None else (weights.path / PEFT_CONFIG).is_file()
-
-
-def load_adapted_weights(
-    weights: TrainedWeights, section: ModelSection, device: torch.device, *, cache: Path | None
-) -> Network:
-    """Return the network with the adapter merged. Raises UserError if it was trained on another base.
-
-    Digests of bases are kept in `cache`.
-    """
-    seed = weights.recipe.train.seed if weights.recipe else 0
-    if weights.step is None:
-        refuse_other_base(section, saved_base(weights.path), seed=seed, cache=cache)
-        return load_adapted(section, device, fill_from_peft(weights.path), seed=seed, adapter=weights.path)
-    refuse_damaged_weights(weights.path)
-    source = DiskSource(weights.path)
-    refuse_other_base(section, source.progress.get("base") or {}, seed=seed, cache=cache)
-    return load_adapted(
-        section, device, lambda network, _: _copy_tensors(adapter_parameters(network.module), source, weights.path),
-        seed=seed,
-    )  # fmt: skip
 
 
 def load_adapted(

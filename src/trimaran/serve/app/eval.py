@@ -7,13 +7,13 @@ import time
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import typer
 
 from trimaran.app import Json, TrainedModelName, complete_data
 from trimaran.core import DataSection, UserError, expand_user
-from trimaran.runs import refuse_unusable
+from trimaran.runs import append_line, refuse_unusable
 from trimaran.serve.app.trained_weights import find_weights
 from trimaran.serve.settings import TrainedWeights
 
@@ -36,25 +36,23 @@ class EvalRequest:
 
     def section(self, data: str) -> DataSection:
         recipe = self.weights.recipe
-        usual = recipe.data.seq_len if recipe else DEFAULT_SEQ_LEN
-        return DataSection(source=self.source or guess_source(data), path=data, seq_len=max(2, self.seq_len or usual),
+        usual, source = recipe.data.seq_len if recipe else DEFAULT_SEQ_LEN, self.source
+        if source is None:  # by the name and the files
+            path = expand_user(data)
+            if not path.exists():
+                raise UserError("A046", "there is no such file or folder", where=f"--data {data}",
+                                fix="name a text file or folder, JSONL, packed shards or a dataset on this disk"
+                                )  # fmt: skip
+            name = path.name.removesuffix(".gz").removesuffix(".zst")
+            if (path / SHARDS_META).is_file():
+                source = "shards"
+            elif any((path / each).is_file() for each in DATASET_FILES):
+                source = "datasets"
+            else:
+                source = next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), "text")
+        return DataSection(source=source, path=data, seq_len=max(2, self.seq_len or usual),
                            isolate_documents=recipe.data.isolate_documents if recipe else False,
                            text_field=recipe.data.text_field if recipe else "text")  # fmt: skip
-
-
-def guess_source(data: str) -> Source:
-    """Return the format of a file or folder by its name and files; text if nothing says otherwise."""
-    path = expand_user(data)
-    if not path.exists():
-        raise UserError("A046", "there is no such file or folder", where=f"--data {data}",
-                        fix="name a text file or folder, JSONL, packed shards or a dataset on this disk")  # fmt: skip
-    if (path / SHARDS_META).is_file():
-        return "shards"
-    if any((path / name).is_file() for name in DATASET_FILES):
-        return "datasets"
-    name = path.name.removesuffix(".gz").removesuffix(".zst")
-    found = next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), None)
-    return cast(Source, found or "text")
 
 
 def eval(
@@ -104,7 +102,7 @@ def eval(
     refuse_unusable(os.environ)
     from trimaran.app import open_console
     from trimaran.app.show.clean_console import progress_bar
-    from trimaran.serve.app.evaluate_trained import evaluate_loss, evaluate_tasks, save_evaluation
+    from trimaran.serve.app.evaluate_trained import evaluate_loss, evaluate_tasks
 
     began = time.monotonic()
     # What other packages print is not part of the answer.
@@ -115,7 +113,8 @@ def eval(
             names = [name.strip() for name in tasks.split(",") if name.strip()]
             found = evaluate_tasks(request, names, task_folder, limit, progress)
     found["seconds"] = round(time.monotonic() - began, 3)
-    save_evaluation(request, found)
+    if weights.run is not None:
+        append_line(weights.run.evaluations, {key: value for key, value in found.items() if key != "run_dir"})
     typer.echo(json.dumps(found) if as_json else "\n".join(_lines(found)))
 
 

@@ -88,21 +88,19 @@ def make_request(
     if merge and to != "hf":
         why = WHY_NOT["dcp"] if to == "dcp" else f"--to {to} always has whole weights"
         raise UserError("A001", f"--merge is for --to hf: {why}", where="--merge", fix="leave --merge out")
-    return ExportRequest(run=run, form=_form(run, to, merge=merge, quantise=quantise), dtype=dtype, quantise=quantise,
-                         check=check)  # fmt: skip
-
-
-def _form(run: RunDirectory, to: Format, *, merge: bool, quantise: Quantise | None) -> Form:
     has_adapter = run.read_recipe().model.adapter is not None
     if merge and not has_adapter:
         raise UserError("A001", "this run has no adapter to merge: an export has its whole weights", where="--merge",
                         fix="leave --merge out")  # fmt: skip
-    if to != "hf":
-        return to
-    if has_adapter and quantise and not merge:
+    form: Form = to
+    if to == "hf" and merge:
+        form = "merged"
+    elif to == "hf" and has_adapter:
+        form = "adapter"
+    if form == "adapter" and quantise:
         raise UserError("A001", "an adapter is not quantised", where="--quantise",
                         fix="merge it into whole weights: --merge")  # fmt: skip
-    return "merged" if merge else "adapter" if has_adapter else "hf"
+    return ExportRequest(run=run, form=form, dtype=dtype, quantise=quantise, check=check)
 
 
 def export(

@@ -37,17 +37,15 @@ from trimaran.checkpoint import (
 from trimaran.core import VERSION, Recipe, UserError, show_count, show_seconds
 from trimaran.data import Tokenizer, cache_folder
 from trimaran.models import model_text
-from trimaran.nets import Network
 from trimaran.runs import read_evaluations
 from trimaran.serve.app.export import ExportRequest
 from trimaran.serve.exports.compare_logits import (
-    Logits,
     compare_logits,
     network_logits,
     refuse_difference,
     sample_tokens,
 )
-from trimaran.serve.exports.gguf import FILE, check_rope_factors, gguf_spec, read_gguf, with_rope, write_gguf
+from trimaran.serve.exports.gguf import FILE, gguf_spec, read_gguf, write_gguf
 from trimaran.serve.exports.graph_exports import (
     ONNX,
     PROGRAM,
@@ -89,10 +87,7 @@ Progress = Callable[[str, float], None]
 
 
 def model_card(request: ExportRequest, manifest: Manifest, folder: str) -> str:
-    """Return the text of the card: the recipe, the plan, the data, training, evaluation, versions and how to load it.
-
-    Everything in it is from the files of the run. What is not known is left out.
-    """
+    """Return the text of the card, made of the files of the run. What is not known is left out."""
     folder = folder.removeprefix(".").removesuffix(".draft")
     state = RunState(request.run)
     state.refresh()
@@ -101,26 +96,21 @@ def model_card(request: ExportRequest, manifest: Manifest, folder: str) -> str:
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
+    usage = ["```python", LOAD.get(request.form, LOAD["hf"]).format(folder=folder), "```"]
+    if request.form in SERVED:
+        usage += ["", "```sh", f"trimaran serve {folder}", f'trimaran generate {folder} --prompt "Hello"', "```"]
+    elif request.form == "gguf":
+        usage += ["", "```sh", f"llama-server -m {folder}/model.gguf", "```"]
+    if request.quantise:
+        usage += ["", f"The weights of linear layers are quantised: {request.precision}."]
     sections = (
         ("Training", _card_training(state, manifest)),
         ("Evaluation", _card_evaluation(state, manifest)),
-        ("Load it", _usage(request, folder)),
+        ("Load it", usage),
         ("Versions", [f"{name} {number}" for name, number in versions.items()]),
         ("Plan", [f"`{state.plan}`", "", "```json", json.dumps(plan, indent=2), "```"]),
         ("Recipe", ["```yaml", state.run.recipe.read_text(encoding="utf-8").rstrip(), "```"]),
     )
-    front = yaml.safe_dump(_front_matter(request, state, manifest), sort_keys=False, allow_unicode=True)
-    lines = ["---", front.rstrip(), "---", "", f"# {state.recipe.name}", ""]
-    model = model_text(state.recipe.model, state.recipe.data)
-    lines += [f"{model}, trained with Trimaran; the checkpoint of step {manifest.step}."]
-    for title, body in sections:
-        if body:
-            bullet = "- " if title in ("Training", "Evaluation", "Versions") else ""
-            lines += ["", f"## {title}", "", *(f"{bullet}{line}" for line in body)]
-    return "\n".join(lines) + "\n"
-
-
-def _front_matter(request: ExportRequest, state: RunState, manifest: Manifest) -> dict[str, Any]:
     tree: dict[str, Any] = {"library_name": LIBRARY_NAMES.get(request.form, "transformers")}
     if tag := state.recipe.model.kind.pipeline_tag:
         tree["pipeline_tag"] = tag
@@ -137,7 +127,15 @@ def _front_matter(request: ExportRequest, state: RunState, manifest: Manifest) -
         data = {"name": f"held-out part of {state.recipe.data.source}", "type": state.recipe.data.source}
         result = {"task": {"type": "text-generation"}, "dataset": data, "metrics": metrics}
         tree["model-index"] = [{"name": state.recipe.name, "results": [result]}]
-    return tree
+    front = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    lines = ["---", front.rstrip(), "---", "", f"# {state.recipe.name}", ""]
+    model = model_text(state.recipe.model, state.recipe.data)
+    lines += [f"{model}, trained with Trimaran; the checkpoint of step {manifest.step}."]
+    for title, body in sections:
+        if body:
+            bullet = "- " if title in ("Training", "Evaluation", "Versions") else ""
+            lines += ["", f"## {title}", "", *(f"{bullet}{line}" for line in body)]
+    return "\n".join(lines) + "\n"
 
 
 def _card_training(state: RunState, manifest: Manifest) -> list[str]:
@@ -188,23 +186,8 @@ def _loss_line(data: str, row: dict[str, Any]) -> str:
     return f"{data}{count}: {', '.join(found)}"
 
 
-def _usage(request: ExportRequest, folder: str) -> list[str]:
-    code = LOAD.get(request.form, LOAD["hf"]).format(folder=folder)
-    lines = ["```python", code, "```"]
-    if request.form in SERVED:
-        lines += ["", "```sh", f"trimaran serve {folder}", f'trimaran generate {folder} --prompt "Hello"', "```"]
-    elif request.form == "gguf":
-        lines += ["", "```sh", f"llama-server -m {folder}/model.gguf", "```"]
-    if request.quantise:
-        lines += ["", f"The weights of linear layers are quantised: {request.precision}."]
-    return lines
-
-
 def export_step(request: ExportRequest, path: Path, target: Path, progress: Progress) -> dict[str, Any]:
-    """Write the checkpoint in `path` to the new folder `target`. Return what is known of the export.
-
-    With `request.check` the folder is read again and compared with the checkpoint; a folder that differs is an error.
-    """
+    """Write the checkpoint in `path` to the new folder `target`; compare them if asked (`check`). Return the facts."""
     refuse_occupied(target)
     refuse_damaged_weights(path)
     if request.form == "dcp":
@@ -254,11 +237,8 @@ def _write_hf(request: ExportRequest, path: Path, target: Path, progress: Progre
             write_folder(target, fill)
     if not request.check or not recipe.model.kind.in_transformers or recipe.model.trust_remote_code:
         return {}
-    return {
-        "check": _compare(
-            request, open_trained(_weights(request, path), "fp32", cache=cache_folder(os.environ)), target, progress
-        )
-    }
+    trained = open_trained(_weights(request, path), "fp32", cache=cache_folder(os.environ))
+    return {"check": _compare(request, trained, target, progress)}
 
 
 def _write_weights(
@@ -308,25 +288,19 @@ def _write_file(request: ExportRequest, path: Path, target: Path, progress: Prog
     return facts
 
 
-def _exported_logits(request: ExportRequest, network: Network, target: Path) -> Logits:
-    """Return how the export is read. A Hugging Face folder: by transformers, if it knows the model and is installed."""
-    if request.form == "onnx":
-        return read_onnx(target / ONNX)
-    if request.form == "torch-export":
-        return read_program(target / PROGRAM)
-    if request.form == "gguf":
-        spec = gguf_spec(network)
-        check_rope_factors(target / FILE, spec)
-        return network_logits(with_rope(read_gguf(target / FILE), spec.block.rope))
-    recipe = request.run.read_recipe()
-    if request.form != "adapter" and recipe.model.kind.reads != "images" and (logits := hf_logits(target)) is not None:
-        return logits
-    return network_logits(open_trained(TrainedWeights(path=target), "fp32", cache=None).network)
-
-
 def _compare(request: ExportRequest, trained: TrainedModel, target: Path, progress: Progress) -> dict[str, float]:
-    network, precision = trained.network, request.precision
-    exported = _exported_logits(request, network, target)
+    network, precision, recipe = trained.network, request.precision, request.run.read_recipe()
+    if request.form == "onnx":
+        exported = read_onnx(target / ONNX)
+    elif request.form == "torch-export":
+        exported = read_program(target / PROGRAM)
+    elif request.form == "gguf":
+        exported = network_logits(read_gguf(target / FILE, gguf_spec(network)))
+    else:  # by transformers, if it knows the model and is installed
+        is_known = request.form != "adapter" and recipe.model.kind.reads != "images"
+        exported = hf_logits(target) if is_known else None
+        if exported is None:
+            exported = network_logits(open_trained(TrainedWeights(path=target), "fp32", cache=None).network)
     progress("comparing the logits", 0.5)
     if request.form == "merged" and request.dtype is None and request.quantise is None:
         precision = stored_dtype(target)  # that of the base

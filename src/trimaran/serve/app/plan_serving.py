@@ -65,38 +65,6 @@ def read_serving_question(what: str | None, options: Mapping[str, Any], settings
     return asked
 
 
-def refuse_training_options(given: Mapping[str, object]) -> None:
-    if named := [name for name, value in given.items() if value]:
-        raise UserError("A013", f"{named[0]} is for plans that train, and --serve asks for one that serves",
-                        where=named[0], fix=f"leave out {' and '.join(named)}")  # fmt: skip
-
-
-def price_per_million(plan: ServingPlan, cluster_size: int, price: float) -> float:
-    """Return the price of a million generated tokens if every replica is fully loaded, for a price of a GPU hour."""
-    return cluster_size * price / SECONDS_PER_HOUR / plan.tokens_per_second * 1e6
-
-
-def serving_as_dict(answer: ServingAnswer, *, price: float | None) -> dict[str, Any]:
-    question = answer.question
-    best = answer.best
-    cost = None if price is None else price_per_million(best, question.cluster.world_size, price)
-    return {
-        "model": {"name": question.outline.name, "parameters": question.outline.num_parameters},
-        "cluster": str(question.cluster),
-        "goal": question.goal,
-        "traffic": asdict(question.traffic),
-        "best": _plan_as_dict(best),
-        "ranked": [_plan_as_dict(plan) for plan in answer.ranked],
-        "lost": [asdict(layout) | {"why": why} for layout, why in answer.lost],
-        "reasons": list(answer.reasons),
-        "hints": list(answer.hints),
-        "price_per_million_tokens": cost,
-        "accuracy": accuracy_of(best, question.cluster),
-        "next": serve_command(best),
-        "caution": caution(best) or None,
-    }
-
-
 def serve_command(plan: ServingPlan) -> str:
     layout = plan.layout
     degrees = [f"--{name} {degree}" for name, degree in (("tp", layout.tp), ("pp", layout.pp)) if degree > 1]
@@ -135,7 +103,7 @@ def _choice(text: str, choices: Sequence[Choice], where: str) -> Choice:
                     fix=f"use one of {', '.join(choices)}")  # fmt: skip
 
 
-def show_serving(answer: ServingAnswer, console: Console, *, price: float | None) -> None:
+def show_serving(answer: ServingAnswer, console: Console, *, cost: float | None) -> None:
     question, best = answer.question, answer.best
     traffic, facts = question.traffic, facts_table()
     layout = f"tp {best.layout.tp} x pp {best.layout.pp}, {best.layout.weights} weights"
@@ -146,17 +114,14 @@ def show_serving(answer: ServingAnswer, console: Console, *, price: float | None
     facts.add_row("plan", Text(layout, style=f"bold {GREEN}"))
     memory = best.memory
     terms = ", ".join(f"{name} {show_bytes(size)}" for name, size in memory.terms.items())
-    cache, per_token = (
-        show_bytes(memory.num_pages * memory.page_bytes),
-        show_bytes(memory.page_bytes / memory.page_size),
-    )
+    cache = show_bytes(memory.num_pages * memory.page_bytes)
+    per_token = show_bytes(memory.page_bytes / memory.page_size)
     facts.add_row("memory", f"{terms}, cache {cache}: {show_bytes(memory.limit)} of a device")
     facts.add_row("cache", f"{memory.cache_tokens:,} tokens of {per_token} a device, in {memory.num_pages:,} pages")
     facts.add_row("longest", f"{best.max_context:,} tokens in one sequence")
     speed = f"{show_count(best.tokens_per_second)} tokens/s of all replicas, each with {best.most.running} requests"
     facts.add_row("speed", speed)
-    if price is not None:
-        cost = price_per_million(best, question.cluster.world_size, price)
+    if cost is not None:
         facts.add_row("price", f"{cost:,.2f} for a million generated tokens at that load")
     facts.add_row("error", accuracy_of(best, question.cluster))
     console.print(facts)
@@ -169,37 +134,50 @@ def show_serving(answer: ServingAnswer, console: Console, *, price: float | None
         table.add_column(column, justify="right", no_wrap=True)
     for load in best.loads:
         seconds = (load.first_token, load.between_tokens, load.slow_between_tokens)
-        table.add_row(str(load.concurrent), str(load.running), *(_show_latency(each) for each in seconds),
-                      show_count(load.tokens_per_second), f"{load.requests_per_second:,.2f}")  # fmt: skip
+        shown = [f"{1e3 * s:.1f} ms" if 1e3 * s < MIN_SHOWN_MILLISECONDS else show_seconds(s) for s in seconds]
+        table.add_row(str(load.concurrent), str(load.running), *shown, show_count(load.tokens_per_second),
+                      f"{load.requests_per_second:,.2f}")  # fmt: skip
     console.print(table)
-    _show_lines(console, "why", answer.reasons)
-    lost = [f"{layout}: {why}" for layout, why in answer.lost]
-    _show_lines(console, "why others lost", lost[:MAX_SHOWN_LOST])
-    _show_lines(console, "what would change the answer", answer.hints)
+    lost = [f"{layout}: {why}" for layout, why in answer.lost[:MAX_SHOWN_LOST]]
+    parts = {"why": answer.reasons, "why others lost": lost, "what would change the answer": answer.hints}
+    for title, lines in parts.items():
+        if lines:
+            console.print(Text(f"\n{title}", style="dim"))
+        for line in lines:
+            console.print(Text(f"- {line}"), soft_wrap=True)
     if warning := caution(best):
         console.print(Text.assemble(("\nwarning  ", ORANGE), warning), soft_wrap=True)
     console.print(Text(f"\nnext  {serve_command(best)}"), soft_wrap=True)
 
 
-def _show_latency(seconds: float) -> str:
-    milliseconds = 1e3 * seconds
-    return f"{milliseconds:.1f} ms" if milliseconds < MIN_SHOWN_MILLISECONDS else show_seconds(seconds)
-
-
-def _show_lines(console: Console, title: str, lines: tuple[str, ...] | list[str]) -> None:
-    if lines:
-        console.print(Text(f"\n{title}", style="dim"))
-    for line in lines:
-        console.print(Text(f"- {line}"), soft_wrap=True)
-
-
 def plan_serving_command(
     what: str | None, asked: dict[str, Any], unused: Mapping[str, object], settings: list[str], *, as_json: bool
 ) -> int:
-    refuse_training_options(unused)
-    answer, price = plan_serving(read_serving_question(what, asked, settings)), asked["price"]
-    if as_json:
-        typer.echo(json.dumps(serving_as_dict(answer, price=price)))
-    else:
-        show_serving(answer, open_console(), price=price)
+    if named := [name for name, value in unused.items() if value]:
+        raise UserError("A013", f"{named[0]} is for plans that train, and --serve asks for one that serves",
+                        where=named[0], fix=f"leave out {' and '.join(named)}")  # fmt: skip
+    answer, cost = plan_serving(read_serving_question(what, asked, settings)), None
+    if asked["price"] is not None:  # of a million generated tokens, if every replica is fully loaded
+        hourly = answer.question.cluster.world_size * asked["price"]
+        cost = hourly / SECONDS_PER_HOUR / answer.best.tokens_per_second * 1e6
+    if not as_json:
+        show_serving(answer, open_console(), cost=cost)
+        return EXIT_DONE
+    question, best = answer.question, answer.best
+    found = {
+        "model": {"name": question.outline.name, "parameters": question.outline.num_parameters},
+        "cluster": str(question.cluster),
+        "goal": question.goal,
+        "traffic": asdict(question.traffic),
+        "best": _plan_as_dict(best),
+        "ranked": [_plan_as_dict(plan) for plan in answer.ranked],
+        "lost": [asdict(layout) | {"why": why} for layout, why in answer.lost],
+        "reasons": list(answer.reasons),
+        "hints": list(answer.hints),
+        "price_per_million_tokens": cost,
+        "accuracy": accuracy_of(best, question.cluster),
+        "next": serve_command(best),
+        "caution": caution(best) or None,
+    }
+    typer.echo(json.dumps(found))
     return EXIT_DONE

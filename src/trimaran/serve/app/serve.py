@@ -9,7 +9,7 @@ import socket
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,9 +19,6 @@ from trimaran.core import UserError, expand_user
 from trimaran.runs import raise_soft_limits, refuse_unusable
 from trimaran.serve.app.trained_weights import ADAPTER_CONFIG, find_weights
 from trimaran.serve.settings import EngineConfig, EngineSettings, ServerSettings, TrainedWeights
-
-if TYPE_CHECKING:
-    from trimaran.serve.app.vllm import VllmRequest
 
 PACKAGES = ("uvicorn", "starlette", "prometheus_client")
 Step = Annotated[int | None, typer.Option(min=0, metavar="N", help="Use the checkpoint of this step.")]
@@ -89,7 +86,7 @@ def serve(
     adapters, has_token = _adapters(adapter or []), token is not None
     name, token = name or folder.absolute().name, token or secrets.token_urlsafe(24)
     if engine == "vllm":
-        from trimaran.serve.app.vllm import VllmRequest, find_folder
+        from trimaran.serve.app.vllm import VllmRequest, find_folder, plan_vllm, serve_with_vllm
 
         served, export = find_folder(weights)
         request = VllmRequest(
@@ -97,7 +94,17 @@ def serve(
             max_running=max_running, max_step_tokens=max_step_tokens,
             adapters={each: Path(path) for each, path in adapters.items()},
         )  # fmt: skip
-        return _serve_with_vllm(request, export, token, dry_run=dry_run, as_json=as_json)
+        if not dry_run:
+            return serve_with_vllm(request, export, token)
+        facts = plan_vllm(request, export)
+        if as_json:
+            typer.echo(json.dumps({each: facts[each] for each in ("export", "command", "config")}))
+            return 0
+        if export:
+            typer.echo(shlex.join(["trimaran", *export[3:]]))
+        typer.echo(f"cat > vllm.yaml <<'END'\n{facts['config_text']}END")
+        typer.echo(facts["shown"])
+        return 0
     config = EngineConfig(
         weights=weights, dtype=dtype, tp=tp, pp=pp, quantise=quantise, adapters=adapters,
         sizes=EngineSettings(max_running=max_running, max_step_tokens=max_step_tokens,
@@ -116,22 +123,6 @@ def serve(
                             fix="pip install 'trimaran[serve]'")  # fmt: skip
 
     return serve_model(config, settings, port, has_token=has_token, as_json=as_json)
-
-
-def _serve_with_vllm(request: "VllmRequest", export: list[str], token: str, *, dry_run: bool, as_json: bool) -> int:
-    from trimaran.serve.app.vllm import plan_vllm, serve_with_vllm
-
-    if not dry_run:
-        return serve_with_vllm(request, export, token)
-    facts = plan_vllm(request, export)
-    if as_json:
-        typer.echo(json.dumps({name: facts[name] for name in ("export", "command", "config")}))
-        return 0
-    if export:
-        typer.echo(shlex.join(["trimaran", *export[3:]]))
-    typer.echo(f"cat > vllm.yaml <<'END'\n{facts['config_text']}END")
-    typer.echo(facts["shown"])
-    return 0
 
 
 def _refuse_contradictions(

@@ -1,17 +1,12 @@
 """Which weights `trimaran generate` uses: those of a run, of one of its checkpoints, or of a Hugging Face folder."""
 
 import shlex
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from trimaran.app import find_run, path_argument, program_name
 from trimaran.checkpoint import STEP_NAME, find_step, newest_step, step_of
 from trimaran.core import UserError, expand_user
 from trimaran.runs import MARKER, RunDirectory
 from trimaran.serve.settings import TrainedWeights
-
-if TYPE_CHECKING:
-    from trimaran.app import RunState
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 STATUS_TEXT = {
@@ -53,16 +48,26 @@ def find_weights(name: str, step: int | None, *, for_text: bool = True) -> Train
         found = find_step(run.checkpoints, step, where=str(run.path))
         return TrainedWeights(path=found, run=run, step=step_of(found))
     if not run.model.is_dir():
-        from trimaran.app import RunState
+        from trimaran.app import ACTIVE_STATUSES, RunState
 
         state = RunState(run, only_status=True)
         state.refresh()
         train = state.recipe.train
         unsaved = "" if train.save else ", and train.save is false"
         what = f"{STATUS_TEXT[state.status]} at step {state.step} of {train.steps}{unsaved}"
-        raise UserError(
-            "A009", f"this run has no trained weights: {what}", where=str(run.model), fix=", or ".join(_fixes(state))
-        )
+
+        def command(name: str, *words: str) -> str:
+            return f"`{shlex.join([program_name(), name, *words])}`"
+
+        shown, save = path_argument(run.path), [] if train.save else ["--set", "train.save=true"]
+        if state.status in ACTIVE_STATUSES:
+            fix = f"wait until it ends: {command('watch', shown)} shows it"
+        elif state.status != "done":
+            why = "" if state.status == "stopped" else f"see what happened with {command('watch', shown)}, then "
+            fix = f"{why}train to the last step with {command('resume', shown, *save)}"
+        else:
+            fix = f"train again with {command('train', path_argument(run.recipe), *save)}"
+        raise UserError("A009", f"this run has no trained weights: {what}", where=str(run.model), fix=fix)
     return TrainedWeights(path=run.model, run=run)
 
 
@@ -73,20 +78,3 @@ def saved_step(run: RunDirectory) -> int | None:
     state = RunState(run, only_status=True)
     state.refresh()
     return max((event.step for event in state.events_of_kind("saved")), default=None)
-
-
-def _fixes(state: "RunState") -> Iterator[str]:
-    from trimaran.app.runs.run_state import ACTIVE_STATUSES
-
-    def command(name: str, *words: str) -> str:
-        return f"`{shlex.join([program_name(), name, *words])}`"
-
-    run = path_argument(state.run.path)
-    save = [] if state.recipe.train.save else ["--set", "train.save=true"]
-    if state.status in ACTIVE_STATUSES:
-        yield f"wait until it ends: {command('watch', run)} shows it"
-    elif state.status != "done":
-        why = "" if state.status == "stopped" else f"see what happened with {command('watch', run)}, then "
-        yield f"{why}train to the last step with {command('resume', run, *save)}"
-    else:
-        yield f"train again with {command('train', path_argument(state.run.recipe), *save)}"

@@ -44,16 +44,9 @@ def require_package(name: str, *, where: str) -> Any:
                         where=where, fix="pip install 'trimaran[export]'") from None  # fmt: skip
 
 
-def cannot_hold(what: str, *, where: str, fix: str) -> UserError:
-    return UserError("K070", what, where=where, fix=fix)
-
-
 @contextlib.contextmanager
 def quiet_packages() -> Iterator[None]:
-    """Keep warnings of other packages about their own code off the terminal, and whatever they print off stdout.
-
-    Standard output is for the answer of a command, which may be JSON.
-    """
+    """Keep warnings of packages off the terminal, and their prints off stdout, which is for a command's answer."""
     previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -66,16 +59,12 @@ def quiet_packages() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsDifference:
-    """How far the logits of an export are from those of the checkpoint.
+    """How far the logits of an export are from those of the checkpoint."""
 
-    The largest absolute difference of a logit; the root mean square of the differences as a fraction of that of the
-    logits, and the `bound` that rounding explains; the fraction of positions at which both choose the same token.
-    """
-
-    largest_difference: float
-    relative_difference: float
-    bound: float
-    same_choice: float
+    largest_difference: float  # absolute, of a logit
+    relative_difference: float  # the root mean square of the differences, as a fraction of that of the logits
+    bound: float  # of the relative difference, that rounding explains
+    same_choice: float  # the fraction of positions at which both choose the same token
 
 
 def sample_tokens(vocabulary: int, max_seq_len: int) -> list[Tensor]:

@@ -17,7 +17,7 @@ from trimaran.core import UserError
 from trimaran.data import TOKENIZER_FILE, ByteTokenizer, Tokenizer, byte_alphabet
 from trimaran.models import ModelSpec, Rope, spec_from_hf, spec_to_hf, unsupported, variations
 from trimaran.nets import Decoder, Network, network_of
-from trimaran.serve.exports.compare_logits import cannot_hold, require_package
+from trimaran.serve.exports.compare_logits import require_package
 
 # The regular expression of the pre-tokenizer, and llama.cpp's name for it. The one without a regular expression is the
 # byte-level pre-tokenizer of GPT-2.
@@ -57,17 +57,14 @@ WHERE = "--to gguf"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTokenizer:
-    """What a file says about its tokenizer. `left_out` is why it has none; '' if it has one.
-
-    `kinds` are names of `gguf.TokenType`. `scores` are those of a SentencePiece tokenizer.
-    """
+    """What a file says about its tokenizer. `left_out` is why it has none; '' if it has one."""
 
     model: str = "none"
     pre: str = ""
     tokens: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()  # names of `gguf.TokenType`
     merges: tuple[str, ...] = ()
-    scores: tuple[float, ...] = ()
+    scores: tuple[float, ...] = ()  # of a SentencePiece tokenizer
     special_ids: Mapping[str, int] = field(default_factory=dict)
     begins: bool = False
     chat_template: str | None = None
@@ -176,22 +173,22 @@ def gguf_spec(network: Network) -> ModelSpec:
     if config.get("model_type") == "mistral" and not config.get("sliding_window"):
         config = config | {"model_type": "llama"}  # the same network, and the same architecture in llama.cpp
     if reason := unsupported(config):
-        raise cannot_hold(f"a GGUF file is written of {', '.join(ARCHITECTURES)} only: {reason}", where=WHERE,
-                          fix="export with --to hf, and convert it with llama.cpp's convert_hf_to_gguf.py")  # fmt: skip
+        raise UserError("K070", f"a GGUF file is written of {', '.join(ARCHITECTURES)} only: {reason}", where=WHERE,
+                        fix="export with --to hf, and convert it with llama.cpp's convert_hf_to_gguf.py")  # fmt: skip
     spec = spec_from_hf(config, where="the model")
     if spec.family not in ARCHITECTURES or variations(spec):
         what = ", ".join(variations(spec)) or f"the architecture {spec.family}"
-        raise cannot_hold(f"a GGUF file is written of {', '.join(ARCHITECTURES)} only; this model has {what}",
-                          where=WHERE, fix="export with --to hf, and convert it with llama.cpp's "
-                          "convert_hf_to_gguf.py")  # fmt: skip
+        raise UserError("K070", f"a GGUF file is written of {', '.join(ARCHITECTURES)} only; this model has {what}",
+                        where=WHERE, fix="export with --to hf, and convert it with llama.cpp's "
+                        "convert_hf_to_gguf.py")  # fmt: skip
     kind, experts = spec_to_hf(spec)["model_type"], spec.block.experts
     if experts and experts.normalize_top_k != (kind == "qwen3_moe"):
         done = "does not normalise" if kind == "qwen2_moe" else "normalises"
-        raise cannot_hold(f"llama.cpp {done} the router's weights of {kind}, unlike this model", where=WHERE,
-                          fix="export with --to hf")  # fmt: skip
+        raise UserError("K070", f"llama.cpp {done} the router's weights of {kind}, unlike this model", where=WHERE,
+                        fix="export with --to hf")  # fmt: skip
     if spec.block.rope.factor != 1 and kind != "llama":
-        raise cannot_hold(f"llama.cpp does not scale the rotary positions of {kind} as Llama 3.1 does", where=WHERE,
-                          fix="export with --to hf")  # fmt: skip
+        raise UserError("K070", f"llama.cpp does not scale the rotary positions of {kind} as Llama 3.1 does",
+                        where=WHERE, fix="export with --to hf")  # fmt: skip
     return spec
 
 
@@ -265,10 +262,7 @@ def rope_factors(rope: Rope, head_dim: int) -> np.ndarray:
 def _written_tensors(
     tensors: Iterable[tuple[str, Tensor]], spec: ModelSpec, model_type: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors, the numbered experts of each layer stacked under one name, as llama.cpp has them.
-
-    The embedding comes once more as a tied head if llama.cpp needs one.
-    """
+    """Yield the tensors as llama.cpp has them: experts of a layer stacked, the embedding again as a tied head."""
     count = spec.block.experts.num_experts if spec.block.experts else 0
     waiting: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors:
@@ -318,16 +312,24 @@ def _encode(gguf: Any, name: str, values: np.ndarray, kind: str) -> tuple[np.nda
     return gguf.quants.quantize(np.ascontiguousarray(values, dtype=np.float32), data_type), data_type
 
 
-def read_gguf(file: Path) -> Network:
-    gguf = require_package("gguf", where=WHERE)
+def read_gguf(file: Path, expected: ModelSpec) -> Network:
+    """Return the network of a file. A file has rotary positions only as factors: they are those of `expected`.
+
+    Raises UserError unless it scales rotary frequencies so. The metadata has no place for Llama 3.1's.
+    """
+    gguf, rope = require_package("gguf", where=WHERE), expected.block.rope
     reader = gguf.GGUFReader(file)
-    spec = _read_spec(reader, {each.name: each for each in reader.tensors})
+    found = {each.name: each for each in reader.tensors}
+    factors, own = rope_factors(rope, expected.head_dim) if rope.factor != 1 else None, found.get(ROPE_FACTORS)
+    same = own is None if factors is None else own is not None and np.allclose(own.data, factors, rtol=1e-6)
+    if not same:
+        raise UserError("K072", "the factors of the rotary frequencies differ", where=str(file), fix="report this bug")
+    spec = _read_spec(reader, found)
     config = spec_to_hf(spec)
     with torch.device("meta"):
         network = network_of(spec)
     network.module.to_empty(device="cpu")
     names = gguf.get_tensor_name_map(_architecture(gguf, config["model_type"]), spec.layers)
-    found = {each.name: each for each in reader.tensors}
     with torch.no_grad():
         for name, parameter in network.module.named_parameters():
             disk_name = network.hf_parameter(name).name
@@ -344,7 +346,12 @@ def read_gguf(file: Path) -> Network:
         raise UserError("K072", f"the file has tensors that no weight was written to: {sorted(left)[:3]}",
                         where=str(file), fix="report this bug")  # fmt: skip
     network.module.eval().requires_grad_(False)
-    return network
+    assert isinstance(network.module, Decoder)
+    spec = network.module.spec
+    network.module.spec = changed = replace(spec, block=replace(spec.block, rope=rope))
+    for layer in network.module.blocks:
+        layer.self_attn.rope = rope
+    return replace(network, spec=changed)
 
 
 def _read_spec(reader: Any, tensors: dict[str, Any]) -> ModelSpec:
@@ -376,23 +383,3 @@ def _read_spec(reader: Any, tensors: dict[str, Any]) -> ModelSpec:
         "qkv_bias": "blk.0.attn_q.bias" in tensors,
     }
     return spec_from_hf({key: each for key, each in config.items() if each is not None}, where="the GGUF file")
-
-
-def check_rope_factors(file: Path, spec: ModelSpec) -> None:
-    """Raise unless the file scales rotary frequencies as `spec` does. The metadata has no place for Llama 3.1's."""
-    gguf = require_package("gguf", where=WHERE)
-    found = {each.name: each for each in gguf.GGUFReader(file).tensors}.get(ROPE_FACTORS)
-    expected = rope_factors(spec.block.rope, spec.head_dim) if spec.block.rope.factor != 1 else None
-    same = found is None if expected is None else found is not None and np.allclose(found.data, expected, rtol=1e-6)
-    if not same:
-        raise UserError("K072", "the factors of the rotary frequencies differ", where=str(file), fix="report this bug")
-
-
-def with_rope(network: Network, rope: Rope) -> Network:
-    """Return the network that was read, with these rotary positions: a file has them only as factors."""
-    assert isinstance(network.module, Decoder)
-    spec = network.module.spec
-    network.module.spec = changed = replace(spec, block=replace(spec.block, rope=rope))
-    for layer in network.module.blocks:
-        layer.self_attn.rope = rope
-    return replace(network, spec=changed)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimaran.core import UserError
 from trimaran.nets import MoeLayer, Network, VlmNetwork, choose_experts
-from trimaran.serve.exports.compare_logits import Logits, cannot_hold, quiet_packages, require_package
+from trimaran.serve.exports.compare_logits import Logits, quiet_packages, require_package
 
 PROGRAM, ONNX = "model.pt2", "model.onnx"
 EXAMPLE_SHAPE = (2, 8)  # neither dimension may be 1: torch.export would make it a constant
@@ -27,10 +28,7 @@ class LogitsModule(nn.Module):
 
 
 class DenseMoeLayer(nn.Module):
-    """A MoE layer without custom operators: every expert processes every token, and the router's weights select.
-
-    The result is the same, for `num_experts / top_k` times the FLOPs.
-    """
+    """A MoE layer of plain operators: each expert takes each token, for `num_experts / top_k` times the FLOPs."""
 
     def __init__(self, layer: MoeLayer) -> None:
         super().__init__()
@@ -76,8 +74,8 @@ def portable_module(network: Network) -> LogitsModule:
 def graph_module(network: Network, where: str) -> LogitsModule:
     """Return the module to make a graph of. Raises UserError for a model that takes more than token ids."""
     if isinstance(network, VlmNetwork) or "vision_config" in network.disk_config():
-        raise cannot_hold("a graph from token ids to logits has no place for images", where=where,
-                          fix="export this model with --to hf")  # fmt: skip
+        raise UserError("K070", "a graph from token ids to logits has no place for images", where=where,
+                        fix="export this model with --to hf")  # fmt: skip
     return portable_module(network).cpu()
 
 
@@ -97,8 +95,8 @@ def trace(module: LogitsModule, *, max_seq_len: int, where: str) -> Any:
 def _not_traced(error: Exception, where: str) -> Exception:
     reason = error.__cause__ or error
     first_line = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
-    return cannot_hold(f"torch cannot make a graph of this model: {first_line[:300]}", where=where,
-                       fix="export it with --to hf, which holds every model")  # fmt: skip
+    return UserError("K070", f"torch cannot make a graph of this model: {first_line[:300]}", where=where,
+                     fix="export it with --to hf, which holds every model")  # fmt: skip
 
 
 def write_program(module: LogitsModule, file: Path, *, max_seq_len: int) -> None:

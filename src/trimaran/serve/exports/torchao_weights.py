@@ -7,7 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trimaran.serve.exports.compare_logits import Logits, cannot_hold, quiet_packages, require_package
+from trimaran.core import UserError
+from trimaran.serve.exports.compare_logits import Logits, quiet_packages, require_package
 
 Width = Literal["int8", "int4"]
 GROUP = 32  # int4 values that share a scale
@@ -53,8 +54,8 @@ def quantise_linears(module: nn.Module, width: Width) -> int:
     ao = require_package("torchao.quantization", where="--quantise")
     names = [name for name, part in module.named_modules() if is_quantised(part, name)]
     if not names:
-        raise cannot_hold(f"no linear layer of this model has rows of whole groups of {GROUP}", where="--quantise",
-                          fix="leave --quantise out")  # fmt: skip
+        raise UserError("K070", f"no linear layer of this model has rows of whole groups of {GROUP}",
+                        where="--quantise", fix="leave --quantise out")  # fmt: skip
     ao.quantize_(module, torchao_config(width), filter_fn=is_quantised)
     if width == "int8":
         require_package("torchao.utils", where="--quantise").unwrap_tensor_subclass(module)
@@ -77,8 +78,8 @@ def quantise_hf_folder(source: Path, target: Path, width: Width) -> None:
         )
         kinds = {type(each) for each in model.parameters()} - {nn.Parameter, Tensor}
         if not kinds:
-            raise cannot_hold("torchao finds no linear layer in this model", where="--quantise",
-                              fix="leave --quantise out")  # fmt: skip
+            raise UserError("K070", "torchao finds no linear layer in this model", where="--quantise",
+                            fix="leave --quantise out")  # fmt: skip
         model.save_pretrained(target)
 
 

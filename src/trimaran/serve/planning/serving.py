@@ -37,7 +37,7 @@ from trimaran.cost.roofline import FORWARD_HOST_FRACTION, DeviceRates, kernel_ga
 from trimaran.cost.stack_profiles import CommProfile
 from trimaran.machine import Cluster, Device
 from trimaran.machine.device_catalogue import HOST_LAUNCH_SECONDS
-from trimaran.models import Outline, OutlineLayer, Tower
+from trimaran.models import Outline, OutlineLayer
 
 WeightFormat = Literal["fp32", "bf16", "fp16", "fp8", "int8", "int4"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
@@ -60,19 +60,14 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What the requests are like, and the limits of the engine that serves them.
-
-    max_step_tokens: the most tokens of one step, decoded ones and those of prompts together.
-    max_sequences: the most sequences that run at once; others wait.
-    memory_fraction: of a device that the engine uses.
-    """
+    """What the requests are like, and the limits of the engine that serves them."""
 
     prompt_tokens: int = 512
     output_tokens: int = 256
-    max_step_tokens: int = 1024
-    max_sequences: int = 64
+    max_step_tokens: int = 1024  # decoded ones and those of prompts together
+    max_sequences: int = 64  # that run at once; others wait
     page_size: int = 16
-    memory_fraction: float = 0.9
+    memory_fraction: float = 0.9  # of a device that the engine uses
 
     @property
     def length(self) -> int:
@@ -101,17 +96,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingMemory:
-    """Bytes of the fullest device, and what the rest of it can hold.
+    """Bytes of the fullest device, and what the rest of it can hold."""
 
-    terms: weights, buffers and the process or driver; the rest is for pages.
-    page_bytes: keys and values of one page, of the layers and heads on that device.
-    num_pages: below 1 if the weights alone do not fit.
-    """
-
-    terms: dict[str, Bytes]
+    terms: dict[str, Bytes]  # weights, buffers and the process or driver; the rest is for pages
     limit: Bytes
-    page_bytes: Bytes
-    num_pages: int
+    page_bytes: Bytes  # keys and values of one page, of the layers and heads on that device
+    num_pages: int  # below 1 if the weights alone do not fit
     page_size: int
 
     @property
@@ -141,10 +131,7 @@ def captures_steps(outline: Outline, layout: Layout, device: Device) -> bool:
 
 
 def cache_bytes_per_token(layer: OutlineLayer, tp: int, element_bytes: int) -> int:
-    """Return the bytes of one token's keys and values in a layer, on one of `tp` ranks.
-
-    Every rank has all features of a narrow cache of latent attention, because all heads use all of them.
-    """
+    """Return the bytes of a token's keys and values on one of `tp` ranks; each has all of a narrow cache of latents."""
     if layer.latent and layer.latent.narrow_cache:
         return layer.latent.cache_width * element_bytes
     heads = layer.heads if layer.latent else layer.kv_heads
@@ -234,16 +221,12 @@ SAMPLER_PASSES = 4  # over the fp32 logits: copy, softmax or argmax, cumulative 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """What one step computes.
+    """What one step computes."""
 
-    decoded: sequences that get one token each, after `context` cached ones on average.
-    prefill: tokens of prompts, each of `prompt` tokens.
-    """
-
-    decoded: int
-    context: int
-    prefill: int = 0
-    prompt: int = 1
+    decoded: int  # sequences that get one token each
+    context: int  # cached tokens of each of them, on average
+    prefill: int = 0  # tokens of prompts
+    prompt: int = 1  # tokens of each prompt
 
     @property
     def rows(self) -> int:
@@ -257,24 +240,17 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """A layer on one rank: the degree that splits it, and bytes of a weight and of an activation.
-
-    matmul_factor: how much longer a matmul with a quantised weight computes.
-    is_captured: steps are CUDA graphs.
-    """
+    """A layer on one rank: the degree that splits it, and bytes of a weight and of an activation."""
 
     tp: int
     weight_bytes: float
     element_bytes: int
-    matmul_factor: float = 1.0
-    is_captured: bool = False
+    matmul_factor: float = 1.0  # how much longer a matmul with a quantised weight computes
+    is_captured: bool = False  # steps are CUDA graphs
 
 
 def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepWork) -> dict[str, Seconds]:
-    """Return the seconds of one step by term. The stages of a pipeline work one after the other: one step at a time.
-
-    Steps are replayed as CUDA graphs (see `captures_steps`), or launched kernel by kernel.
-    """
+    """Return the seconds of one step by term. Stages work one after the other. For graphs see `captures_steps`."""
     device = cluster.device
     dtype = computed_in(layout.weights, device)
     rates = rates_of(device, "fp8" if layout.weights == "fp8" and "fp8" in device.peak_flops else dtype)
@@ -297,11 +273,17 @@ def serving_step(outline: Outline, layout: Layout, cluster: Cluster, work: StepW
             if isinstance(group.block, OutlineLayer) and group.tower == outline.main:
                 for name, seconds in _layer_seconds(group.block, shape, rates, ring, work).items():
                     terms[name] += group.count * seconds
-    matmul, comm = _head_seconds(outline.main, shape, rates, ring, work.sequences)
+    # The head and the sampler, and the logits that one rank gathers.
+    tower, sequences = outline.main, work.sequences
+    plain = replace(shape, weight_bytes=float(shape.element_bytes), matmul_factor=1.0)
+    of_head = rates._replace(matmul_flops=rates.head_matmul_flops)
+    head = _weight_matmul(sequences, tower.head_rows(shape.tp), tower.hidden, plain, of_head)
+    sampler = SAMPLER_PASSES * FP32_BYTES * sequences * tower.outputs / of_head.bandwidth
+    gathered = all_gather_seconds(sequences * tower.outputs * shape.element_bytes, ring)
     stream = work.rows * outline.main.hidden * shape.element_bytes
     between = send_seconds(stream, ring_of(cluster.levels, layout.pp, layout.tp))
-    terms["matmul"] += matmul
-    terms["comm"] += comm + (layout.pp - 1) * between
+    terms["matmul"] += head + sampler
+    terms["comm"] += gathered + (layout.pp - 1) * between
     terms["host"] = _host_seconds(
         outline.main.layers, rates, work, is_captured=is_captured, device_seconds=sum(terms.values())
     )
@@ -313,24 +295,19 @@ def _layer_seconds(
     layer: OutlineLayer, shape: LayerShape, rates: DeviceRates, ring: Ring, work: StepWork
 ) -> dict[str, float]:
     split = BlockSplit(positions=work.rows, length=max(work.context, work.prompt), tp=shape.tp, ep=1)
-    elementwise = elementwise_bytes(layer, split, rates, SERVING_PROFILE, kind=EAGER) / rates.bandwidth
     stream = work.rows * layer.hidden * shape.element_bytes
+    matmul = 0.0
+    for each in matmuls(layer, split):
+        groups = each.groups
+        if layer.experts is not None and groups > 1:  # experts that some token is routed to
+            groups = max(1, round(groups * (1 - (1 - layer.experts.top_k / groups) ** work.rows)))
+        matmul += _weight_matmul(each.rows, each.columns, each.depth, shape, rates, groups=groups)
     return {
-        "matmul": sum(
-            _weight_matmul(each.rows, each.columns, each.depth, shape, rates, groups=_touched(layer, each.groups, work))
-            for each in matmuls(layer, split)
-        ),
+        "matmul": matmul,
         "attention": _decode_attention(layer, shape, rates, work) + _prefill_attention(layer, shape, rates, work),
-        "elementwise": elementwise,
+        "elementwise": elementwise_bytes(layer, split, rates, SERVING_PROFILE, kind=EAGER) / rates.bandwidth,
         "comm": 2 * small_all_reduce_seconds(stream, ring),
     }
-
-
-def _touched(layer: OutlineLayer, groups: int, work: StepWork) -> int:
-    """Return how many of the `groups` of a matmul have any token: of experts, those that some token is routed to."""
-    if layer.experts is None or groups == 1:
-        return groups
-    return max(1, round(groups * (1 - (1 - layer.experts.top_k / groups) ** work.rows)))
 
 
 def _weight_matmul(
@@ -379,23 +356,8 @@ def _prefill_attention(layer: OutlineLayer, shape: LayerShape, rates: DeviceRate
     return attention_seconds(flops, work.prompt, key_dim, kernel="torch", rates=rates)[0]
 
 
-def _head_seconds(
-    tower: Tower, shape: LayerShape, rates: DeviceRates, ring: Ring, sequences: int
-) -> tuple[float, float]:
-    """Return the seconds of the head and the sampler, and those of gathering the logits on one rank."""
-    plain = replace(shape, weight_bytes=float(shape.element_bytes), matmul_factor=1.0)
-    rates = rates._replace(matmul_flops=rates.head_matmul_flops)
-    head = _weight_matmul(sequences, tower.head_rows(shape.tp), tower.hidden, plain, rates)
-    sampler = SAMPLER_PASSES * FP32_BYTES * sequences * tower.outputs / rates.bandwidth
-    logits = sequences * tower.outputs * shape.element_bytes
-    return head + sampler, all_gather_seconds(logits, ring)
-
-
 def small_all_reduce_seconds(num_bytes: float, ring: Ring) -> float:
-    """Return the time of an all-reduce that may be too small for a ring: then a tree has fewer hops.
-
-    Inside a node a tree is assumed to reach half of the ring's bandwidth.
-    """
+    """Return the time of an all-reduce by ring, or by a tree: fewer hops, and assumed half of the ring's bandwidth."""
     seconds = float(all_reduce_seconds(num_bytes, ring))
     if ring.num_ranks == 1:
         return seconds

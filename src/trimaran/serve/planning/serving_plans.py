@@ -30,20 +30,14 @@ FEWER_BITS: dict[str, tuple[WeightFormat, ...]] = {"cuda": ("fp8", "int8", "int4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPoint:
-    """What `concurrent` requests at a time get from one engine, if a new one arrives whenever one is finished.
-
-    running: how many of them are decoded at once; the others wait for memory or for their turn.
-    first_token: mean seconds from arrival to the first token.
-    between_tokens: mean seconds between two tokens; `slow_between_tokens` in a step that also has a part of a prompt.
-    tokens_per_second, requests_per_second: of all requests together; tokens are generated ones.
-    """
+    """What `concurrent` requests at a time get from one engine, if a new one arrives whenever one is finished."""
 
     concurrent: int
-    running: int
-    first_token: Seconds
-    between_tokens: Seconds
-    slow_between_tokens: Seconds
-    tokens_per_second: float
+    running: int  # that are decoded at once; the others wait for memory or for their turn
+    first_token: Seconds  # mean, from the arrival
+    between_tokens: Seconds  # mean
+    slow_between_tokens: Seconds  # in a step that also has a part of a prompt
+    tokens_per_second: float  # generated, of all requests together
     requests_per_second: float
 
 
@@ -108,9 +102,8 @@ def load_table(
     most = max_running(memory, traffic)
     if most < 1:
         return ()
-    return tuple(
-        load_point(outline, layout, cluster, traffic, concurrent=each, most=most) for each in loads_to_show(most)
-    )
+    loads = loads_to_show(most)
+    return tuple(load_point(outline, layout, cluster, traffic, concurrent=each, most=most) for each in loads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +170,18 @@ def plan_serving(question: ServingQuestion) -> ServingAnswer:
 
     Weights keep 16 bits (fp32 on a CPU) unless nothing fits so, or a format is pinned.
     """
-    check_servable(question)
+    outline, traffic = question.outline, question.traffic
+    refuse_mixed(question.cluster, "plan --serve")
+    layers = [block for block, _ in outline.main.runs]
+    if not outline.main.outputs or not outline.main.vocab or not all(
+        isinstance(each, OutlineLayer) and each.causal for each in layers
+    ):  # fmt: skip
+        raise UserError("P096", f"{outline.name} does not generate text: it is no causal language model",
+                        where="MODEL|RECIPE", fix="name a language model, or a vision-language one")  # fmt: skip
+    if outline.max_seq_len and traffic.length > outline.max_seq_len:
+        raise UserError("P096", f"a prompt of {traffic.prompt_tokens:,} and an answer of {traffic.output_tokens:,} "
+                        f"tokens are longer than the {outline.max_seq_len:,} positions of {outline.name}",
+                        where="--prompt-tokens", fix="ask for shorter prompts or answers")  # fmt: skip
     tried: list[ServingPlan] = []
     for weights in _formats(question):
         plans = [_serving_plan(question, layout) for layout in _layouts(question, weights)]
@@ -199,22 +203,6 @@ def plan_serving(question: ServingQuestion) -> ServingAnswer:
                 hints=tuple(_hints(question, best)),
             )
     raise _no_fit(question, tried)
-
-
-def check_servable(question: ServingQuestion) -> None:
-    """Raise unless the model generates text, and a complete sequence is no longer than it allows."""
-    outline, traffic = question.outline, question.traffic
-    refuse_mixed(question.cluster, "plan --serve")
-    layers = [block for block, _ in outline.main.runs]
-    if not outline.main.outputs or not outline.main.vocab or not all(
-        isinstance(each, OutlineLayer) and each.causal for each in layers
-    ):  # fmt: skip
-        raise UserError("P096", f"{outline.name} does not generate text: it is no causal language model",
-                        where="MODEL|RECIPE", fix="name a language model, or a vision-language one")  # fmt: skip
-    if outline.max_seq_len and traffic.length > outline.max_seq_len:
-        raise UserError("P096", f"a prompt of {traffic.prompt_tokens:,} and an answer of {traffic.output_tokens:,} "
-                        f"tokens are longer than the {outline.max_seq_len:,} positions of {outline.name}",
-                        where="--prompt-tokens", fix="ask for shorter prompts or answers")  # fmt: skip
 
 
 def tensor_degrees(outline: Outline, most: int) -> tuple[int, ...]:
@@ -332,35 +320,23 @@ def _no_fit(question: ServingQuestion, tried: list[ServingPlan]) -> UserError:
     nearest = min(tried, key=lambda plan: (plan.memory.missing, -plan.memory.num_pages))
     memory, cluster, traffic = nearest.memory, question.cluster, question.traffic
     if memory.num_pages < 1:
-        weights = Bytes(memory.terms["weights"])
         what = (
             f"{show_bytes(memory.missing)} too big for the {show_bytes(memory.limit)} that an engine uses of "
-            f"{cluster.device.name}, of which weights take {show_bytes(weights)}"
+            f"{cluster.device.name}, of which weights take {show_bytes(Bytes(memory.terms['weights']))}"
         )
     else:
         what = f"its cache holds {memory.cache_tokens:,} tokens, and one sequence has {traffic.length:,}"
-    more = _smallest_cluster(question, nearest.layout.weights)
-    fix = f"use {more}" if more else "use a device with more memory"
+    fix, size, weights = "use a device with more memory", cluster.world_size, nearest.layout.weights
+    while (size := 2 * size) <= MAX_SMALLEST:  # the smallest larger cluster of the same devices that is enough
+        inside = min(size, max(cluster.devices_per_node, cluster.device.node_size))
+        if size % inside:
+            continue
+        larger = replace(cluster, devices_per_node=inside, num_nodes=size // inside, links=())
+        layouts = _layouts(replace(question, cluster=larger, weights=weights), weights)
+        memories = (serving_memory(question.outline, layout, larger.device, traffic) for layout in layouts)
+        if any(each.num_pages >= traffic.pages for each in memories):
+            fix = f"use {larger}"
+            break
     return UserError("P097", f"{question.outline.name} cannot be served on {cluster}: the smallest layout "
                      f"({nearest.layout}) does not fit: {what}", where="--cluster",
                      fix=f"{fix}, shorter prompts and answers, or a smaller model")  # fmt: skip
-
-
-def _smallest_cluster(question: ServingQuestion, weights: WeightFormat) -> str | None:
-    """Return the smallest larger cluster of the same devices that is enough; None if none is."""
-    cluster = question.cluster
-    size = cluster.world_size
-    while (size := 2 * size) <= MAX_SMALLEST:
-        inside = min(size, max(cluster.devices_per_node, cluster.device.node_size))
-        larger = replace(cluster, devices_per_node=inside, num_nodes=size // inside, links=())
-        if size % inside:
-            continue
-        asked = replace(question, cluster=larger, weights=weights)
-        fits = (
-            serving_memory(question.outline, layout, larger.device, question.traffic).num_pages
-            >= question.traffic.pages
-            for layout in _layouts(asked, weights)
-        )
-        if any(fits):
-            return str(larger)
-    return None

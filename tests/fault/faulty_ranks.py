@@ -18,9 +18,9 @@ from tests.forked import Forked, call
 from tests.runs import new_run
 from trimaran.launch import (
     Attribution,
+    LocalRank,
     RankEnded,
     RankReport,
-    ReportTarget,
     attribute_fault,
     collect_reports,
     process_state,
@@ -109,7 +109,7 @@ class FaultyRanks:
         collect_reports(
             self.run,
             self.board,
-            [ReportTarget(rank, rank, self.processes[rank].pid) for rank in alive],
+            [LocalRank(rank, rank, self.processes[rank].pid) for rank in alive],
             folder,
             seconds=seconds,
             gently=False,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trimaran.parallel import AXIS_WAITS
-from trimaran.train import StepClock, TracedPhases, attribute
+from trimaran.train import PhaseListener, StepClock, TracedPhases, attribute
 
 MILLISECONDS = 1000
 
@@ -84,7 +84,7 @@ def test_a_discarded_lap_is_not_part_of_the_step() -> None:
     assert sum(phases.values()) < 0.03
 
 
-class Told:
+class Told(PhaseListener):
     """A listener that writes down what it is told."""
 
     def __init__(self) -> None:

@@ -294,7 +294,25 @@ class DecisionLoop:
         if acts and not chosen.saves_memory and (more := baseline_steps_needed(chosen, situation) - len(steps)) > 0:
             self.due = self.step + more
             return
-        decision = self._decision(chosen, situation, now)
+        shift = self.shift if self.shift and self.shift.step >= self._since else None
+        expected_seconds = baseline.step_seconds * (1 - chosen.gain)
+        expected = {"gain": chosen.gain, "uncertainty": chosen.uncertainty, "step_seconds": expected_seconds}
+        if chosen.saves_memory and memory:
+            expected["peak_bytes"] = memory.peak * chosen.peak_ratio
+        measured = {"step_seconds": baseline.step_seconds, "spread": baseline.spread, "steps": baseline.steps}
+        usual = {USUAL_SECONDS: shift.before} if shift is not None and shift.is_slower else {}
+        decision = Decision(
+            id=max(self.decisions, default=0) + 1,
+            time=now,
+            step=self.step,
+            finding=chosen.finding,
+            reason=f"{shift}; {chosen.reason}" if shift else chosen.reason,
+            patch=chosen.patch,
+            undo=chosen.undo,
+            expected=expected,
+            baseline={**measured, **chosen.facts, **usual},
+            outcome="trying" if acts else "advised",
+        )
         if acts:
             self._changes, self._recheck = [], FIRST_RECHECK_STEPS
             self._request(decision, decision.patch, None, decision.reason)
@@ -318,32 +336,6 @@ class DecisionLoop:
                     is_measured=True,
                     reason=f"{describe(old.undo, old.patch)}: a step took {usual:.3g} s before decision {old.id}",
                 )
-
-    def _decision(self, chosen: Proposal, situation: Situation, now: float) -> Decision:
-        before, shift = situation.baseline, self.shift if self.shift and self.shift.step >= self._since else None
-        expected = {
-            "gain": chosen.gain,
-            "uncertainty": chosen.uncertainty,
-            "step_seconds": before.step_seconds * (1 - chosen.gain),
-        }
-        if chosen.saves_memory and situation.memory:
-            expected["peak_bytes"] = situation.memory.peak * chosen.peak_ratio
-        baseline = {"step_seconds": before.step_seconds, "spread": before.spread, "steps": before.steps}
-        baseline |= chosen.facts
-        if shift is not None and shift.is_slower:
-            baseline[USUAL_SECONDS] = shift.before
-        return Decision(
-            id=max(self.decisions, default=0) + 1,
-            time=now,
-            step=self.step,
-            finding=chosen.finding,
-            reason=f"{shift}; {chosen.reason}" if shift else chosen.reason,
-            patch=chosen.patch,
-            undo=chosen.undo,
-            expected=expected,
-            baseline=baseline,
-            outcome="trying" if self.section.mode == "act" else "advised",
-        )
 
     def _record(self, trial: Decision, facts: RunSettings | None = None) -> TrialRecord:
         steps = facts.total_steps if facts else self.step

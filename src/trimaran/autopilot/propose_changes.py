@@ -6,7 +6,7 @@ policy may try it where that is cheap.
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -212,8 +212,32 @@ def proposals_of(
         return []
     settings = settings_of(evidence.plan, evidence.recipe)
     by_patch: dict[str, Proposal] = {}
-    for each in _of_findings(evidence, findings, settings):
-        by_patch.setdefault(_key(each.patch), each)  # the most important finding comes first
+    for finding in findings:
+        patch = _as_json(finding.patch)
+        undo = undo_of(patch, settings)
+        if not patch or undo is None or not all(map(is_changeable, patch)):
+            continue
+        if "data.workers" in patch:  # a host that runs out of memory kills a process, which may be a rank
+            samples = ((get_number(each, "ram_used"), get_number(each, "ram")) for each in evidence.samples)
+            fractions = [used / total for used, total in samples if used and total]
+            if max(fractions[-MAX_HOST_SAMPLES:], default=0.0) >= MAX_HOST_MEMORY_FRACTION:
+                continue
+        # The allocator's settings are judged by time: retries cost some, and the peak of what is allocated stays.
+        saves_memory = finding.code in MEMORY_CODES and not patch.keys() <= {*OTHER_CHANGEABLE_FIELDS}
+        if finding.gain is None and not saves_memory:
+            continue
+        gain = finding.gain or 0.0
+        proposal = _predicted(
+            evidence,
+            patch,
+            undo,
+            gain=gain,
+            uncertainty=max(MIN_UNCERTAINTY, (1.2 - finding.confidence) * abs(gain)),
+            reason=f"{finding.verdict}; {describe(patch, undo)}",
+            finding=finding.code,
+            saves_memory=saves_memory,
+        )
+        by_patch.setdefault(_key(patch), proposal)  # the most important finding comes first
     found, known = list(by_patch.values()), {*by_patch}
     question = evidence.planner_inputs()
     candidates = [*neighbour_patches(evidence.plan, question, far=True)] if question else []
@@ -259,35 +283,6 @@ def proposals_of(
             )
         )
     return found
-
-
-def _of_findings(evidence: Evidence, findings: Sequence[Finding], settings: Mapping[str, Any]) -> Iterator[Proposal]:
-    """Yield the patches of findings that a running run can make."""
-    for finding in findings:
-        patch = _as_json(finding.patch)
-        undo = undo_of(patch, settings)
-        if not patch or undo is None or not all(map(is_changeable, patch)):
-            continue
-        if "data.workers" in patch:  # a host that runs out of memory kills a process, which may be a rank
-            samples = ((get_number(each, "ram_used"), get_number(each, "ram")) for each in evidence.samples)
-            fractions = [used / total for used, total in samples if used and total]
-            if max(fractions[-MAX_HOST_SAMPLES:], default=0.0) >= MAX_HOST_MEMORY_FRACTION:
-                continue
-        # The allocator's settings are judged by time: retries cost some, and the peak of what is allocated stays.
-        saves_memory = finding.code in MEMORY_CODES and not patch.keys() <= {*OTHER_CHANGEABLE_FIELDS}
-        if finding.gain is None and not saves_memory:
-            continue
-        gain = finding.gain or 0.0
-        yield _predicted(
-            evidence,
-            patch,
-            undo,
-            gain=gain,
-            uncertainty=max(MIN_UNCERTAINTY, (1.2 - finding.confidence) * abs(gain)),
-            reason=f"{finding.verdict}; {describe(patch, undo)}",
-            finding=finding.code,
-            saves_memory=saves_memory,
-        )
 
 
 def _predicted(evidence: Evidence, patch: Patch, undo: Patch, **known: Any) -> Proposal:

@@ -12,7 +12,7 @@ from functools import cached_property
 from statistics import fmean, median
 from typing import Literal
 
-from trimaran.autopilot.verdict import Baseline, StepWindow, baseline_of, compare, steps_to_show
+from trimaran.autopilot.verdict import Z_95, Baseline, StepWindow, baseline_of, compare, steps_to_show
 from trimaran.core import robust_sigma
 from trimaran.runs import WARM_UP_STEPS, StepPlace
 
@@ -149,8 +149,14 @@ def next_move(trial: TrialRecord) -> Move:
     if is_after and _harms(trial):
         return "roll back"
     *before, last = trial.windows
-    window = window_steps(trial)
-    if alternates(trial):
+    # If the change is cheap enough, windows with and without it take turns.
+    first = trial.changes[0]
+    takes_turns = first.in_place and first.pause_seconds <= MAX_PAUSE_STEPS_TO_ALTERNATE * trial.baseline.step_seconds
+    # The steps of one window, so that the expected gain can be shown at the first look.
+    parts, gain = 2 if takes_turns else 1, max(trial.expected_gain, 2 * MIN_USEFUL_GAIN)
+    needed = steps_to_show(gain, trial.baseline, confidence=LOOK_CONFIDENCE) / parts
+    window = max(MIN_WINDOW_STEPS, math.ceil(min(needed, trial.max_steps / (2 * parts))))
+    if takes_turns:
         if len(last.seconds) < window:
             return "wait"
         if not is_after:
@@ -169,27 +175,14 @@ def next_move(trial: TrialRecord) -> Move:
         otherwise = "roll back" if due[-1] == looks_at[-1] else "wait"
     if comparison is not None and comparison.confidence >= LOOK_CONFIDENCE:
         return "keep"
-    if comparison is not None and comparison.highest_gain < MIN_USEFUL_GAIN:
+    # With a probability of 95 % the gain is not higher than this.
+    if comparison is not None and comparison.gain + Z_95 * comparison.error < MIN_USEFUL_GAIN:
         return "roll back"
     return otherwise
 
 
-def window_steps(trial: TrialRecord) -> int:
-    """Return the steps of one window, so that the expected gain can be shown at the first look."""
-    parts = 2 if alternates(trial) else 1
-    gain = max(trial.expected_gain, 2 * MIN_USEFUL_GAIN)
-    needed = steps_to_show(gain, trial.baseline, confidence=LOOK_CONFIDENCE) / parts
-    return max(MIN_WINDOW_STEPS, math.ceil(min(needed, trial.max_steps / (2 * parts))))
-
-
 def max_trial_steps(steps_left: float) -> int:
     return max(MIN_WINDOW_STEPS, int(min(MAX_WINDOW_STEPS, MAX_STEPS_LEFT_FRACTION * steps_left)))
-
-
-def alternates(trial: TrialRecord) -> bool:
-    """Return whether the change is so cheap that windows with and without it take turns."""
-    first = trial.changes[0]
-    return first.in_place and first.pause_seconds <= MAX_PAUSE_STEPS_TO_ALTERNATE * trial.baseline.step_seconds
 
 
 def _harms(trial: TrialRecord) -> bool:

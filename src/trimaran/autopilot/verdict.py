@@ -46,11 +46,6 @@ class Comparison:
     step_seconds: float  # a typical step with it
     steps: int
 
-    @property
-    def highest_gain(self) -> float:
-        """The gain that is not exceeded with a probability of 95 %."""
-        return self.gain + Z_95 * self.error
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:

@@ -77,7 +77,7 @@ from .metrics.nvtx_ranges import StepRanges as StepRanges
 from .metrics.profiler import TracedPhases as TracedPhases, is_out_of_memory as is_out_of_memory
 from .metrics.router_stats import router_details as router_details, routing_counts as routing_counts
 from .metrics.step_clock import (
-    PhaseEvent as PhaseEvent, StepClock as StepClock, StepSeconds as StepSeconds, attribute as attribute,
+    PhaseEvent as PhaseEvent, PhaseListener as PhaseListener, StepClock as StepClock, StepSeconds as StepSeconds, attribute as attribute,
 )
 from .metrics.step_recorder import (
     NUM_COMPLETE_STEPS as NUM_COMPLETE_STEPS, SlowDetails as SlowDetails, StepRecorder as StepRecorder, loader_wait

@@ -218,7 +218,12 @@ def uneven_stages(evidence: Evidence) -> Iterator[Finding]:
     if bubble < expected + MIN_EXCESS_BUBBLE and (ratio is None or ratio < MIN_STAGE_RATIO):
         return
     pinned = plan.pipeline.stages
-    patches = [{"plan.pipeline.stages": []}, *({"plan.pipeline.stages": each} for each in _even(pinned))]
+    patches: list[Patch] = [{"plan.pipeline.stages": []}]
+    even = list(pinned)
+    while even and max(even) - min(even) > 1:
+        even[even.index(max(even))] -= 1
+        even[even.index(min(even))] += 1
+        patches.append({"plan.pipeline.stages": list(even)})
     best = best_patch(evidence, measured, patches) if pinned else None
     if best is None:
         return
@@ -275,14 +280,6 @@ def _of_measured_stages(evidence: Evidence, measured: StepBreakdown, stages: Mea
         **remedy_fields(Remedy(patch, gain, f"steps {gain:.0%} shorter")),
         confidence=0.9,
     )  # fmt: skip
-
-
-def _even(stages: tuple[int, ...]) -> Iterator[list[int]]:
-    now = list(stages)
-    while now and max(now) - min(now) > 1:
-        now[now.index(max(now))] -= 1
-        now[now.index(min(now))] += 1
-        yield list(now)
 
 
 WINDOW_STEPS = 50  # the last ones, whose medians count

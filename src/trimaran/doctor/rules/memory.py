@@ -5,7 +5,7 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from trimaran.core import Finding, Plan, show_bytes, show_seconds
+from trimaran.core import Finding, show_bytes, show_seconds
 from trimaran.doctor.evidence import Evidence, Line
 from trimaran.doctor.evidence_queries import incident_finding, incidents_of, samples_by_node, valid_patch
 from trimaran.doctor.memory_fix import adapter_fix, cheapest_memory_fix, held_by_others, usable_bytes
@@ -290,7 +290,13 @@ def unused_memory(evidence: Evidence) -> Iterator[Finding]:
     total = usable_bytes(evidence) or float(question.cluster.device.memory_bytes)
     if not peak or peak > MAX_USED_FRACTION * total:
         return
-    best = best_patch(evidence, measured, _candidates(evidence.plan))
+    plan = evidence.plan
+    patches = [*larger_micro_batches(plan)]
+    if plan.recompute != "none":
+        patches += [{"plan.recompute": "none"}, *({"plan.recompute": "none", **each} for each in patches)]
+    if plan.offload != "none":
+        patches.append({"plan.offload": "none"})
+    best = best_patch(evidence, measured, patches)
     if best is None:
         return
     yield Finding(
@@ -309,12 +315,3 @@ def unused_memory(evidence: Evidence) -> Iterator[Finding]:
         **remedy_fields(best),
         confidence=0.8,
     )
-
-
-def _candidates(plan: Plan) -> Iterator[Patch]:
-    yield from larger_micro_batches(plan)
-    if plan.recompute != "none":
-        yield {"plan.recompute": "none"}
-        yield from ({"plan.recompute": "none", **each} for each in larger_micro_batches(plan))
-    if plan.offload != "none":
-        yield {"plan.offload": "none"}

@@ -37,6 +37,8 @@ ACTION_TEXTS = {
     "stopped": "stopped the run",
     "finished": "the run is done: training was finished and saved before",
 }
+COST_TEXTS = {"seconds_to_detect": "detected in {:.1f} s", "seconds_to_recover": "first new step after {:.1f} s",
+              "seconds_to_stop": "stopped in {:.1f} s"}  # fmt: skip
 
 
 def incident_text(incident: Incident) -> str:
@@ -48,42 +50,21 @@ def incident_text(incident: Incident) -> str:
     if incident.action is not None:
         action = ACTION_TEXTS.get(incident.action, incident.action)
         action = f"{action}: {why}" if why and why not in action else action
-    rows = [("ranks", [ranks]), ("evidence", _evidence(incident)), ("action", [action]), ("cost", [_cost(incident)])]
-    lines = [headline(incident)]
-    for name, texts in rows:
-        shown = [text for text in texts if text]
-        lines += [f"  {name + ':' if index == 0 else '':<10}{text}" for index, text in enumerate(shown)]
-    return "\n".join(lines)
-
-
-def headline(incident: Incident) -> str:
-    """Return the first line: the incident's number, its cause, the step, and what happened."""
-    when = f" after step {incident.step}" if incident.step else ""
-    return f"{incident.id}  {incident.cause}{when}: {incident.what}"
-
-
-def _evidence(incident: Incident) -> list[str]:
     facts: Sequence[str] = incident.evidence.get("facts", ())
-    files: Sequence[str] = incident.evidence.get("files", ())
-    left = len(facts) - MAX_FACTS
-    more = [f"and {left} more fact{'' if left == 1 else 's'}"] if left > 0 else []
-    samples = incident.evidence.get("sample_ids", ())
-    shown = f"samples {', '.join(map(str, samples[:MAX_SAMPLES]))}{' ...' if len(samples) > MAX_SAMPLES else ''}"
+    shown = [*facts[:MAX_FACTS]]
+    if (left := len(facts) - MAX_FACTS) > 0:
+        shown.append(f"and {left} more fact{'' if left == 1 else 's'}")
+    if samples := incident.evidence.get("sample_ids", ()):
+        more = " ..." if len(samples) > MAX_SAMPLES else ""
+        shown.append(f"samples {', '.join(map(str, samples[:MAX_SAMPLES]))}{more}")
     # A name without a folder is in the incident's own folder.
-    paths = [file if "/" in file else f"incidents/{incident.id}/{file}" for file in files[:MAX_FILES]]
-    see = [f"see {', '.join(paths)}"] if paths else []
-    return [*facts[:MAX_FACTS], *more, *([shown] if samples else []), *see]
-
-
-def _cost(incident: Incident) -> str:
-    cost = incident.cost
-    parts = []
-    if "seconds_to_detect" in cost:
-        parts.append(f"detected in {cost['seconds_to_detect']:.1f} s")
-    if "seconds_to_recover" in cost:
-        parts.append(f"first new step after {cost['seconds_to_recover']:.1f} s")
-    if "seconds_to_stop" in cost:
-        parts.append(f"stopped in {cost['seconds_to_stop']:.1f} s")
+    files: Sequence[str] = incident.evidence.get("files", ())
+    if paths := [file if "/" in file else f"incidents/{incident.id}/{file}" for file in files[:MAX_FILES]]:
+        shown.append(f"see {', '.join(paths)}")
+    cost, parts = incident.cost, []
+    for field, text in COST_TEXTS.items():
+        if field in cost:
+            parts.append(text.format(cost[field]))
     if "lost_steps" in cost:
         lost = round(cost["lost_steps"])
         repeated = f"{lost} step{'' if lost == 1 else 's'} repeated" if lost else "no step lost"
@@ -93,7 +74,18 @@ def _cost(incident: Incident) -> str:
         parts.append(repeated)
     if "slowdown" in cost:
         parts.append(f"each step takes {cost['slowdown']:.1f} times as long")
-    return ", ".join(parts)
+    rows = [("ranks", [ranks]), ("evidence", shown), ("action", [action]), ("cost", [", ".join(parts)])]
+    lines = [headline(incident)]
+    for name, texts in rows:
+        given = [text for text in texts if text]
+        lines += [f"  {name + ':' if index == 0 else '':<10}{text}" for index, text in enumerate(given)]
+    return "\n".join(lines)
+
+
+def headline(incident: Incident) -> str:
+    """Return the first line: the incident's number, its cause, the step, and what happened."""
+    when = f" after step {incident.step}" if incident.step else ""
+    return f"{incident.id}  {incident.cause}{when}: {incident.what}"
 
 
 # What the check of a node found, if a part of the node is broken: GPU memory errors, a network card that is down, wrong

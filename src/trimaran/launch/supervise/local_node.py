@@ -32,7 +32,7 @@ from trimaran.launch.supervise.node import AttemptSpec, Node, NodeEvent, NodeGro
 from trimaran.launch.supervise.rank_report import (
     ENDED_STATES,
     STOPPED_STATES,
-    ReportTarget,
+    LocalRank,
     collect_reports,
     process_state,
     queued_seconds,
@@ -107,7 +107,6 @@ class ForkServerClient:
 
 KILL_SECONDS = 30.0
 PAUSE_SECONDS = 1.0  # if the supervisor itself did not run for longer, silence until then does not count
-
 
 NUM_RECENT_STEPS = 20
 STEP_FACTOR = 5.0
@@ -211,16 +210,6 @@ class Deadlines:
         is_new = after.step != self._step_learnt.get(rank) and (began is None or began.step != after.step)
         if after.section == "step" and is_new:
             self._step_began[rank] = after
-
-
-@dataclass(slots=True)
-class LocalRank:
-    """A rank of this node. `local_rank` is its row in the heartbeat board, `pid` its process and process group."""
-
-    rank: int
-    local_rank: int
-    pid: int = 0
-    code: int | None = None
 
 
 class LocalNode:
@@ -394,7 +383,7 @@ class LocalNode:
 
     def collect_reports(self, folder: Path, *, seconds: float, gently: bool = False) -> None:
         """Have the ranks write their reports. Ranks that end meanwhile are returned by the next `poll`."""
-        alive = [ReportTarget(rank.rank, rank.local_rank, rank.pid) for rank in self._alive().values() if rank.pid]
+        alive = [rank for rank in self._alive().values() if rank.pid]
         collect_reports(self._run, self._board, alive, folder, seconds=seconds, gently=gently)
         self._polled = time.monotonic()
 

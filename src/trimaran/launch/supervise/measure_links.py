@@ -221,7 +221,8 @@ def order_by_links(
     run: RunDirectory, nodes: Sequence[LinkNode], *, first: str = "", is_over: Callable[[], bool]
 ) -> dict[str, tuple[str, ...]]:
     """Return each node's groups by links, measured if not yet known, and write them. `is_over` ends that early."""
-    names, known, began = [node.name for node in nodes], read_measured_links(run), time.monotonic()
+    by_name, known, began = {node.name: node for node in nodes}, read_measured_links(run), time.monotonic()
+    names = [*by_name]
     rounds = [[pair for pair in each if frozenset(pair) not in known.links] for each in tournament(names)]
     missing, links = [each for each in rounds if each], dict(known.links)
     seconds = min(PAIR_SECONDS, MAX_SECONDS / max(1, len(missing)) - OVERHEAD_SECONDS)
@@ -233,7 +234,23 @@ def order_by_links(
     for pairs in missing:
         if is_over() or time.monotonic() > until:
             break
-        links |= _measure_round(nodes, pairs, seconds=seconds)
+        ways = [way for left, right in pairs for way in ((left, right), (right, left))]
+        for name, peer in ways:
+            by_name[name].take_links()  # a late answer of an earlier round
+            by_name[name].measure_link(peer, by_name[peer].channel_address, seconds=seconds)
+        found: dict[tuple[str, str], LinkSpeed | None] = {}
+        answered_by = time.monotonic() + seconds + ANSWER_SECONDS
+        while len(found) < len(ways) and time.monotonic() < answered_by:
+            time.sleep(POLL_SECONDS)
+            for name, peer in ways:
+                found |= {(name, each): link for each, link in by_name[name].take_links().items() if each == peer}
+        for left, right in pairs:
+            one, other = found.get((left, right)), found.get((right, left))
+            if one and other:  # the slower direction counts
+                links[frozenset((left, right))] = LinkSpeed(
+                    round_trip=min(one.round_trip, other.round_trip),
+                    bytes_per_second=min(one.bytes_per_second, other.bytes_per_second),
+                )
     groups = group_nodes(names, {pair: link.exchange_seconds for pair, link in links.items()})
     took = round(time.monotonic() - began, 3) if missing else known.seconds
     order = order_nodes(groups, first=first)
@@ -250,29 +267,3 @@ def list_groups(groups: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
     return [
         tuple(sorted(name for name in groups if tuple(groups[name][: len(path)]) == path)) for path in sorted(paths)
     ]
-
-
-def _measure_round(
-    nodes: Sequence[LinkNode], pairs: Sequence[tuple[str, str]], *, seconds: float
-) -> dict[Pair, LinkSpeed]:
-    """Return the links of the pairs, without those that one side could not measure. The slower direction counts."""
-    by_name = {node.name: node for node in nodes}
-    ways = [way for left, right in pairs for way in ((left, right), (right, left))]
-    for name, peer in ways:
-        by_name[name].take_links()  # a late answer of an earlier round
-        by_name[name].measure_link(peer, by_name[peer].channel_address, seconds=seconds)
-    found: dict[tuple[str, str], LinkSpeed | None] = {}
-    until = time.monotonic() + seconds + ANSWER_SECONDS
-    while len(found) < len(ways) and time.monotonic() < until:
-        time.sleep(POLL_SECONDS)
-        for name, peer in ways:
-            found |= {(name, each): link for each, link in by_name[name].take_links().items() if each == peer}
-    slower: dict[Pair, LinkSpeed] = {}
-    for left, right in pairs:
-        one, other = found.get((left, right)), found.get((right, left))
-        if one and other:
-            slower[frozenset((left, right))] = LinkSpeed(
-                round_trip=min(one.round_trip, other.round_trip),
-                bytes_per_second=min(one.bytes_per_second, other.bytes_per_second),
-            )
-    return slower

@@ -33,19 +33,20 @@ STOPPED_STATES, ENDED_STATES = frozenset("Tt"), frozenset(("Z", "X", ""))
 DUMP_SECONDS = 0.3  # for a stack dump by faulthandler
 
 
-@dataclass(frozen=True, slots=True)
-class ReportTarget:
-    """A rank to report, its row in the heartbeat board and its process."""
+@dataclass(slots=True)
+class LocalRank:
+    """A rank of this machine: its row in the heartbeat board, its process and process group, and its exit code."""
 
     rank: int
     local_rank: int
-    pid: int
+    pid: int = 0
+    code: int | None = None
 
 
 def collect_reports(
     run: RunDirectory,
     board: HeartbeatBoard,
-    ranks: Sequence[ReportTarget],
+    ranks: Sequence[LocalRank],
     folder: Path,
     *,
     seconds: float,
@@ -78,7 +79,7 @@ def collect_reports(
         _dump_stacks(run, pending, sizes, folder)
 
 
-def _dump_stacks(run: RunDirectory, ranks: Sequence[ReportTarget], sizes: dict[int, int], folder: Path) -> None:
+def _dump_stacks(run: RunDirectory, ranks: Sequence[LocalRank], sizes: dict[int, int], folder: Path) -> None:
     """Have faulthandler write the stacks of `ranks`, and copy what is new into `folder`."""
     for each in ranks:
         # To the main thread: another thread that handles the signal may have no Python stack.
@@ -95,7 +96,7 @@ def _dump_stacks(run: RunDirectory, ranks: Sequence[ReportTarget], sizes: dict[i
                 (folder / f"rank-{each.rank}.stacks.txt").write_bytes(data)
 
 
-def _process(each: ReportTarget) -> dict[str, Any]:
+def _process(each: LocalRank) -> dict[str, Any]:
     """Return what /proc says about a rank's process; `state` is empty if it is gone."""
     facts: dict[str, Any] = {"rank": each.rank, "pid": each.pid, "state": "", "wchan": ""}
     with contextlib.suppress(OSError, IndexError):

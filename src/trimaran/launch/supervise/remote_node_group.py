@@ -235,19 +235,14 @@ class RemoteNodeGroup(NodeGroup):
         order = order_nodes({node.name: self._above(node.name) for node in fit}, first=self._first)
         return sorted(fit, key=lambda node: order.index(node.name))[: self._agent.node_options.nodes]
 
-    def _above(self, name: str) -> Sequence[str]:
-        """Return the switches above a node or, if no node's are known, its groups by measured links."""
-        return self._switches[name] if any(self._switches.values()) else self._groups.get(name, ())
-
     def _greet(self, name: str, mailbox: Mailbox, hello: Record) -> None:
         """Add a node that has connected. If the run cannot work there and has already started, it is turned away."""
-        # A wall clock that differs from ours is reported, because logs of both nodes are then hard to compare.
         node = RemoteNode(self._agent.run, name, mailbox, num_ranks=int(hello["num_ranks"]), own_disk=self._own_disk)
         node.host, node.channel_address = str(hello.get("host", name)), str(hello.get("channel", ""))
         self._remote[name] = node
         self._switches[name] = tuple(map(str, hello.get("switches", ())))
         skew = float(hello["time"]) - mailbox.begun
-        if abs(skew) > SKEW_SECONDS:
+        if abs(skew) > SKEW_SECONDS:  # logs of both nodes are then hard to compare
             side = "ahead" if skew > 0 else "behind"
             what = f"the clock of {name} is {abs(skew):.0f} s {side}; nothing depends on it"
             log.warning(what)
@@ -266,6 +261,10 @@ class RemoteNodeGroup(NodeGroup):
             node.dismiss(EXIT_USER, error)
         else:
             self._unfit[name] = error
+
+    def _above(self, name: str) -> Sequence[str]:
+        """Return the switches above a node or, if no node's are known, its groups by measured links."""
+        return self._switches[name] if any(self._switches.values()) else self._groups.get(name, ())
 
 
 def join_refusals(unfit: Mapping[str, UserError]) -> UserError:

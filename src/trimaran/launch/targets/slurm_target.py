@@ -12,11 +12,12 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, UserError, did_you_mean
+from trimaran.core import EXIT_AGAIN, UserError, did_you_mean
 from trimaran.launch.targets.slurm_end import read_ends
 from trimaran.launch.targets.slurm_script import (
     SCRIPT,
@@ -36,6 +37,7 @@ from trimaran.launch.targets.target import (
     SiteCheck,
     State,
     ask_check,
+    state_of_code,
 )
 from trimaran.runs import RunDirectory, bad_nodes_file, read_bad_nodes
 
@@ -182,8 +184,7 @@ class SlurmTarget:
                     state="unknown", reason="Slurm does not know the job any more, and the run has no record of it"
                 )
             code = int(ends[-1].get("code", 1))
-            state: State = "done" if code == EXIT_DONE else "stopped" if code == EXIT_AGAIN else "failed"
-            return JobState(state=state, native="", reason=str(ends[-1].get("reason", "")), exit_code=code)
+            return replace(state_of_code(code, reason=str(ends[-1].get("reason", ""))), native="")
         # The state of a job that Slurm knows. Only the comment of a job that has ended is the reason of its end.
         fields = min(found, key=stands_for_chain)
         native, (number, _, signal) = fields.get("JobState", ""), fields.get("ExitCode", "").partition(":")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.models import LatentSpec, LayerSpec, ModelSpec, Rope
+from trimaran.models import LatentSpec, LayerSpec, ModelSpec
 from trimaran.nets.decoder.attention import RMSNorm, rotate, yarn_scale
 from trimaran.nets.decoder.attention_context import AttentionScope, Context
 from trimaran.nets.decoder.joint_projections import Rotation
@@ -143,7 +143,10 @@ class LatentAttention(nn.Module):
         super().__init__()
         hidden, heads, width = spec.hidden, spec.heads, spec.heads * latent.head_dim
         self.latent, self.rope = latent, layer.rope
-        self.options = AttentionOptions(scale=_scale(latent, layer.rope), window=layer.window)
+        scale, rope = latent.head_dim**-0.5, layer.rope
+        if rope is not None and rope.yarn is not None and rope.yarn.mscale_all_dim and rope.factor > 1:
+            scale = scale * yarn_scale(rope.factor, rope.yarn.mscale_all_dim) ** 2
+        self.options = AttentionOptions(scale=scale, window=layer.window)
         if latent.query_rank:
             self.q_a_proj = nn.Linear(hidden, latent.query_rank, bias=latent.bias)
             self.q_a_layernorm = RMSNorm(latent.query_rank, eps=latent.norm_eps)
@@ -173,34 +176,24 @@ class LatentAttention(nn.Module):
         plain, turned = query.split([latent.nope_dim, latent.rope_dim], dim=-1)
         turned, shared = (rotate(each, rotation, self.rope) for each in (turned, shared.unsqueeze(1)))
         query = torch.cat((plain, turned.to(plain.dtype)), dim=-1)
-        if isinstance(scope, CachedLayer | PagedLayer):
-            new = torch.cat((narrow.unsqueeze(1), shared.to(narrow.dtype)), dim=-1)
-            out = self._attend_cached(query, new, scope)
-        else:
+        if not isinstance(scope, CachedLayer | PagedLayer):
             key, value = expanded_heads(self.kv_b_proj(narrow), shared, latent)
             out = self.context.attend(query, key, value, scope, self.options)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-    def _attend_cached(self, query: Tensor, new: Tensor, scope: CachedLayer | PagedLayer) -> Tensor:
-        """Store what is `new` of each token, and return the attention output [B, heads, T, value_dim]."""
+            return self.o_proj(out.transpose(1, 2).flatten(2))
+        new = torch.cat((narrow.unsqueeze(1), shared.to(narrow.dtype)), dim=-1)
         weight = multiplied_weight(self.kv_b_proj, new)
         if isinstance(scope, CachedLayer):
             # A single query of each row absorbs the weight; more do not: see `attend_pages`.
-            own, (cached,) = LatentHeads(self.latent, weight), scope.stored(new)
+            own, (cached,) = LatentHeads(latent, weight), scope.stored(new)
             if query.shape[2] > 1:
-                return scope.attend_to(query, *own.expand(cached), self.options)
-            absorbed = own.absorb(query[:, :, 0].transpose(0, 1)).transpose(0, 1)[:, :, None]
-            out = scope.attend_to(absorbed, cached, cached[..., : self.latent.kv_rank], self.options)
-            return own.project(out[:, :, 0].transpose(0, 1)).transpose(0, 1)[:, :, None]
-        count = len(scope.extension.context_lengths)
-        weights = [weight] * count if self.weights_of_sequences is None else self.weights_of_sequences(weight, count)
-        heads = {id(each): LatentHeads(self.latent, each) for each in weights}
-        return attend_pages(query, new, scope, [heads[id(each)] for each in weights], self.options)
-
-
-def _scale(latent: LatentSpec, rope: Rope | None) -> float:
-    """Return the factor of the scores. YaRN with `mscale_all_dim` raises it with the factor of the positions."""
-    scale = latent.head_dim**-0.5
-    if rope is None or rope.yarn is None or not rope.yarn.mscale_all_dim or rope.factor <= 1:
-        return scale
-    return scale * yarn_scale(rope.factor, rope.yarn.mscale_all_dim) ** 2
+                out = scope.attend_to(query, *own.expand(cached), self.options)
+            else:
+                absorbed = own.absorb(query[:, :, 0].transpose(0, 1)).transpose(0, 1)[:, :, None]
+                out = scope.attend_to(absorbed, cached, cached[..., : latent.kv_rank], self.options)
+                out = own.project(out[:, :, 0].transpose(0, 1)).transpose(0, 1)[:, :, None]
+        else:
+            count, change = len(scope.extension.context_lengths), self.weights_of_sequences
+            weights = [weight] * count if change is None else change(weight, count)
+            heads = {id(each): LatentHeads(latent, each) for each in weights}
+            out = attend_pages(query, new, scope, [heads[id(each)] for each in weights], self.options)
+        return self.o_proj(out.transpose(1, 2).flatten(2))

@@ -45,10 +45,6 @@ class ShardCompressor:
         self._squares: list[Tensor] = []  # of errors, and of exact sums
         self._calls: dict[str, int] = {}
 
-    def begin_run(self, seed: int) -> None:
-        """Say what random numbers depend on, besides the step."""
-        self.state.seed = seed
-
     def begin_step(self, step: int, loss_scale: float = 1.0) -> None:
         """Say which step the next gradients are of. Nothing here depends on the loss scale."""
         self.state.step, self._squares, self._calls = step, [], {}
@@ -179,7 +175,7 @@ def apply_compression(network: Network, plan: Plan, ranks: RankMesh) -> None:
                             where="plan.comm.compression.layers", fix=f"it has {has}")  # fmt: skip
     compressor = GradientCompressor(network.module, settings, ranks.data.get_group(), axis=data_axis(plan))
     setattr(network.module, COMPRESSOR_ATTRIBUTE, compressor)
-    network.module.register_comm_hook(compressor, send_bucket)  # pyrefly: ignore[not-callable]
+    network.module.register_comm_hook(compressor, GradientCompressor.send)  # pyrefly: ignore[not-callable]
 
 
 def compressor_of(module: nn.Module) -> "Compressor | None":
@@ -214,16 +210,11 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
     return min(splits, key=sum)
 
 
-def send_bucket(compressor: "GradientCompressor", bucket: dist.GradBucket) -> Future[Tensor]:
-    """See `GradientCompressor.send`. DDP checks the annotations of a hook."""
-    return compressor.send(bucket)
-
-
 class GradientCompressor:
     """Averages the gradients of replicas, bucket by bucket.
 
     The first collective of a bucket starts as soon as DDP has filled it. Others follow at the end of backward, in the
-    order of the buckets. `step` counts from 0; whoever trains calls `begin_run`, and `begin_step` before each.
+    order of the buckets. `step` counts from 0; whoever trains sets `state.seed`, and calls `begin_step` before each.
     """
 
     def __init__(
@@ -237,10 +228,6 @@ class GradientCompressor:
         self._open: list[tuple[Exchange, dist.Work]] = []
         self._futures: list[tuple[Future[Tensor], Tensor]] = []
         self._samples: list[tuple[Tensor, Gradients]] = []
-
-    def begin_run(self, seed: int) -> None:
-        """Say what random numbers depend on, besides the step."""
-        self.state.seed = seed
 
     def begin_step(self, step: int, loss_scale: float = 1.0) -> None:
         """Say which step the next gradients are of, and what their loss was multiplied by."""
@@ -259,7 +246,7 @@ class GradientCompressor:
         return {name: each for name, each in named.items() if each is not None}
 
     def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Start to average the gradients of a bucket. The last one of a backward finishes all."""
+        """Start to average the gradients of a bucket, as DDP's hook. The last one of a backward finishes all."""
         self._prepare()
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])

@@ -21,7 +21,7 @@ ON_SITE = {ROOT / "docs" / "reference" / name for name in ("commands.md", "recip
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)")
 SETTING = re.compile(r"--set (?:'([^']+)'|([a-z][^\s`]*=[^\s`),]+))")
-CODE = re.compile(r'"((?:[A-Z]0|P1)\d\d)"')  # H100 is a device
+CODE = re.compile(r'"((?:[A-Z]0|P1)\d\d)(?:\.[a-z0-9-]+)?"')  # H100 is a device
 # A command whose output is an error, on purpose.
 MISTAKE = re.compile(r"^\$ (.*)\n((?:[A-Z]0|P1)\d\d: .*\n  where: .*\n  fix: .*\n)", re.MULTILINE)
 

@@ -1,95 +1,77 @@
-"""Mistakes are shown in Chinese with TRIMARAN_LANG=zh; the catalogue is complete for its codes, and never stale."""
+"""Every message of the catalogue is raised with its values; mistakes are shown in Chinese with TRIMARAN_LANG=zh."""
 
 import ast
+import os
 import re
 from collections.abc import Iterator
+from string import Formatter
 
 import pytest
+import yaml
 
 from tests.sources import FILES, nodes_of, text_of
-from trimaran.app import PLACE, SHARED, catalogue, chosen_language, main, shown_errors
-from trimaran.core import UserError
+from trimaran.app import chosen_language, main, shown_errors
+from trimaran.core import MESSAGES, ErrorTexts, UserError, messages, parse_recipe
+from trimaran.machine import parse_cluster
+from trimaran.models import spec_of
+from trimaran.planner.search.goals import choose
 
-FIRST = 60  # at least as many codes have Chinese texts
-LATE = 0.05  # of the messages may be new or changed since the catalogue was brought up to date
-SYSTEM = {"No space left on device", "No such file or directory", "Permission denied", "Is a directory",
-          "Address already in use", "Read-only file system"}  # fmt: skip
-BOUNDS = {f"use a value of {phrase} {{0}}" for phrase in ("at least", "more than", "at most", "less than")}
-# A plural and a verb of English; the name of a class.
-NEEDS_LESS = {"{0}; {1} of {2} {3}{4} {5} bad, and the allowed fraction is {6}",
-              "should be a valid dictionary or instance of {0}"}  # fmt: skip
-HAS_CHINESE = re.compile(r"[\u4e00-\u9fff]")
-# Commands and paths are the same in both languages.
-SAME = re.compile(r"pip install '[\w\[\]]+'|--with \S+|--\S+ \{0\}(=\{1\})?|use \{0\}|\{0\}, or \{1\}")
+NAMED = re.compile(r"[A-Z]\d{3}\.[a-z0-9-]+")
+TEXTS = yaml.safe_load((MESSAGES / "texts.zh.yaml").read_text())
+# Plurals and verbs of English have no Chinese.
+NEEDS_LESS = re.compile(r"plural|verb|kind")
+HAS_CHINESE = re.compile(r"[\u3001-\uff5e]")
 
 
-def template_of(node: ast.AST | None) -> str | None:
-    """Return a text of the source with numbers for its values; None if it is not a literal."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return _escaped(node.value)
-    if not isinstance(node, ast.JoinedStr):
-        return None
-    parts, number = [], 0
-    for part in node.values:
-        if isinstance(part, ast.Constant):
-            parts.append(_escaped(str(part.value)))
-        else:
-            parts.append(f"{{{number}}}")
-            number += 1
-    return "".join(parts)
+def catalogue() -> Iterator[tuple[str, ErrorTexts]]:
+    """Yield every message with its full name."""
+    for file in MESSAGES.glob("?.yaml"):
+        for code, named in messages(file.stem).items():
+            yield from ((f"{code}.{name}", message) for name, message in named.items())
 
 
-def _escaped(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")
-
-
-def raised(codes: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield (code, template) of what and fix of every UserError of these codes, where they are literals."""
-    named = re.compile(rf'"(?:{"|".join(sorted(codes))})"')
+def raised() -> Iterator[tuple[str, set[str]]]:
+    """Yield the name of a message and the keywords that it is made with, for each place in the source."""
     for path in FILES:
-        if not named.search(text_of(path)):
+        if not NAMED.search(text_of(path)):
             continue
         for node in nodes_of(path):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "UserError"):
-                continue
-            if not node.args or not isinstance(node.args[0], ast.Constant) or node.args[0].value not in codes:
-                continue
-            keywords = {each.arg: each.value for each in node.keywords}
-            for text in [*node.args[1:2], keywords.get("what"), keywords.get("fix")]:
-                if (template := template_of(text)) is not None:
-                    yield str(node.args[0].value), template
+            if isinstance(node, ast.Call) and node.args:
+                for first in node.args[:2]:  # `UserError.__init__(self, ...)` has it second
+                    if isinstance(first, ast.Constant) and NAMED.fullmatch(str(first.value)):
+                        yield str(first.value), {str(each.arg) for each in node.keywords}
 
 
-def test_the_first_codes_have_chinese_texts_for_what_is_raised() -> None:
-    """English changes first: a few new messages may be in English until the catalogue follows."""
-    codes = set(catalogue()) - set(SHARED)
-    assert len(codes) >= FIRST
-    shared, texts = catalogue()["common"].keys(), set(raised(codes))
-    missing = {(code, text) for code, text in texts
-               if text not in shared and text not in catalogue()[code] and not SAME.fullmatch(text)}  # fmt: skip
-    assert len(missing) <= LATE * len(texts), sorted(missing)
+def places(*texts: str) -> set[str]:
+    return {name for text in texts for _, name, _, _ in Formatter().parse(text) if name is not None}
 
 
-def test_the_texts_of_the_catalogue_are_written_somewhere() -> None:
-    """The fixed parts of each English text are in the source: a text that was changed there is stale here."""
+def test_every_message_is_raised_with_its_values() -> None:
+    known, found = dict(catalogue()), list(raised())
+    assert {name for name, _ in found} == known.keys()
+    for name, given in found:
+        message = known[name]
+        assert given - {"where", "fix"} == places(message.what, message.fix), name
+        assert ("fix" in given) != bool(message.fix), name
+
+
+def test_a_chinese_text_has_the_values_of_the_english_one() -> None:
+    pairs = [*TEXTS.items()]
+    for _, message in catalogue():
+        pairs += [(message.what, message.zh_what), (message.fix, message.zh_fix)]
+    assert sum(1 for _, chinese in pairs if chinese) > 800
+    for english, chinese in pairs:
+        if chinese:
+            assert places(chinese) <= places(english), english
+            assert all(NEEDS_LESS.search(each) for each in places(english) - places(chinese)), english
+            assert HAS_CHINESE.search(chinese), english
+
+
+def test_the_texts_of_values_are_written_somewhere() -> None:
+    """A text that was changed in the source is stale here. Those of the operating system are not in the source."""
     joined = "\n".join(re.sub(r'"\s*\n\s*(?:f|rf)?"', "", text_of(path)) for path in FILES).replace('\\"', '"')
-    stale = []
-    for name, texts in catalogue().items():
-        for english in texts if name != "libraries" else ():
-            parts = [part.replace("{{", "{").replace("}}", "}") for part in re.split(r"\{\d+\}", english)]
-            if english not in SYSTEM | BOUNDS and not all(part in joined or _escaped(part) in joined for part in parts):
-                stale.append(english)
-    assert len(stale) <= LATE * sum(map(len, catalogue().values())), stale
-
-
-def test_both_languages_have_the_same_values_and_the_other_is_chinese() -> None:
-    for texts in catalogue().values():
-        for english, other in texts.items():
-            places = set(PLACE.findall(english))
-            dropped = places - set(PLACE.findall(other))
-            assert set(PLACE.findall(other)) <= places, english
-            assert not dropped or english in NEEDS_LESS, english
-            assert HAS_CHINESE.search(other) or "，" in other or "：" in other, english
+    stale = [text for text in TEXTS if text not in joined and text not in map(os.strerror, range(1, 134))]
+    assert stale == []
 
 
 @pytest.mark.parametrize(("value", "language"), [("zh", "zh"), ("zh_CN.UTF-8", "zh"), ("ZH-TW", "zh"), ("en", "en"),
@@ -100,19 +82,27 @@ def test_the_variable_names_the_language(value: str, language: str | None) -> No
 
 
 def test_values_that_are_texts_are_translated_too() -> None:
-    error = UserError("T003", "'none' does not exist in /tmp (did you mean 'nodes'?)", where="data.path: /tmp/none",
-                      fix="correct data.path; it is relative to the working directory")  # fmt: skip
-    (shown,) = shown_errors(error, "zh")
-    assert shown.what == "/tmp 中没有 'none'（是否想写 'nodes'？）"
-    assert shown.where == "data.path: /tmp/none"
-    assert shown.fix == "修正 data.path；它相对于当前工作目录"
-    assert shown_errors(error, "en")[0].what == error.what
+    with pytest.raises(UserError) as caught:
+        parse_recipe("train: {stepz: 3}", name="my.yaml")
+    (shown,) = shown_errors(caught.value, "zh")
+    assert shown.what == "没有字段 'stepz'（是否想写 'steps'？）"
+    assert shown.where == "train.stepz（my.yaml，第 1 行）"
+    assert (
+        shown_errors(caught.value, "en")[0].what
+        == caught.value.what
+        == "there is no field 'stepz' (did you mean 'steps'?)"
+    )
 
 
 def test_lists_of_fixes_are_translated_item_by_item() -> None:
-    fix = "add devices: 2xH100 is enough, set train.optimizer.states to 8bit, or choose a smaller model"
-    (shown,) = shown_errors(UserError("P007", "no plan fits", where="cluster", fix=fix), "zh")
-    assert shown.fix == "增加设备：2xH100 就够了，把 train.optimizer.states 设为 8bit，或者换更小的模型"
+    recipe = parse_recipe("model: {preset: llama-3-8b}\nplan: {precision: fp32, sharding: none}", name="my.yaml")
+    with pytest.raises(UserError) as caught:
+        choose(recipe, spec_of(recipe.model), parse_cluster("2xL4"))
+    (shown,) = shown_errors(caught.value, "zh")
+    assert "add devices" in caught.value.fix
+    assert caught.value.fix.endswith(", or choose a smaller model")
+    assert shown.fix.startswith("增加设备")
+    assert shown.fix.endswith("，或者换更小的模型")
 
 
 def test_a_text_without_a_translation_stays_english() -> None:

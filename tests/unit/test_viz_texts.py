@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cases import slow
-from trimaran.app import read_plan_request
+from trimaran.app import chinese_texts, read_plan_request
 from trimaran.core import DATA_PAYLOADS, PAYLOAD_AXES, TemplateText
 from trimaran.planner import INEXACT, search
 from trimaran.ui import (
@@ -29,7 +29,7 @@ from trimaran.ui import (
 SOURCE = Path(__file__).parents[2] / "src" / "trimaran"
 WEB = SOURCE / "ui" / "web"
 WORDS = re.compile(r"[A-Za-z]{2,}")
-CHINESE: dict[str, str] = {}
+CHINESE = {**chinese_texts()}
 for file in sorted(WEB.glob("zh*.json")):
     CHINESE |= json.loads(file.read_text(encoding="utf-8"))
 

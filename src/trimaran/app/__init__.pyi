@@ -89,8 +89,7 @@ from .runs.summary import (
 )
 from .show.clean_console import CleanConsole as CleanConsole, open_console as open_console
 from .show.error_language import (
-    Language as Language, PLACE as PLACE, SHARED as SHARED, catalogue as catalogue, chosen_language as
-    chosen_language, shown_errors as shown_errors,
+    Language as Language, chinese_texts as chinese_texts, chosen_language as chosen_language, shown_errors as shown_errors,
 )
 from .show.terminal import (
     PrintableStream as PrintableStream, printable as printable, raw_stream as raw_stream, tail as tail,

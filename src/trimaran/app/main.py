@@ -97,8 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not word.isascii() and any("\ud800" <= character <= "\udfff" for character in word):
                 from trimaran.core import UserError
 
-                raise UserError("A001", f"the argument {word!a} is not UTF-8 text", where="the command line",
-                                fix="write it in UTF-8; rename a file whose name has another encoding")  # fmt: skip
+                raise UserError("A001.argument-not-utf", where="the command line", word=word)
         if "-completion" in arguments[0] and _complete_shell(arguments):
             return 0
         requested = _requested_command(arguments, os.environ)
@@ -141,11 +140,15 @@ def _complete_shell(arguments: Sequence[str]) -> bool:
 
             shell = shellingham.detect_shell()[0]
         except (ImportError, OSError, RuntimeError, NotImplementedError):
-            raise UserError("A001", "the shell that started this command could not be detected", where=option,
-                            fix=f"name it: trimaran {option} bash") from None  # fmt: skip
+            raise UserError("A001.shell-started-command", where=option, option=option) from None
     if shell not in SHELLS or len(words) > 1:
-        raise UserError("A001", f"'{' '.join(words)}' is not one shell{did_you_mean(shell, SHELLS)}", where=option,
-                        fix=f"use one of {', '.join(SHELLS)}")  # fmt: skip
+        raise UserError(
+            "A001.not-shell",
+            where=option,
+            words=" ".join(words),
+            guess=did_you_mean(shell, SHELLS),
+            shells=", ".join(SHELLS),
+        )
     if option == SHOW_COMPLETION:
         typer.echo(get_completion_script(prog_name="trimaran", complete_var="_TRIMARAN_COMPLETE", shell=shell))
         return True

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from trimaran.core import UserError, all_fields, closest, did_you_mean, field_for
+from trimaran.core import UserError, all_fields, closest, did_you_mean, field_for, templated
 
 COMMAND_ALIASES = {
     "init": "new create setup configure config wizard start-project",
@@ -27,13 +27,16 @@ RECIPE_SUFFIXES = (".yaml", ".yml")
 
 def unknown_command(name: str, commands: Iterable[str], arguments: Sequence[str]) -> UserError:
     """Return the error for a command that does not exist, with the command that was probably meant."""
-    fix = f"use one of {', '.join(commands)}"
     meant = next((each for each, aliases in COMMAND_ALIASES.items() if name.casefold() in aliases.split()), "")
     if name.endswith(RECIPE_SUFFIXES):
-        return UserError("A002", f"'{name}' is a recipe, not a command", where="the command line",
-                         fix=f"to train it: {shlex.join(['trimaran', 'train', *arguments])}")  # fmt: skip
-    near = f" (did you mean '{meant}'?)" if meant else did_you_mean(name, commands)
-    return UserError("A002", f"there is no command '{name}'{near}", where="the command line", fix=fix)
+        return UserError(
+            "A002.recipe-not-command",
+            where="the command line",
+            name=name,
+            names=shlex.join(["trimaran", "train", *arguments]),
+        )
+    near = templated(" (did you mean '{meant}'?)", meant=meant) if meant else did_you_mean(name, commands)
+    return UserError("A002.no-command", where="the command line", name=name, near=near, commands=", ".join(commands))
 
 
 def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> UserError:
@@ -41,10 +44,13 @@ def wrong_usage(error: typer.TyperException, arguments: Sequence[str]) -> UserEr
     command = " ".join(["trimaran", *(word for word in arguments[:1] if not word.startswith("-"))])
     # Typer prints choices one a line, and pydantic's messages have a prefix.
     what = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
-    fix = f"see `{command} --help`"
+    fix = templated("see `{command} --help`", command=command)
     option = getattr(error, "option_name", "")
     if "No such option" in what and (setting := _setting(option, arguments, getattr(error, "ctx", None))):
-        what, fix = f"there is no option {option}; it is a field of the recipe", f"write --set {setting}"
+        what, fix = (
+            templated("there is no option {option}; it is a field of the recipe", option=option),
+            templated("write --set {setting}", setting=setting),
+        )
     return UserError("A001", what, where=f"`{command}`", fix=fix)
 
 

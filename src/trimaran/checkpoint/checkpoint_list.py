@@ -78,13 +78,13 @@ def find_step(folder: Path, step: int | None, *, where: str) -> Path:
     """Return the checkpoint of `step`, or the newest one. Raises UserError if there is none."""
     steps = complete_steps(folder)
     if not steps:
-        raise UserError("K028", "this run has no complete checkpoint", where=where,
-                        fix="let it run longer, or save more often: --set checkpoint.every=100")  # fmt: skip
+        raise UserError("K028.run-no-complete", where=where)
     if step is None:
         return step_path(folder, steps[-1])
     if step not in steps:
-        raise UserError("K028", f"this run has no complete checkpoint of step {step}", where=where,
-                        fix=f"use one of {', '.join(map(str, steps[-10:]))}")  # fmt: skip
+        raise UserError(
+            "K028.run-no-complete-checkpoint", where=where, step=step, steps=", ".join(map(str, steps[-10:]))
+        )
     return step_path(folder, step)
 
 

@@ -141,5 +141,4 @@ def report_disk_errors(path: Path) -> Iterator[None]:
         while not mount.is_mount():
             mount = mount.parent
         where = f"{error.filename or path} (disk {mount}: {show_bytes(usage.free)} of {show_bytes(usage.total)} free)"
-        raise UserError("K006", f"the checkpoint cannot be written: {error.strerror or error}", where=where,
-                        fix="free space there, or keep fewer: --set checkpoint.keep=1") from error  # fmt: skip
+        raise UserError("K006.checkpoint-cannot-written", where=where, reason=error.strerror or error) from error

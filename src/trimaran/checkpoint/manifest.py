@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import UserError, open_regular_file
+from trimaran.core import UserError, open_regular_file, templated
 
 FORMAT, PARTS_FORMAT, NODES_FORMAT, COMPACT_FORMAT = 1, 2, 3, 4
 """The second has files with checksums of parts, the third has files on several disks, the fourth a compact index:
@@ -77,9 +77,8 @@ class DamagedError(UserError):
     """A checkpoint differs from what was written."""
 
     def __init__(self, folder: Path, damages: Sequence[Damage]) -> None:
-        more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
-        super().__init__("K007", f"this checkpoint is damaged: {damages[0]}{more}", where=str(folder),
-                         fix="use another one: `trimaran checkpoints verify RUN` says which are intact")  # fmt: skip
+        more = templated(", and {num_damages} more", num_damages=len(damages) - 1) if len(damages) > 1 else ""
+        super().__init__("K007.damaged", where=str(folder), damage=damages[0], more=more)
         self.damages = tuple(damages)
 
 
@@ -133,8 +132,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = read_limited(folder / MANIFEST, MAX_MANIFEST_BYTES)
     except FileNotFoundError:
-        raise UserError("K008", f"there is no checkpoint here: {MANIFEST} is missing", where=str(folder),
-                        fix="name a folder like checkpoints/step-00000012 of a run") from None  # fmt: skip
+        raise UserError("K008.no-checkpoint-here", where=str(folder), manifest=MANIFEST) from None
     except (OSError, ValueError) as error:
         raise DamagedError(folder, [unreadable(MANIFEST, error)]) from None
     return parse_manifest(folder, text)
@@ -155,8 +153,7 @@ def parse_manifest(folder: Path, text: bytes) -> Manifest:
         raise DamagedError(folder, [Damage(MANIFEST, "is not a manifest")]) from None
     if version not in (FORMAT, PARTS_FORMAT, NODES_FORMAT, COMPACT_FORMAT):
         known = f"{FORMAT} to {COMPACT_FORMAT}"
-        raise UserError("K008", f"this checkpoint has format {version!r}, and this version reads the formats {known}",
-                        where=str(folder), fix="read it with the version of trimaran that wrote it")  # fmt: skip
+        raise UserError("K008.checkpoint-format-version", where=str(folder), version=version, known=known)
     kinds = {each: (int, float) if each == "time" else type(value) for each, value in asdict(Manifest(step=0)).items()}
     if isinstance(fields, dict) and version != NODES_FORMAT:
         fields.setdefault("nodes", {})

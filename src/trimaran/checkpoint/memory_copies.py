@@ -352,9 +352,9 @@ def choose_budget(
     if isinstance(section.memory, int) and section.memory > 0 and has_rank_memory and not budget.keeps_copies:
         needs = 2 * _on_node(sizes, nodes, rank_layout.node)
         allowed = int(MAX_FREE_MEMORY_FRACTION * available[rank_layout.rank])
-        raise UserError("K040", f"two copies of the state take {show_bytes(needs)} of this node's memory, "
-                        f"they may take {show_bytes(allowed)}", where="checkpoint.memory",
-                        fix="use more nodes, or let the run decide: --set checkpoint.memory=auto")  # fmt: skip
+        raise UserError(
+            "K040.two-copies-state", where="checkpoint.memory", needs=show_bytes(needs), allowed=show_bytes(allowed)
+        )
     return budget
 
 

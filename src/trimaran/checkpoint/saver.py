@@ -225,8 +225,7 @@ class Saver:
                         values = item_view(memory, item)
                         # The sum is cheap. If it is finite, all values are; if not, it may have overflowed.
                         if not torch.isfinite(values.sum()) and not torch.isfinite(values).all():
-                            raise UserError("K042", f"{item.key} has NaN or Inf values", where=f"at {item.start}",
-                                            fix="resume from the checkpoint before: trimaran resume RUN")  # fmt: skip
+                            raise UserError("K042.nan-inf-values", where=f"at {item.start}", key=item.key)
                 if part == "check":
                     return None
                 report = write_share(draft, rank, share, memory.numpy().data, previous=previous, disk=self._disk)

@@ -263,8 +263,7 @@ def _check_meta(metas: dict[str, TensorMeta], key: str, dtype: str, shape: Seque
     meta = metas.get(key)
     if meta is None:
         if wrong := key_error(key):
-            raise UserError("K006", f"the checkpoint cannot be written: {wrong}", where=ascii(key)[:80],
-                            fix="give the module or parameter another name")  # fmt: skip
+            raise UserError("K006.checkpoint-cannot-written-give", where=ascii(key)[:80], wrong=wrong)
         metas[key] = meta = TensorMeta(dtype, tuple(shape))
     if meta.dtype != dtype or meta.shape != tuple(shape):
         raise AssertionError(f"{key} is {meta} on one rank and {dtype} {shape} on another")

@@ -9,6 +9,7 @@ from .engine_rules import (
     refuse_missing_packages, unit_sizes as unit_sizes,
 )
 from .errors import (
+    MESSAGES as MESSAGES, ErrorTexts as ErrorTexts, messages as messages,
     EXIT_AGAIN as EXIT_AGAIN, EXIT_DONE as EXIT_DONE, EXIT_STUCK as EXIT_STUCK, EXIT_USER as EXIT_USER, GONE_IN as
     GONE_IN, RENAMED as RENAMED, UserError as UserError, closest as closest, did_you_mean as did_you_mean,
     file_error as file_error, warn_of_old_name as warn_of_old_name,
@@ -68,7 +69,7 @@ from .replica_sync import (
     LayerKind as LayerKind, LocalSteps as LocalSteps, compressed_bytes as compressed_bytes, exposed_outer_seconds as
     exposed_outer_seconds, synchronisation_bytes as synchronisation_bytes,
 )
-from .template_text import TemplateText as TemplateText, templated as templated
+from .template_text import joined as joined, TemplateText as TemplateText, templated as templated
 from .traits import DEVICE_TRAITS as DEVICE_TRAITS, DeviceTraits as DeviceTraits, family_named as family_named
 from .units import (
     Bytes as Bytes, Flops as Flops, GIB as GIB, Seconds as Seconds, show_bytes as show_bytes, show_count as

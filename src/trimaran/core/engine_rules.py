@@ -25,21 +25,22 @@ def refuse_missing_packages(plan: Plan) -> None:
 
 def no_fp8_layers(recipe: str = "tensor") -> UserError:
     """Return the error for a model without layers that are large enough for fp8."""
-    return UserError("P034", "no layer of this model is large enough for fp8", where="plan.precision",
-                     fix=f"use bf16: fp8 takes linear layers of at least {MIN_FP8_FEATURES} x {MIN_FP8_FEATURES} "
-                     f"features, both multiples of {RECIPE_MULTIPLES[recipe]}")  # fmt: skip
+    return UserError(
+        "P034.no-layer-model",
+        where="plan.precision",
+        min_fp8_features=MIN_FP8_FEATURES,
+        recipe_multiples=RECIPE_MULTIPLES[recipe],
+    )
 
 
 def refused_recipe(recipe: str, device: str) -> UserError:
     """Return the error for a device whose tensor cores do not have the scales of a recipe."""
     needs = {"block": "Hopper GPUs (H100, H200, H800)", "mx": "Blackwell GPUs (B200, GB200)"}[recipe]
-    return UserError("P113", f"{device} has no fp8 matmuls with the scales of recipe {recipe}: {needs} have them",
-                     where="plan.fp8.recipe", fix="set plan.fp8.recipe to tensor, or use bf16")  # fmt: skip
+    return UserError("P113.no-fp8-matmuls", where="plan.fp8.recipe", device=device, recipe=recipe, needs=needs)
 
 
 def deepspeed_missing(reason: str) -> UserError:
-    return UserError("P037", f"engine deepspeed needs the deepspeed package ({reason})", where="plan.engine",
-                     fix="pip install 'trimaran[deepspeed]', or set plan.engine to torch")  # fmt: skip
+    return UserError("P037.engine-deepspeed", where="plan.engine", reason=reason)
 
 
 MEBIBYTE = 1 << 20
@@ -165,5 +166,4 @@ def check_deepspeed(plan: Plan, train: TrainSection) -> None:
 
 
 def _refusal(what: str, where: str, fix: str) -> UserError:
-    return UserError("P039", f"DeepSpeed does not support this: {what}", where=where,
-                     fix=f"{fix}, or plan.engine to torch")  # fmt: skip
+    return UserError("P039.deepspeed-not-support", where=where, text=what, way=fix)

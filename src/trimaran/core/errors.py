@@ -3,15 +3,20 @@
 import difflib
 import errno
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trimaran.core.template_text import templated
 
 EXIT_DONE = 0
 EXIT_USER = 2
 EXIT_AGAIN = 75  # stopped early with a complete checkpoint: start it again
 EXIT_STUCK = 93  # no progress: do not start it again
 
+MESSAGES = Path(__file__).with_name("messages")
 MAX_CHARACTERS = 1000  # of each line of an error; it may quote a value of any length
 FILE_FIXES = {  # what to do about an error of the operating system that no command expects
     errno.EACCES: "check its owner and permissions with ls -l",
@@ -30,21 +35,49 @@ FILE_FIXES = {  # what to do about an error of the operating system that no comm
 }
 
 
+class ErrorTexts(NamedTuple):
+    """The texts of a mistake in English and in Chinese, with places for its values."""
+
+    what: str
+    fix: str = ""
+    zh_what: str = ""
+    zh_fix: str = ""
+
+
 class UserError(Exception):
     """A user's mistake: what is wrong, where, and how to fix it. Shown without a traceback; the exit code is 2.
 
-    Every `code` has a page under `docs/codes/`. `others` are further mistakes that were found together with this one.
+    `code` names a message of `core/messages`, such as `K024.path-already-exists`, and `values` are those of its places.
+    An error of another process or of a plug-in has its own `what` and `fix`. Every code has a page under `docs/codes/`.
+    `others` are further mistakes that were found together with this one.
     """
 
-    def __init__(self, code: str, what: str, *, where: str, fix: str) -> None:
-        what, where, fix = _shortened(what), _shortened(where), _shortened(fix)
+    def __init__(
+        self, code: str, what: str | None = None, *, where: str, fix: str | None = None, **values: object
+    ) -> None:
         super().__init__(code, what, where, fix)
-        self.code, self.what, self.where, self.fix = code, what, where, fix
+        self.code, _, self._name = code.partition(".")
+        self._what, self._fix, self._values = what, fix, values
+        self.where = _shortened(where)
         self.others: tuple[UserError, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{each.code}: {each.what}\n  where: {each.where}\n  fix:   {each.fix}" for each in self.all]
         return "\n".join(lines)
+
+    @property
+    def what(self) -> str:
+        """What is wrong, in English. A `TemplateText` has its template and values, for another language."""
+        return _shortened(templated(self._texts.what, **self._values) if self._what is None else self._what)
+
+    @property
+    def fix(self) -> str:
+        """How to correct it, in English."""
+        return _shortened(templated(self._texts.fix, **self._values) if self._fix is None else self._fix)
+
+    @property
+    def _texts(self) -> ErrorTexts:
+        return messages(self.code[0])[self.code][self._name]
 
     @property
     def all(self) -> "tuple[UserError, ...]":
@@ -59,7 +92,7 @@ class UserError(Exception):
 
 def raise_together(mistakes: Sequence[UserError]) -> None:
     """Raise the first of the mistakes, with the rest as its `others`; return if there is none."""
-    found = {each.args: each for mistake in mistakes for each in mistake.all}  # each once
+    found = {str(UserError.as_dict(each)): each for mistake in mistakes for each in mistake.all}  # each once
     if mistakes:
         mistakes[0].others = tuple(found.values())[1:]
         raise mistakes[0]
@@ -78,9 +111,22 @@ def file_error(error: OSError) -> UserError | None:
     """Return the UserError for an error of a disk or of permissions; None for any other, which may be our own fault."""
     if error.errno not in FILE_FIXES:
         return None
-    return UserError("A024", f"a file or folder cannot be used: {error.strerror}",
-                     where=str(error.filename or "a file that was being read or written"),
-                     fix=FILE_FIXES[error.errno])  # fmt: skip
+    return UserError(
+        "A024.file-folder",
+        where=str(error.filename or "a file that was being read or written"),
+        fix=FILE_FIXES[error.errno],
+        reason=error.strerror,
+    )
+
+
+@cache
+def messages(letter: str) -> Mapping[str, Mapping[str, ErrorTexts]]:
+    """Return the messages of all codes that start with this letter, by code and name."""
+    import yaml  # noqa: PLC0415  most commands make no mistake
+
+    text = (MESSAGES / f"{letter}.yaml").read_text(encoding="utf-8")
+    found = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return {code: {name: ErrorTexts(**texts) for name, texts in named.items()} for code, named in found.items()}
 
 
 def _shortened(text: str) -> str:
@@ -92,7 +138,7 @@ def _shortened(text: str) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'steps'?)` if one of `known` is close to `word`, else an empty string."""
     near = closest(word, known)
-    return f" (did you mean '{near}'?)" if near else ""
+    return templated(" (did you mean '{near}'?)", near=near) if near else ""
 
 
 def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from trimaran.core import templated
 from trimaran.core.errors import UserError, did_you_mean
 from trimaran.core.traits import MODEL_FAMILIES
 
@@ -105,9 +106,14 @@ def find_plugin(kind: str, name: str) -> Plugin:
         raise left_out(found[0])
     if not found:
         known = (*KINDS[kind].reserved, *plugin_names(kind))
-        raise UserError("K075", f"there is no {kind} '{name}' on this machine{did_you_mean(name, known)}",
-                        where=KINDS[kind].field or kind, fix=f"install the package that has it, on every machine of "
-                        f"the run, or use one of {', '.join(known) or 'none'}")  # fmt: skip
+        raise UserError(
+            "K075.no-machine",
+            where=KINDS[kind].field or kind,
+            kind=kind,
+            name=name,
+            guess=did_you_mean(name, known),
+            known=", ".join(known) or "none",
+        )
     return next(each for each in found if not each.problem)
 
 
@@ -139,9 +145,14 @@ def plugin_errors(error_of: Callable[[str, str], UserError]) -> Iterator[None]:
 
 def left_out(plugin: Plugin) -> UserError:
     """Return the error about a plug-in that cannot be used."""
-    return UserError("K076", f"the {plugin.kind} '{plugin.name}' is left out: {plugin.problem}",
-                     where=f"{plugin.distribution} {plugin.version}, {plugin.target}",
-                     fix=f"correct the package, or remove it: pip uninstall {plugin.distribution}")  # fmt: skip
+    return UserError(
+        "K076.left-out",
+        where=f"{plugin.distribution} {plugin.version}, {plugin.target}",
+        plugin=plugin.kind,
+        plugin_name=plugin.name,
+        problem=plugin.problem,
+        distribution=plugin.distribution,
+    )
 
 
 @lru_cache(maxsize=256)
@@ -155,13 +166,30 @@ def _load(plugin: Plugin) -> Any:
         loaded = EntryPoint(plugin.name, plugin.target, kind.group).load()
         loaded = loaded() if isinstance(loaded, type) else loaded
     except (Exception, SystemExit) as error:  # a package may raise anything
-        return f"it cannot be imported: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+        return templated(
+            "it cannot be imported: {kind}: {error}",
+            kind=type(error).__name__,
+            error=str(error).strip().partition(chr(10))[0][:200],
+        )
     version = getattr(loaded, "contract", None)
     if version != kind.contract:
-        has = "has no attribute `contract`" if version is None else f"was written for contract {version!r:.40}"
-        return f"it {has}, and this release supports contract {kind.contract} of a {plugin.kind}"
+        has = (
+            "has no attribute `contract`"
+            if version is None
+            else templated("was written for contract {version!r:.40}", version=version)
+        )
+        return templated(
+            "it {has}, and this release supports contract {contract} of a {plugin}",
+            has=has,
+            contract=kind.contract,
+            plugin=plugin.kind,
+        )
     if missing := [name for name in kind.methods if not callable(getattr(loaded, name, None))]:
-        return f"it has no {', '.join(f'{name}()' for name in missing)}, which contract {kind.contract} asks for"
+        return templated(
+            "it has no {missing}, which contract {contract} asks for",
+            missing=", ".join(f"{name}()" for name in missing),
+            contract=kind.contract,
+        )
     if not kind.methods and not callable(loaded):
         return "it cannot be called"
     return loaded
@@ -197,9 +225,9 @@ def _scan(paths: tuple[str, ...]) -> tuple[Plugin, ...]:
         if not NAME.fullmatch(each.name):
             problem = "its name is not lower-case letters, digits, dots, dashes and underscores"
         elif each.name in KINDS[each.kind].reserved:
-            problem = f"there is a {each.kind} of this name in Trimaran itself"
+            problem = templated("there is a {each} of this name in Trimaran itself", each=each.kind)
         elif len(rivals) > 1:
-            problem = f"several packages have one of this name: {', '.join(sorted(rivals))}"
+            problem = templated("several packages have one of this name: {rivals}", rivals=", ".join(sorted(rivals)))
         checked.append(replace(each, problem=problem))
     return tuple(sorted(checked, key=lambda each: (each.kind, each.name, each.distribution)))
 

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from trimaran.core import templated
 from trimaran.core.autopilot_section import section_of_mode
 from trimaran.core.errors import UserError, closest, collected, raise_together
 from trimaran.core.parse_text import TextError, load_yaml, load_yaml_nodes
@@ -147,8 +148,7 @@ def parse_recipe(text: str, *, name: str, overrides: Iterable[str] = (), any_plu
     of plug-ins that are not installed here.
     """
     if len(text) > MAX_RECIPE_BYTES:
-        raise UserError("R002", f"the recipe is too large: {len(text):,} characters", where=name,
-                        fix="name a file of at most 1 MiB; data belongs under data.path")  # fmt: skip
+        raise UserError("R002.recipe-too-large", where=name, num_text=len(text))
     mistakes: list[UserError] = []
     lines: dict[Path, int] = {}  # of every key
     try:
@@ -158,11 +158,10 @@ def parse_recipe(text: str, *, name: str, overrides: Iterable[str] = (), any_plu
         if error.is_refused:
             raise UserError("R003", error.what, where=where, fix="write the values out") from None
         fix = error.fix or "check indents, colons and quotes; values with ': ' need quotes"
-        raise UserError("R001", f"this is not YAML: {error.what}", where=where, fix=fix) from None
+        raise UserError("R001.not-yaml", where=where, fix=fix, error=error.what) from None
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        raise UserError("R001", "a recipe is a mapping of sections, not a single value or a list", where=name,
-                        fix="start with: name: my-run")  # fmt: skip
+        raise UserError("R001.recipe-mapping-sections", where=name)
     settings = []
     for pair in overrides:
         with collected(mistakes):
@@ -205,7 +204,7 @@ class Places:
     def describe(self, path: Path) -> str:
         dotted = ".".join(map(str, path)) or "recipe"
         if (line := self.line_of(path)) is not None:
-            return f"{dotted} ({self.name}, line {line})"
+            return templated("{dotted} ({name}, line {line})", dotted=dotted, name=self.name, line=line)
         is_set = any(path[: len(setting)] == setting[: len(path)] for setting in self.settings)
         return f"{dotted} (--set)" if is_set else f"{dotted} ({self.name})"
 
@@ -224,9 +223,8 @@ def _walk(node: yaml.Node, path: Path, lines: dict[Path, int], name: str, mistak
         for key, value in node.value:
             here = (*path, str(key.value))
             if here in lines:
-                where = f"{name}, line {key.start_mark.line + 1}"
-                mistakes.append(UserError("R004", f"'{key.value}' is set twice", where=where,
-                                          fix=f"keep one; the first is on line {lines[here]}"))  # fmt: skip
+                where = templated("{name}, line {line}", name=name, line=key.start_mark.line + 1)
+                mistakes.append(UserError("R004.set-twice", where=where, key=key.value, lines=lines[here]))
                 continue
             lines[here] = key.start_mark.line + 1
             _walk(value, here, lines, name, mistakes)
@@ -240,14 +238,13 @@ def _override(tree: dict[str, Any], pair: str) -> Path:
     path, separator, raw = pair.partition("=")
     keys = path.strip().split(".")
     if not separator or not all(keys):
-        raise UserError(
-            "R010", f"'{_shortened(pair)}' is not a setting", where="--set", fix="write --set train.steps=200"
-        )
+        raise UserError("R010.not-setting-write", where="--set", shortened=_shortened(pair))
     try:
         value = load_yaml(raw)
     except TextError as error:
-        raise UserError("R010", f"the value '{_shortened(raw)}' is not YAML: {error.what}", where=f"--set {path}",
-                        fix="quote the value, or write a plain number or word") from None  # fmt: skip
+        raise UserError(
+            "R010.value-not-yaml-quote", where=f"--set {path}", shortened=_shortened(raw), error=error.what
+        ) from None
     here = tree
     for key in keys[:-1]:
         below = here.get(key)
@@ -256,8 +253,7 @@ def _override(tree: dict[str, Any], pair: str) -> Path:
         if here is tree and key == "autopilot":
             below = section_of_mode(below)
         if not isinstance(below, dict):
-            raise UserError("R010", f"{key} is {_shortened(repr(below))}, which has no fields", where=f"--set {path}",
-                            fix="set the entire section, or name a field of it")  # fmt: skip
+            raise UserError("R010.no-fields", where=f"--set {path}", key=key, shortened=_shortened(repr(below)))
         here[key] = here = dict(below)
     here[keys[-1]] = value
     return tuple(keys)
@@ -269,16 +265,25 @@ def _mistake(reports: Sequence[Any], path: Path, where: str) -> UserError:
         code = "R012" if "type" in first["type"] or "parsing" in first["type"] else "R013"
         messages = (str(each["msg"]).removeprefix("Value error, ").removeprefix("Input ") for each in reports)
         forms = ", or ".join(dict.fromkeys(message.rstrip(".") for message in messages))
-        what = f"{dotted} is {_shortened(repr(first.get('input')))}: {forms}"
-        fix = _fix(first, dotted) if len(reports) == 1 else f"give {dotted} a value of one of these forms"
+        what = templated(
+            "{dotted} is {shortened}: {forms}",
+            dotted=dotted,
+            shortened=_shortened(repr(first.get("input"))),
+            forms=forms,
+        )
+        fix = (
+            _fix(first, dotted)
+            if len(reports) == 1
+            else templated("give {dotted} a value of one of these forms", dotted=dotted)
+        )
         return UserError(code, what, where=where, fix=fix)
     section = ".".join(str(part) for part in path[:-1] if isinstance(part, str))
     names, meant = _fields_at(path[:-1]), field_for(str(path[-1]), section)
     inside = meant.rpartition(".")[0] == section
-    near = f" (did you mean '{meant.rpartition('.')[2] if inside else meant}'?)" if meant else ""
-    listed = f"the fields here are {', '.join(names)}"
-    fix = listed if inside or not meant else f"set {meant} instead; {listed}"
-    return UserError("R011", f"there is no field '{path[-1]}'{near}", where=where, fix=fix)
+    near = templated(" (did you mean '{meant}'?)", meant=meant.rpartition(".")[2] if inside else meant) if meant else ""
+    listed = templated("the fields here are {names}", names=", ".join(names))
+    fix = listed if inside or not meant else templated("set {meant} instead; {listed}", meant=meant, listed=listed)
+    return UserError("R011.no-field", where=where, fix=fix, path=path[-1], near=near)
 
 
 def _real_path(location: Path, tree: dict[str, Any]) -> Path:
@@ -314,15 +319,15 @@ def _shortened(text: str) -> str:
 def _fix(mistake: Mapping[str, Any], dotted: str) -> str:
     context = mistake.get("ctx", {})
     if "expected" in context:
-        return f"use one of {context['expected']}"
+        return templated("use one of {expected}", expected=context["expected"])
     for bound, phrase in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
         if bound in context:
-            return f"use a value of {phrase} {context[bound]}"
+            return templated("use a value of {phrase} {bound}", phrase=phrase, bound=context[bound])
     if "pattern" in context:
         return "use lower-case letters, digits, dots, dashes and underscores, at most 63 of them"
     if mistake["type"] == "value_error":  # the message says what is wrong with it
-        return f"change {dotted}; `trimaran schema` lists all fields"
-    return f"give {dotted} a value of the right type; `trimaran schema` lists all fields"
+        return templated("change {dotted}; `trimaran schema` lists all fields", dotted=dotted)
+    return templated("give {dotted} a value of the right type; `trimaran schema` lists all fields", dotted=dotted)
 
 
 def fixed_field_changes(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:

@@ -29,8 +29,7 @@ class SpecialFileError(UserError, OSError):
     """A path is not a regular file. An OSError, too, so that callers report it as a file that cannot be read."""
 
     def __init__(self, path: str | Path, what: str) -> None:
-        UserError.__init__(self, "A021", f"this is {what}, not a regular file", where=str(path),
-                           fix="put a regular file in its place, or name another one")  # fmt: skip
+        UserError.__init__(self, "A021.not-regular-file", where=str(path), kind=what)
         self.errno, self.strerror, self.filename = errno.EINVAL, f"it is {what}, not a regular file", str(path)
 
     def __reduce__(self) -> Any:
@@ -142,9 +141,7 @@ def needed_user_cache(environ: Mapping[str, str]) -> Path:
     """Return our folder in the user's cache; raise UserError if there is none."""
     if (folder := user_cache(environ)) is not None:
         return folder
-    raise UserError("A023", "this user has no home directory, where prepared data is cached",
-                    where="the environment variable HOME",
-                    fix="set TRIMARAN_CACHE, or HOME, to a folder that you may write to")  # fmt: skip
+    raise UserError("A023.user-no-home-directory", where="the environment variable HOME")
 
 
 def expand_user(path: str) -> Path:

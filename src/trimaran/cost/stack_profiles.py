@@ -401,6 +401,7 @@ def with_16_bit_gradients(stack: Stack) -> Stack:
 def find_stack(name: str) -> Stack:
     """Return the stack called `name`."""
     if name not in STACKS:
-        raise UserError("P050", f"there is no stack '{name}'{did_you_mean(name, STACKS)}", where="stack",
-                        fix=f"use one of {', '.join(STACKS)}")  # fmt: skip
+        raise UserError(
+            "P050.no-stack", where="stack", name=name, guess=did_you_mean(name, STACKS), stacks=", ".join(STACKS)
+        )
     return STACKS[name]

@@ -14,10 +14,11 @@ def data_kind_of(recipe: Recipe) -> DataKind:
     scenes = section.source == "scenes"
     if scenes != (family.reads == "scenes"):
         fix = "set model.family to perception" if scenes else "set data.source to scenes"
-        raise UserError("T052", f"the family {family.name} cannot be trained on {section.source}", where="data.source",
-                        fix=f"{fix}, or train another family")  # fmt: skip
+        raise UserError(
+            "T052.family-cannot-trained", where="data.source", family=family.name, source=section.source, way=fix
+        )
     if scenes and section.mixture:
-        raise UserError("T052", "scenes cannot be part of a mixture", where="data.mixture", fix="remove data.mixture")
+        raise UserError("T052.scenes-cannot-part", where="data.mixture")
     if scenes:
         return "scenes"
     return "samples" if section.mixture or section.source in SAMPLE_SOURCES or family.reads == "images" else "text"

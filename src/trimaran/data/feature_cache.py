@@ -100,12 +100,8 @@ class FeatureCache:
 def refuse_trained_tower(recipe: Recipe) -> None:
     """Raise if features are cached for a tower that is trained, or for a model without a vision tower."""
     if recipe.model.kind.reads != "images":
-        raise UserError("T062", f"only the family vlm can cache image features, and the model is of family "
-                        f"{recipe.model.family}", where="data.samples.cache_features",
-                        fix="set data.samples.cache_features to false")  # fmt: skip
+        raise UserError("T062.family-vlm", where="data.samples.cache_features", family=recipe.model.family)
     adapter = recipe.model.adapter
     is_only_base = adapter is not None and TOWER not in adapter.towers and not adapter.train
     if TOWER not in recipe.model.freeze and not is_only_base:
-        raise UserError("T062", "the vision tower is trained, so the features of an image change with every step",
-                        where="data.samples.cache_features",
-                        fix="freeze it: --set 'model.freeze=[vision]', or set cache_features to false")  # fmt: skip
+        raise UserError("T062.vision-tower-trained", where="data.samples.cache_features")

@@ -10,8 +10,7 @@ from trimaran.core import UserError
 def require(package: str, *, where: str, extra: str = "hf") -> None:
     """Raise unless `package` is installed; does not import it. `where` needs it, and `extra` of ours brings it."""
     if importlib.util.find_spec(package) is None:
-        raise UserError("T013", f"this needs the package '{package}', which is not installed", where=where,
-                        fix=f"run: pip install 'trimaran[{extra}]'")  # fmt: skip
+        raise UserError("T013.needs-package", where=where, package=package, extra=extra)
 
 
 def load(module: str, package: str, *, where: str) -> ModuleType:

@@ -145,11 +145,15 @@ class LoaderTuner:
             gib, free, now = batch_bytes / 2**30, self.limits.free_bytes / 2**30, self.setting
             loader = f"{now.workers} loader processes" if now.workers else "the loader"
             fewer = "set data.workers to auto or to fewer, or make" if now.workers else "make"
-            raise UserError("T060", f"{loader} and {now.depth} batches ahead need more than the {free:.1f} GiB of "
-                            f"memory that this rank may use: the batch of one step is {gib:.2f} GiB",
-                            where="data.workers",
-                            fix=f"{fewer} train.global_batch, data.seq_len or data.samples.max_pixels smaller"
-                            )  # fmt: skip
+            raise UserError(
+                "T060.batches-ahead-need",
+                where="data.workers",
+                loader=loader,
+                depth=now.depth,
+                free=free,
+                gib=gib,
+                fewer=fewer,
+            )
         self.setting = self._fitting(self.setting, batch_bytes)
         return self.setting
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from trimaran.core import UserError, read_regular_text
+from trimaran.core import UserError, read_regular_text, templated
 from trimaran.data.text.token_shards import IGNORED, Sequences, TokenSample
 from trimaran.runs import RunDirectory, append_line
 
@@ -52,15 +52,16 @@ def read_quarantine(path: Path) -> tuple[int, ...]:
     found: set[int] = set()
     try:
         if path.stat().st_size > MAX_QUARANTINE_BYTES:
-            raise ValueError(f"it is larger than {MAX_QUARANTINE_BYTES} bytes")
+            raise ValueError(
+                templated("it is larger than {max_quarantine_bytes} bytes", max_quarantine_bytes=MAX_QUARANTINE_BYTES)
+            )
         for line in read_regular_text(path).splitlines():
             sample = json.loads(line)["sample"]
             if type(sample) is not int or not 0 <= sample < 2**63:
                 raise ValueError(f"{sample!r} is not a sample id")
             found.add(sample)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError("T021", f"the quarantine list cannot be read: {error!r}", where=str(path),
-                        fix='correct or delete the line; a line looks like {"sample": 12}') from None  # fmt: skip
+        raise UserError("T021.quarantine-list", where=str(path), error=error) from None
     return tuple(sorted(found))
 
 

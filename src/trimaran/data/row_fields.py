@@ -64,7 +64,4 @@ def _is_verdict(value: Any, *, as_number: bool = True) -> bool:
 
 
 def preference_error(where: str) -> UserError:
-    return UserError("T077", "this is preference data, with answers to prefer and answers to avoid; training on "
-                     "preferences (DPO, KTO) is not available", where=where,
-                     fix="to learn the chosen answers alone set data.source to chat and data.text_field to chosen; if "
-                     "a label says which answers are good, keep those rows and drop the label")  # fmt: skip
+    return UserError("T077.preference-data", where=where)

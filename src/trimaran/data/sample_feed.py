@@ -122,8 +122,7 @@ def sample_feeds(
 ) -> tuple["SampleFeed", "SampleFeed | None"]:
     """Return the training feed and the holdout feed, if any. Samples are held out before sources are mixed."""
     if options.rules is None and len(index.image_sizes):
-        raise UserError("T051", f"the data has {len(index.image_sizes):,} images, and this model takes no images",
-                        where="model.family", fix="use a model of family vlm, or data without images")  # fmt: skip
+        raise UserError("T051.data-images-model", where="model.family", num_image_sizes=len(index.image_sizes))
     sample_sizes = measure_samples(index, options.rules)
     batching = section.samples.batching
     rules = PackingRules(seq_len=section.seq_len, batching=batching, seed=options.seed, images=options.rules)
@@ -137,9 +136,7 @@ def sample_feeds(
     if not len(training.packing):
         left_out = training.packing.left_out.items()
         reasons = ", ".join(f"{count:,} times {reason}" for reason, count in left_out if count)
-        raise UserError("T050", f"no sample is left to train on: {reasons or 'the index has none'}",
-                        where="data.seq_len", fix="use a longer seq_len, fewer pixels (data.samples.max_pixels), "
-                        "or other data")  # fmt: skip
+        raise UserError("T050.no-sample-left", where="data.seq_len", reasons=reasons or "the index has none")
     balance = section.samples.balance
     return (
         SampleFeed(training, options, share=share, balance=balance, epochs=section.epochs, quarantined=quarantined),

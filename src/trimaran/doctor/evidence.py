@@ -156,13 +156,10 @@ def read_evidence(
     if against is not None:
         reference = read_evidence(against)
         if (reference.recipe.model, reference.recipe.data.seq_len) != (recipe.model, recipe.data.seq_len):
-            raise UserError("A019", "the two runs train different models, or on sequences of different lengths",
-                            where=str(against.path), fix="compare with a run of the same recipe")  # fmt: skip
+            raise UserError("A019.two-runs-train", where=str(against.path))
         if reference.plan.mesh.world_size >= plan.mesh.world_size:
             ranks = f"{reference.plan.mesh.world_size} ranks to {plan.mesh.world_size}"
-            raise UserError("A019", f"the run to compare with does not have fewer ranks: {ranks}",
-                            where=str(against.path),
-                            fix="compare with a run of the same recipe on one rank")  # fmt: skip
+            raise UserError("A019.run-compare", where=str(against.path), ranks=ranks)
     return Evidence(
         recipe=recipe,
         plan=plan,

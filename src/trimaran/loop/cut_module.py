@@ -177,6 +177,4 @@ def _holders(
 
 
 def _uncuttable(reason: str) -> UserError:
-    return UserError("P103", f"this model cannot be cut into pipeline stages: {reason}", where="prepare(plan=...)",
-                     fix="put the blocks in one nn.ModuleList, each called once with the result of the one before, "
-                     "or set pp to 1")  # fmt: skip
+    return UserError("P103.model-cannot-cut", where="prepare(plan=...)", reason=reason)

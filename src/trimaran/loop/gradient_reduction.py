@@ -135,9 +135,7 @@ class GradientReduction:
             self._late.add(key)
         bucket = self._bucket_of[key]
         if bucket.work is not None:
-            raise UserError("P132", f"backward computed another gradient of {self._names[key]} after the first had "
-                            "been reduced over the ranks", where="loop.backward(loss)",
-                            fix="use torch.utils.checkpoint with use_reentrant=False")  # fmt: skip
+            raise UserError("P132.backward-computed", where="loop.backward(loss)", names=self._names[key])
         if key in self._seen:
             return
         self._seen.add(key)
@@ -250,9 +248,7 @@ def cut_compiled_graph(model: nn.Module) -> None:
 
 def nothing_to_train() -> UserError:
     """Return the error for a loss that depends on no parameter."""
-    return UserError("P133", "this loss depends on no parameter that is trained, on any rank",
-                     where="loop.backward(loss)", fix="compute it from the outputs of the model, outside of "
-                     "torch.no_grad() and without detach(), and unfreeze what should be trained")  # fmt: skip
+    return UserError("P133.loss-depends", where="loop.backward(loss)")
 
 
 @torch.no_grad()

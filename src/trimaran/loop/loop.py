@@ -135,7 +135,7 @@ class Loop(SavedLoop):
         """
         context, where = self._context, "micro_batches(batch, size=...)"
         if size < 1:
-            raise UserError("P040", f"micro-batches of {size} rows do not exist", where=where, fix="use size=1 or more")
+            raise UserError("P040.micro-batches-rows", where=where, size=size)
         dim = batch_dim or 0
         if batch is not None and batch is context.local_batch:
             starts = range(0, context.max_local_rows, size)
@@ -278,9 +278,7 @@ class Loop(SavedLoop):
         """Return how many tokens or samples the loss covers, after checking that it is reduced as the caller says."""
         given = [each for each in (num_tokens, num_samples) if each is not None]
         if len(given) != 1 or reduction not in (None, "sum", "mean"):
-            raise UserError("P048", "backward needs to know what the loss is a sum or a mean of",
-                            where="loop.backward(loss, ...)", fix="pass num_tokens=..., or num_samples=... for pictures"
-                            " and the like; reduction is 'sum' or 'mean'")  # fmt: skip
+            raise UserError("P048.backward-needs-know", where="loop.backward(loss, ...)")
         (count,), self._num_backwards = given, self._num_backwards + 1
         is_on_device = isinstance(count, Tensor) and not count.is_cpu
         is_read = not is_on_device or self._num_backwards <= NUM_READ_COUNTS
@@ -326,9 +324,7 @@ class Loop(SavedLoop):
         """
         context, scaler = self._context, self._scaler
         if not context.is_synced and self.world_size > 1:
-            raise UserError("P057", "the gradients of this step were not reduced over the ranks: it has no last batch",
-                            where="loop.step()", fix="run micro_batches to its end, and call local_rows(batch, "
-                            "last=True) before the last backward of a step")  # fmt: skip
+            raise UserError("P057.gradients-step", where="loop.step()")
         context.calls.note("loop.step()")
         self._checks.before_step()
         dist.all_reduce(self._sums)
@@ -337,9 +333,7 @@ class Loop(SavedLoop):
         parameters = parameters_of(self.optimizers)
         for each in parameters:
             if id(each) not in self._own:
-                raise UserError("P130", "an optimizer trains a parameter that the model did not have in prepare, of "
-                                f"shape {list(each.shape)}", where="loop.step()",
-                                fix="complete the model, then call prepare; freeze what is trained later")  # fmt: skip
+                raise UserError("P130.optimizer-trains-parameter", where="loop.step()", each_shape=list(each.shape))
         for each in parameters:
             if each.grad is not None:
                 each.grad.div_(divisor)
@@ -380,8 +374,7 @@ class Loop(SavedLoop):
         checkpoints hold it if it is made before `resume`. Every rank must call it.
         """
         if model is not self.model:
-            raise UserError("P137", "only the model of this loop can be copied", where="loop.copy_of(model)",
-                            fix="loop.copy_of(loop.model)")  # fmt: skip
+            raise UserError("P137.model-loop", where="loop.copy_of(model)")
         made = self._copy_maker.make(self.device)
         if self._units:
             gather_for_parts(made, self._before_forward)
@@ -397,9 +390,9 @@ class Loop(SavedLoop):
         Call it after `step`. A target network with soft updates of tau has `decay=1 - tau`; 0 takes the weights over.
         """
         if not any(copy is each for each in self._copies) or not 0 <= decay < 1:
-            raise UserError("P137", f"update_copy with decay={decay!r} and a {type(copy).__name__} cannot be done",
-                            where="loop.update_copy(copy, decay=...)",
-                            fix="pass what loop.copy_of(model) returned, and 0 <= decay < 1")  # fmt: skip
+            raise UserError(
+                "P137.update-copy", where="loop.update_copy(copy, decay=...)", decay=decay, kind=type(copy).__name__
+            )
         copy_weights(self.model, copy, decay=decay)
 
     def parameter_norm(self, parameters: Iterable[Tensor] | None = None) -> Tensor:
@@ -488,17 +481,13 @@ def prepare(
     """
     if plan is None:
         if forward is not None or example is not None or tensor is not None:
-            raise UserError("P103", "forward, example and tensor belong to a plan", where="prepare(plan=...)",
-                            fix="pass plan={'pp': 2} or plan={'tp': 2}, or leave them out")  # fmt: skip
+            raise UserError("P103.forward-example-tensor", where="prepare(plan=...)")
         options = _Options(sharding, batch_norm, scaler, wrap, check_replicas, check_loss)
         return _prepare(model, optimizer, options, None, None)
     if forward is None or example is None or (sharding, batch_norm, scaler, wrap) != ("none", "local", None, None):
-        raise UserError("P103", "a plan needs forward and example, and supports neither sharding, wrap, batch_norm nor "
-                        "a scaler", where="prepare(plan=...)",
-                        fix="prepare(model, optimizer, plan=..., forward=forward, example=batch)")  # fmt: skip
+        raise UserError("P103.plan-needs-forward", where="prepare(plan=...)")
     if not isinstance(optimizer, Optimizer):
-        raise UserError("P131", "a model that is split by a plan is trained by one optimizer",
-                        where="prepare(model, optimizer, plan=...)", fix="pass one torch.optim.Optimizer")  # fmt: skip
+        raise UserError("P131.model-split-plan", where="prepare(model, optimizer, plan=...)")
     device = _join_process_group()
     return prepare_split(model, optimizer, plan, device, forward=forward, example=example, tensor=tensor)
 
@@ -522,14 +511,11 @@ def _prepare(
 ) -> Loop:
     sharding, batch_norm = options.sharding, options.batch_norm
     if sharding not in get_args(Sharding):
-        raise UserError("P041", f"sharding={sharding!r} is not a kind of sharding", where="prepare(sharding=...)",
-                        fix="use 'none' (DDP), or 'optimizer', 'gradients' or 'parameters' (ZeRO 1, 2, 3)")  # fmt: skip
+        raise UserError("P041.sharding-not-kind", where="prepare(sharding=...)", sharding=sharding)
     if batch_norm not in BATCH_NORM:
-        raise UserError("P042", f"batch_norm={batch_norm!r} is not a BatchNorm mode", where="prepare(batch_norm=...)",
-                        fix="use 'local', 'sync' or 'frozen'")  # fmt: skip
+        raise UserError("P042.batch-norm", where="prepare(batch_norm=...)", batch_norm=batch_norm)
     if model in _PREPARED:
-        raise UserError("P131", "this model has a loop already", where="prepare(model, optimizer)",
-                        fix="pass several optimizers in one call: prepare(model, [muon, adamw])")  # fmt: skip
+        raise UserError("P131.model-loop-already", where="prepare(model, optimizer)")
     is_sharded = sharding != "none"
     optimizers = checked_optimizers(model, optimizer, is_sharded=is_sharded)
     blocks_of(model, options.wrap, is_sharded=is_sharded)  # checks `wrap` before ranks are joined

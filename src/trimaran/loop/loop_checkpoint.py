@@ -82,8 +82,7 @@ class SavedLoop:
         saver.wait()
         (result,) = saver.results()
         if result.failed:
-            raise UserError("K032", f"step {step} was not saved: {result.failed}", where=str(path),
-                            fix="fix the cause and save again; earlier checkpoints are unchanged")  # fmt: skip
+            raise UserError("K032.step-not-saved", where=str(path), step=step, failed=result.failed)
         return Path(result.path)
 
     def resume(self, folder: str | Path, **others: Any) -> int:
@@ -156,9 +155,12 @@ class LoopState:
         of_models = {shard.key for shard in models}
         found = {int(match[1]) for key in index if key not in of_models and (match := COPY_KEY.match(key))}
         if len(found) > len(self._copies):
-            raise UserError("K085", f"the checkpoint holds {len(found)} copies of models, and this loop has made "
-                            f"{len(self._copies)}", where="loop.resume(folder, ...)",
-                            fix="call loop.copy_of(model) for each before loop.resume")  # fmt: skip
+            raise UserError(
+                "K085.checkpoint-holds-copies",
+                where="loop.resume(folder, ...)",
+                num_found=len(found),
+                num__copies=len(self._copies),
+            )
         self._new_copies = [copy for number, copy in enumerate(self._copies, 1) if number not in found]
         return [*models, *(shard for shard in copies if shard.key in index)]  # see `restore`
 
@@ -173,10 +175,7 @@ class LoopState:
         for name, each in self.others.items():
             is_generator = isinstance(each, torch.Generator)
             if not is_generator and not hasattr(each, "state_dict"):
-                raise UserError("K033", f"a {type(each).__name__} has no state_dict to save",
-                                where="loop.save(folder, step, ...)",
-                                fix="pass objects with state_dict and load_state_dict, such as schedulers"
-                                )  # fmt: skip
+                raise UserError("K033.no-state-dict", where="loop.save(folder, step, ...)", kind=type(each).__name__)
             others[name] = json.dumps(to_json(each.get_state() if is_generator else each.state_dict()))
         return first | {"random": self._rng.state(), "models": more, "others": others}
 
@@ -184,8 +183,9 @@ class LoopState:
         saved = progress.get("others", {})
         if missing := sorted(saved.keys() - self.others.keys()):
             names = ", ".join(f"{name}={name}" for name in missing)
-            raise UserError("K033", f"resume was not given {', '.join(missing)}, whose state the checkpoint holds",
-                            where="loop.resume(folder, ...)", fix=f"loop.resume(folder, {names})")  # fmt: skip
+            raise UserError(
+                "K033.resume-not-given", where="loop.resume(folder, ...)", missing=", ".join(missing), names=names
+            )
         for model, each in zip(self._models, [progress, *progress.get("models", [])], strict=True):
             model.restore(each)
         for copy in self._copies:
@@ -311,10 +311,7 @@ def to_json(value: Any) -> Any:
         dtype = str(value.dtype).removeprefix("torch.")
         return {"type": "tensor", "value": data.decode(), "dtype": dtype, "shape": list(value.shape)}
     what = f"a tensor of {value.nbytes:,} bytes" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise UserError("K033", f"a state to save holds {what}, which a manifest cannot",
-                    where="loop.save(folder, step, ...)",
-                    fix="save objects whose state is numbers, text and small tensors; a model with "
-                    "loop.prepare(model, optimizer)")  # fmt: skip
+    raise UserError("K033.state-save-holds", where="loop.save(folder, step, ...)", text=what)
 
 
 def from_json(value: Any) -> Any:

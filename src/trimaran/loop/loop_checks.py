@@ -156,9 +156,9 @@ class LoopChecks:
         self._is_gathered = torch.is_grad_enabled()
         is_whole = self._context.is_synced and not self.num_backwards
         if self._is_on and not is_whole and torch.is_grad_enabled():
-            what = "loop.gather returns the rows of one micro-batch, but this step has several"
-            fix = f"take all rows at once: loop.local_rows(batch). {CHECK_OFF}"
-            self._found = self._found or UserError("P140", what, where=calling_line(), fix=fix)
+            self._found = self._found or UserError(
+                "P140.loop-gather-returns", where=calling_line(), check_off=CHECK_OFF
+            )
 
     def after_backward(self) -> None:
         self.num_backwards += 1
@@ -175,11 +175,13 @@ class LoopChecks:
             self._found = self._found or foreign_gradients()
         steps = self.num_backwards, self.num_backwards * self._context.world_size  # of all ranks, in one process
         if self.num_backwards > 1 and self._divisors in ({each} for each in steps):
-            what = (f"each of {self.num_backwards} losses was divided by {max(self._divisors)}, but loop.step divides "
-                    "by the samples of all of them: the gradient would be as many times too small")  # fmt: skip
-            self._found = self._found or UserError("P144", what, where=calling_line(), fix="leave out the division: "
-                                                   "loop.backward(loss, num_samples=len(y), reduction=\"mean\"). "
-                                                   + CHECK_OFF)  # fmt: skip
+            self._found = self._found or UserError(
+                "P144.each-losses-divided",
+                where=calling_line(),
+                fix='leave out the division: loop.backward(loss, num_samples=len(y), reduction="mean"). ' + CHECK_OFF,
+                num_backwards=self.num_backwards,
+                most=max(self._divisors),
+            )
         if self.is_first:
             self._agree()
         elif self._found is not None:
@@ -232,21 +234,16 @@ class LoopChecks:
     def _check_gradients(self) -> None:
         if num_changed := self._watch.num_changed():
             self._watch.forget()
-            what = (f"{num_changed} gradients were changed or cleared between loop.backward and loop.step: they are "
-                    "sums over the samples, which loop.step divides")  # fmt: skip
-            fix = ("clip with loop.step(clip_norm=...); change gradients in a function, which gets their means: "
-                   "loop.step(before_update=change); leave zero_grad to loop.step")  # fmt: skip
-            self._found = self._found or UserError("P141", what, where=calling_line(), fix=fix)
+            self._found = self._found or UserError(
+                "P141.gradients-changed-cleared", where=calling_line(), num_changed=num_changed
+            )
 
     def _before_update(self, optimizer: Optimizer, *args: Any) -> None:
         if self._is_updating:
             return
         gradients = [local_tensor(each.grad) for each in parameters_of([optimizer]) if each.grad is not None]
         if self.num_backwards or any(bool((each != 0).any()) for each in gradients if not each.is_sparse):
-            raise UserError("P142", "the optimizer was stepped by itself: gradients are not divided by the samples of "
-                            "all ranks, and not summed over ranks unless loop.backward was called",
-                            where=calling_line(), fix="call loop.step() in place of optimizer.step(), "
-                            "scaler.step(optimizer) and optimizer.zero_grad()")  # fmt: skip
+            raise UserError("P142.optimizer-stepped-itself", where=calling_line())
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         self._random_state = random_state(self._context.device)
@@ -277,19 +274,20 @@ class LoopChecks:
             len(each) > 1 and each[along] == rows and each[1 - along] == other
             for each in context.row_shapes[:MAX_LOSSES]
         ):
-            what = (f"{name or 'the model'} ({type(module).__name__}) runs along dimension {along} of its input, which "
-                    "the batch was cut along: each rank would see a part of every sequence")  # fmt: skip
             self._found = self._found or UserError(
-                "P145", what, where=name or type(module).__name__, fix=f"if the batch is [sequence, rows], pass "
-                f"batch_dim={1 - along} to loop.local_rows or micro_batches; if it is [rows, sequence], build the "
-                f"layer with batch_first={not along}. {CHECK_OFF}")  # fmt: skip
+                "P145.runs-along-dimension",
+                where=name or type(module).__name__,
+                name=name or "the model",
+                kind=type(module).__name__,
+                along=along,
+                along_2=1 - along,
+                along_3=not along,
+                check_off=CHECK_OFF,
+            )
 
 
 def foreign_gradients() -> UserError:
-    what = "gradients of this step do not come from loop.backward: they are not those of all ranks' rows"
-    return UserError("P142", what, where=calling_line(), fix="call loop.backward(loss, num_samples=len(y), "
-                     'reduction="mean") in place of loss.backward(); after a backward for something else, '
-                     "model.zero_grad()")  # fmt: skip
+    return UserError("P142.gradients-step", where=calling_line())
 
 
 class Hook:
@@ -356,10 +354,14 @@ def check_same_model(model: nn.Module) -> None:
     rank = next(number for number, each in enumerate(every) if each != every[0])
     other = dict(map(tuple, every[rank]))
     name = next((each for each in [*first, *other] if first.get(each) != other.get(each)), "the order of its parts")
-    raise UserError("P138", f"ranks have built different models: {name} is {first.get(name, 'missing')} on rank 0 and "
-                    f"{other.get(name, 'missing')} on rank {rank}", where="prepare(model, optimizer)",
-                    fix="build the same model on every rank: settings must not depend on the rank, or on files that "
-                    "differ between machines")  # fmt: skip
+    raise UserError(
+        "P138.ranks-built-different",
+        where="prepare(model, optimizer)",
+        name=name,
+        first=first.get(name, "missing"),
+        other=other.get(name, "missing"),
+        rank=rank,
+    )
 
 
 class ReplicaAgreement:
@@ -376,10 +378,7 @@ class ReplicaAgreement:
             return
         named = self._model.named_parameters()
         if differing := _differing({name: each.detach() for name, each in named if not isinstance(each, DTensor)}):
-            raise UserError("P134", f"after step {step} the ranks hold different weights: {_listed(differing)}",
-                            where="loop.step()", fix="change weights alike on every rank: without random numbers that "
-                            "differ between ranks, and only by loop.step() or from values that all ranks share. "
-                            "prepare(..., check_replicas=False) turns this check off")  # fmt: skip
+            raise UserError("P134.after-step-ranks", where="loop.step()", step=step, listed=_listed(differing))
         buffers = {}  # except BatchNorm's, which has its own warning; see `batch_norm_warning`
         for path, module in self._model.named_modules() if not self._warned else ():
             if not isinstance(module, AnyBatchNorm):

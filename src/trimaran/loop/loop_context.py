@@ -81,8 +81,7 @@ class CallOrder:
             pause = min(2 * pause, MAX_POLL_SECONDS)
 
     def _error(self, call: str, others: str, fix: str) -> UserError:
-        return UserError("P046", f"rank {self.rank} made {call}, which needs all ranks, but {others}",
-                         where=call, fix=fix)  # fmt: skip
+        return UserError("P046.rank-made", where=call, fix=fix, rank=self.rank, call=call, others_2=others)
 
     def _latest(self) -> dict[int, tuple[int, str]]:
         """Return number and name of the latest call of every other rank that has made one."""
@@ -262,10 +261,7 @@ class LoopContext:
         """
         for leaf in tree_leaves(as_tree(batch)) if self.world_size > 1 else ():
             if isinstance(leaf, Tensor) and leaf.layout is not torch.strided and leaf.shape == (num_rows, num_rows):
-                raise UserError("P040", f"this global batch has a sparse matrix of {num_rows} x {num_rows}, as of a "
-                                f"graph, and {num_rows} nodes: ranks cannot compute their rows alone", where=where,
-                                fix="train one graph on one process, or batches of subgraphs, each with its own "
-                                "matrix, through loop.uneven_batches")  # fmt: skip
+                raise UserError("P040.global-batch-sparse", where=where, num_rows=num_rows)
         number = self._num_batches
         self._num_batches += 1
         if self.calls.world_size == 1 or (number >= FIRST_CHECKS and number % CHECK_EVERY):
@@ -285,8 +281,7 @@ class LoopContext:
             odd = sorted(rank for group in others for rank in group)
             found = f"{_ranks(odd)} {'holds' if len(odd) == 1 else 'hold'} other rows than {_ranks(most)}"
         agreed = f" (they agreed in step {self._agreed_at})" if self._agreed_at >= 0 else ""
-        what = f"ranks hold different global batches in step {self.num_steps}: {found}{agreed}"
-        raise UserError("P045", what, where=where, fix=CAUSES)
+        raise UserError("P045.ranks-hold-different", where=where, num_steps=self.num_steps, found=found, agreed=agreed)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -348,7 +343,7 @@ def num_rows_of(batch: Any, where: str, *, dim: int = 0) -> int:
             fix = f"if the rows are dimension {other} of shapes {listed}, pass batch_dim={other}; else {fix}"
     else:
         what, fix = "no rows", "pass at least one row, as the first dimension of tensors"
-    raise UserError("P040", f"this global batch has {what}", where=where, fix=fix)
+    raise UserError("P040.global-batch", where=where, fix=fix, text=what)
 
 
 @dataclass(frozen=True, slots=True)

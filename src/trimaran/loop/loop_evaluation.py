@@ -39,14 +39,13 @@ def evaluate(context: LoopContext, model: nn.Module, measure: Callable[..., Any]
             values, layout = tree_flatten(measure(rows))
             values = [torch.as_tensor(each, device=context.device).detach().double() for each in values]
             if any(each.numel() != 1 for each in values):
-                raise UserError("P049", "evaluate's measure must return numbers, each a sum over the rows of its batch",
-                                where=WHERE, fix="return for example (loss.sum(), len(rows))")  # fmt: skip
+                raise UserError("P049.evaluate-measure-return", where=WHERE)
             values = [each.reshape(()) for each in values]
             sums = sums or [torch.zeros_like(each) for each in values]
             if not context.is_padding:
                 sums = [total + each for total, each in zip(sums, values, strict=True)]
     if layout is None:
-        raise UserError("P049", "there is no batch to evaluate", where=WHERE, fix="pass at least one batch")
+        raise UserError("P049.no-batch-evaluate", where=WHERE)
     totals = torch.stack(sums)
     dist.all_reduce(totals)
     return tree_unflatten(totals.tolist(), layout)
@@ -81,8 +80,11 @@ def write_weights(file: str | Path, weights: Mapping[str, Tensor]) -> Path:
     """Write rank 0's weights to `file`, whole or not at all. Every rank must call it; all raise, or none does."""
     path, failure = Path(file).absolute(), ""
     if path.suffix != ".safetensors":
-        raise UserError("K084", "weights are written to a .safetensors file", where=f"save_weights({str(file)!r})",
-                        fix=f"name it {path.with_suffix('.safetensors').name}")  # fmt: skip
+        raise UserError(
+            "K084.weights-written-safetensors",
+            where=f"save_weights({str(file)!r})",
+            path=path.with_suffix(".safetensors").name,
+        )
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,6 +103,5 @@ def write_weights(file: str | Path, weights: Mapping[str, Tensor]) -> Path:
     if dist.is_initialized():
         failure = broadcast_json(failure)
     if failure:
-        raise UserError("K084", f"the weights cannot be written: {failure}", where=str(path),
-                        fix="name a file on a disk with free space that you may write to")  # fmt: skip
+        raise UserError("K084.weights-cannot-written", where=str(path), failure=failure)
     return path

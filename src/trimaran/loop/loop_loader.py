@@ -139,7 +139,7 @@ class LoopLoader:
             what = f"samples {chosen} of rank(s) {odd} are not those of rank 0"
         else:
             return
-        raise UserError("P045", f"ranks read different datasets: {what}", where=WHERE, fix=CAUSES)
+        raise UserError("P045.ranks-read-different", where=WHERE, fix=CAUSES, text=what)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -269,7 +269,7 @@ def build_loader(
 
 
 def _refusal(what: str, fix: str) -> UserError:
-    return UserError("P047", f"loop.loader cannot deal this data: {what}", where=WHERE, fix=fix)
+    return UserError("P047.loop-loader", where=WHERE, fix=fix, text=what)
 
 
 def _sample_seed(seed: int, epoch: int, index: int) -> int:
@@ -330,9 +330,7 @@ def _own_or_borrowed(batch: Any) -> Any:
             description = json.loads(json.dumps({"leaves": described, "layout": treespec_dumps(layout)}))
     description = broadcast_json(description, src=source)
     if description is None:
-        raise UserError("T061", "a rank has no batch at all, and cannot borrow one from another rank: batches must be "
-                        "made of tensors, numbers and text in dicts, lists and tuples",
-                        where="uneven_batches(batches)", fix="give every rank at least one batch")  # fmt: skip
+        raise UserError("T061.rank-no-batch", where="uneven_batches(batches)")
     borrowed: list[Any] = []
     for number, leaf in enumerate(description["leaves"]):
         if "shape" in leaf:

@@ -21,21 +21,15 @@ def checked_optimizers(
     """Return the optimizers of `model`. Raise UserError if one of them would not train it, or not on several ranks."""
     found = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
     if not found or not all(isinstance(each, Optimizer) for each in found):
-        raise UserError("P131", "the second argument of prepare is neither an optimizer nor a list of them",
-                        where=WHERE, fix="pass an optimizer, or several: prepare(model, [muon, adamw])")  # fmt: skip
+        raise UserError("P131.second-argument-prepare", where=WHERE)
     for optimizer in found:
         kind = type(optimizer).__name__
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            raise UserError("P131", f"{kind} computes the loss several times a step, through a closure, which a loop "
-                            "that is split over ranks does not do", where=WHERE,
-                            fix="use an optimizer whose step() needs no closure, such as AdamW or SGD")  # fmt: skip
+            raise UserError("P131.computes-loss-several", where=WHERE, kind=kind)
         is_whole = kind in WHOLE_TENSOR_OPTIMIZERS or type(optimizer).__module__.startswith(WHOLE_TENSOR_PACKAGES)
         if is_sharded and is_whole:
-            raise UserError("P131", f"{kind} keeps states of whole rows, columns or blocks of a parameter, and a rank "
-                            "has only a shard of it", where="prepare(sharding=...)",
-                            fix="use sharding='none', or an optimizer whose states have the shape of their parameters, "
-                            "such as AdamW or SGD")  # fmt: skip
+            raise UserError("P131.keeps-states-whole", where="prepare(sharding=...)", kind=kind)
     names = {id(each): name for name, each in model.named_parameters()}
     seen: dict[int, str] = {}
     for optimizer in found:
@@ -43,15 +37,18 @@ def checked_optimizers(
         groups = enumerate(group["params"] for group in optimizer.param_groups)
         for group, number, parameter in ((group, *each) for group, some in groups for each in enumerate(some)):
             if id(parameter) not in names:
-                raise UserError("P130", f"{kind} trains a parameter that the model does not have: number {number} of "
-                                f"group {group}, of shape {list(parameter.shape)}", where=WHERE,
-                                fix="put all modules that are trained in one: both = nn.ModuleDict({'model': model, "
-                                "'head': head}), prepare(both, optimizer), and call model and head as before; a single "
-                                "nn.Parameter belongs into an nn.ParameterDict there; build the optimizer after the "
-                                "model is complete")  # fmt: skip
+                raise UserError(
+                    "P130.trains-parameter-model",
+                    where=WHERE,
+                    kind=kind,
+                    number=number,
+                    group=group,
+                    parameter_shape=list(parameter.shape),
+                )
             if id(parameter) in seen:
-                raise UserError("P131", f"{names[id(parameter)]} is trained twice, by {seen[id(parameter)]} and by "
-                                f"{kind}", where=WHERE, fix="give each parameter to one optimizer")  # fmt: skip
+                raise UserError(
+                    "P131.trained-twice", where=WHERE, names=names[id(parameter)], seen=seen[id(parameter)], kind=kind
+                )
             seen[id(parameter)] = kind
     return found
 
@@ -78,6 +75,6 @@ def explained_errors(optimizer: Optimizer, *, is_sharded: bool) -> Iterator[None
         if not is_sharded:
             raise
         kind = type(optimizer).__name__
-        raise UserError("P131", f"{kind} cannot update sharded parameters: {type(error).__name__}: {error}",
-                        where="loop.step()", fix="use sharding='none', or an optimizer that supports DTensor, such as "
-                        "AdamW or SGD of torch") from error  # fmt: skip
+        raise UserError(
+            "P131.cannot-update-sharded", where="loop.step()", kind=kind, kind_2=type(error).__name__, error=error
+        ) from error

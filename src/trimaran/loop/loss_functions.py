@@ -23,8 +23,7 @@ def gather_rows(rows: Tensor, *, is_padding: bool, dim: int) -> Tensor:
     """
     shape = list(rows.shape)
     if not -rows.ndim <= dim < rows.ndim:
-        raise UserError("P146", f"a tensor of shape {shape} has no dimension {dim} with rows", where=WHERE,
-                        fix="pass a tensor with a row for each sample, along dim=...")  # fmt: skip
+        raise UserError("P146.tensor-shape", where=WHERE, shape=shape, dim=dim)
     if dist.get_world_size() == 1:
         return rows
     first = rows.movedim(dim, 0)
@@ -32,8 +31,7 @@ def gather_rows(rows: Tensor, *, is_padding: bool, dim: int) -> Tensor:
     ranks = all_gather_json(described)
     if any(each[:2] != ranks[0][:2] for each in ranks):
         shapes = "; ".join(f"rank {rank} has rows of {kind} {size}" for rank, (kind, size, _) in enumerate(ranks))
-        raise UserError("P146", f"the rows of the ranks differ in shape or type: {shapes}", where=WHERE,
-                        fix="pad them to the same shape; only the number of rows may differ")  # fmt: skip
+        raise UserError("P146.rows-ranks-differ", where=WHERE, shapes=shapes)
     whole = _AllGather.apply(first, [count for *_, count in ranks])
     return whole.movedim(0, dim)
 

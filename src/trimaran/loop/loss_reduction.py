@@ -83,16 +83,14 @@ def check_divisor(loss: Tensor, *, count: float, reads_device: bool) -> None:
             else:
                 divided, line = "the class weights of the labels", f"num_samples=weight[labels[{labels}]].sum()"
             what = f"the loss was divided by {divisor:g}, {divided}, but backward was told that it is the mean of"
-            raise UserError("P143", f"{what} {count:g}", where=calling_line(), fix=f"loop.backward(loss, {line}, "
-                            f'reduction="mean"). {CHECK_OFF}')  # fmt: skip
+            raise UserError(
+                "P143.refused", where=calling_line(), text=what, count=count, line=line, check_off=CHECK_OFF
+            )
         sizes.append(_numel(node.next_functions[0]))
     sizes += _divisors_of_sums(loss.grad_fn, MAX_DEPTH, reads_device) if not sizes else []
     # One mean that fits is enough: another may be a penalty on weights.
     if sizes and count > 0 and count == int(count) and all(size % count and count % size for size in sizes):
-        raise UserError("P143", f"the loss is a mean over {sizes[0]:g} elements, but backward was told that it is the "
-                        f"mean of {count:g}", where=calling_line(),
-                        fix="pass the number that the loss was divided by, such as num_tokens=loss.numel() before "
-                        f'the mean; or sum the loss, and leave out reduction="mean". {CHECK_OFF}')  # fmt: skip
+        raise UserError("P143.loss-mean-over", where=calling_line(), sizes=sizes[0], count=count, check_off=CHECK_OFF)
 
 
 def ignored_index(node: Any) -> int:

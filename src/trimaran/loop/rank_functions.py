@@ -44,9 +44,13 @@ def gather_metrics(
     ranks = _all_gather([values, float(weight)])
     for rank, (other, _) in enumerate(ranks):
         if other.keys() != ranks[0][0].keys():
-            raise UserError("K081", f"rank 0 has the metrics {_listed(ranks[0][0])}, and rank {rank} {_listed(other)}",
-                            where="trimaran.gather_metrics(metrics)",
-                            fix="pass the same names on every rank; 0 with weight=0 where there is none")  # fmt: skip
+            raise UserError(
+                "K081.rank-metrics-rank",
+                where="trimaran.gather_metrics(metrics)",
+                listed=_listed(ranks[0][0]),
+                rank=rank,
+                listed_2=_listed(other),
+            )
     names = list(ranks[0][0])
     if reduce == "list":
         return {name: [other[name] for other, _ in ranks] for name in names}
@@ -58,9 +62,7 @@ def gather_metrics(
         }
     reduced = {"sum": sum, "max": max, "min": min}
     if reduce not in reduced:
-        raise UserError("K081", f"reduce={reduce!r} is not a way to reduce metrics",
-                        where="trimaran.gather_metrics(reduce=...)",
-                        fix="use 'mean', 'sum', 'max', 'min' or 'list'")  # fmt: skip
+        raise UserError("K081.reduce-not-way", where="trimaran.gather_metrics(reduce=...)", reduce=reduce)
     return {name: reduced[reduce]([other[name] for other, _ in ranks]) for name in names}
 
 
@@ -104,10 +106,8 @@ def scale_lr(lr: float, *, batch: int, new_batch: int, rule: Literal["linear", "
     arXiv:2205.10287). Both are starting points, and fail for very large batches.
     """
     if rule not in ("linear", "sqrt"):
-        raise UserError("K082", f"rule={rule!r} is not a rule", where="trimaran.scale_lr(rule=...)",
-                        fix="use 'linear' for SGD, 'sqrt' for Adam")  # fmt: skip
+        raise UserError("K082.rule-not-rule", where="trimaran.scale_lr(rule=...)", rule=rule)
     if not (lr > 0 and batch > 0 and new_batch > 0):
-        raise UserError("K082", f"lr={lr}, batch={batch} and new_batch={new_batch} must be above 0",
-                        where="trimaran.scale_lr(...)", fix="pass the samples of an optimizer step")  # fmt: skip
+        raise UserError("K082.lr-batch-new", where="trimaran.scale_lr(...)", lr=lr, batch=batch, new_batch=new_batch)
     ratio = new_batch / batch
     return lr * (ratio if rule == "linear" else math.sqrt(ratio))

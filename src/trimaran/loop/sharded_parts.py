@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from trimaran.core import UserError
+from trimaran.core import UserError, templated
 from trimaran.loop.loop_context import CallOrder
 from trimaran.nets import local_part
 from trimaran.parallel import all_gather_int64, own_parameter_groups
@@ -32,21 +32,33 @@ def blocks_of(model: nn.Module, wrap: Wrap | None, *, is_sharded: bool) -> tuple
         raise _wrong("wrap says how a sharded model is gathered, and sharding is 'none'",
                      "leave it out, or set sharding='parameters'")  # fmt: skip
     if isinstance(wrap, bool) or (isinstance(wrap, int) and wrap < 1):
-        raise _wrong(f"wrap={wrap!r} is not a number of parameters", "pass 1_000_000, or a class: wrap=Block")
+        raise _wrong(
+            templated("wrap={wrap!r} is not a number of parameters", wrap=wrap),
+            "pass 1_000_000, or a class: wrap=Block",
+        )
     found = tuple(_of_size(model, wrap) if isinstance(wrap, int) else _of_classes(model, _classes(wrap)))
     if not found:
         kinds = ", ".join(sorted({type(each).__name__ for each in model.modules()} - {type(model).__name__})[:12])
         if isinstance(wrap, int):
-            raise _wrong(f"no module below {type(model).__name__} has {wrap:,} parameters", "pass a smaller number")
+            raise _wrong(
+                templated("no module below {kind} has {wrap:,} parameters", kind=type(model).__name__, wrap=wrap),
+                "pass a smaller number",
+            )
         names = ", ".join(each.__name__ for each in _classes(wrap))
-        raise _wrong(f"{type(model).__name__} has no module of {names}", f"its modules are {kinds}")
+        raise _wrong(
+            templated("{kind} has no module of {names}", kind=type(model).__name__, names=names),
+            templated("its modules are {kinds}", kinds=kinds),
+        )
     return found
 
 
 def _classes(wrap: Wrap) -> tuple[type[nn.Module], ...]:
     classes = (wrap,) if isinstance(wrap, type) else tuple(wrap) if isinstance(wrap, Sequence) else (wrap,)
     if not all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes):
-        raise _wrong(f"wrap={wrap!r:.80} has something that is no class of modules", "pass a class: wrap=Block")
+        raise _wrong(
+            templated("wrap={wrap!r:.80} has something that is no class of modules", wrap=wrap),
+            "pass a class: wrap=Block",
+        )
     return classes  # type: ignore[return-value]
 
 
@@ -111,8 +123,7 @@ def gather_for_parts(model: nn.Module, before_call: Callable[[], None]) -> None:
     try:
         model._get_fsdp_state()._lazy_init()  # in the first forward otherwise, of which this must be the root
     except ValueError as error:
-        raise UserError("P136", f"this model cannot be sharded: {error}", where="prepare(sharding=...)",
-                        fix="use wrap=... with modules that share no weights") from None  # fmt: skip
+        raise UserError("P136.model-cannot-sharded", where="prepare(sharding=...)", error=error) from None
     root = UnitCalls(model, before_call)
     model.register_forward_pre_hook(root.note_enter, prepend=True)
     model.register_forward_hook(root.note_leave, always_call=True)
@@ -151,10 +162,7 @@ class UnitOrder:
         if self._calls.world_size > 1 and self._num_steps % CHECK_EVERY == 0:
             orders = all_gather_int64(np.array([self._order]))
             if (orders != orders[0]).any():
-                raise UserError("P139", "ranks have called different blocks of the sharded model, or in another order: "
-                                f"their weights of the last {CHECK_EVERY} steps were mixed up", where="loop.step()",
-                                fix="call the same blocks on every rank, with a result that is multiplied by 0 where "
-                                "it does not count, or use sharding='none'")  # fmt: skip
+                raise UserError("P139.ranks-called-different", where="loop.step()", check_every=CHECK_EVERY)
 
     def _note(self, number: int, name: str, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -211,10 +219,9 @@ class UnitCalls:
             try:
                 output = method(*args, **kwargs)
                 if self._versions() != versions:
-                    raise UserError("P136", f"{method.__qualname__} changes weights in place, but the model is sharded,"
-                                    " and the method has gathered copies of them", where=method.__qualname__,
-                                    fix="make the change outside of the class, on model.parameters(), under "
-                                    "torch.no_grad()")  # fmt: skip
+                    raise UserError(
+                        "P136.changes-weights-place", where=method.__qualname__, qualname=method.__qualname__
+                    )
             finally:
                 output = self._leave(args, output)
             return output
@@ -252,8 +259,7 @@ def check_shardable(model: nn.Module) -> None:
     """Raise UserError if the model has parts that FSDP does not support."""
     for name, each in model.named_modules():
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse:
-            raise UserError("P136", f"{name} has sparse gradients, which cannot be sharded",
-                            where="prepare(sharding=...)", fix="use sharding='none', or sparse=False")  # fmt: skip
+            raise UserError("P136.sparse-gradients", where="prepare(sharding=...)", name=name)
 
 
 @contextmanager
@@ -264,8 +270,7 @@ def explained_double_backward() -> Iterator[None]:
     except RuntimeError as error:
         if FREED not in str(error):
             raise
-        what = "the loss contains derivatives of the model (a gradient penalty), which need whole weights"
-        raise UserError("P136", what, where="loop.backward(loss)", fix="use sharding='none'") from error
+        raise UserError("P136.loss-contains-derivatives", where="loop.backward(loss)") from error
 
 
 def check_is_plain(loss: Tensor) -> None:
@@ -327,8 +332,7 @@ class CopyMaker:
     def make(self, device: torch.device) -> nn.Module:
         """Return a copy with the model's weights and buffers, in eval mode, without gradients."""
         if self._failure:
-            raise UserError("P137", f"this model cannot be copied: {self._failure}", where=WHERE,
-                            fix="let copy.deepcopy work on its modules, for instance with a __deepcopy__")  # fmt: skip
+            raise UserError("P137.model-cannot-copied", where=WHERE, failure=self._failure)
         made = copy.deepcopy(self._layout)
         made.requires_grad_(False).eval()
         if self._is_sharded:
@@ -360,9 +364,7 @@ def refuse_deepcopy(model: nn.Module) -> None:
 
 
 def _refuse(memo: Any) -> NoReturn:
-    raise UserError("P137", "a sharded model cannot be copied by copy.deepcopy, which AveragedModel and other averages "
-                    "of weights call", where="copy.deepcopy(model)", fix="average = loop.copy_of(model), and "
-                    "loop.update_copy(average, decay=0.999) after loop.step(), or use sharding='none'")  # fmt: skip
+    raise UserError("P137.sharded-model", where="copy.deepcopy(model)")
 
 
 def _copy_each(sources: list[Tensor], targets: list[Tensor]) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from trimaran.checkpoint.convert.export_hf import all_tensors
-from trimaran.core import AXES, Plan, UserError
+from trimaran.core import AXES, Plan, UserError, templated
 from trimaran.loop.cut_module import BlockList, Forward, StageEnd, cut_module, find_blocks
 from trimaran.loop.loop_checkpoint import LoopState, SavedLoop
 from trimaran.loop.loop_context import LoopContext, StepResult, as_tree, eval_mode, has_rows, num_rows_of, to_device
@@ -54,14 +54,24 @@ class SplitLoop(SavedLoop):
         self._stream = StageStream()
         if blocks is not None:  # remove the stages of other ranks, and their parameters from the optimizer
             if plan.num_stages > blocks.count:
-                raise UserError("P103", f"{plan.num_stages} stages are more than the {blocks.count} blocks of "
-                                f"{blocks.name}", where=PLAN_WHERE, fix="use a lower pp")  # fmt: skip
+                raise UserError(
+                    "P103.stages-more-blocks",
+                    where=PLAN_WHERE,
+                    num_stages=plan.num_stages,
+                    count=blocks.count,
+                    blocks=blocks.name,
+                )
             stack = model.get_submodule(blocks.name)
             counts = plan.pipeline.stages or split_blocks([*stack.children()], plan.num_stages)
             if sum(counts) != blocks.count or len(counts) != plan.num_stages:
-                raise UserError("P103", f"{len(counts)} stages of {sum(counts)} blocks do not hold the {blocks.count} "
-                                f"of {blocks.name} once", where=PLAN_WHERE,
-                                fix="leave pipeline.stages out")  # fmt: skip
+                raise UserError(
+                    "P103.stages-blocks",
+                    where=PLAN_WHERE,
+                    num_counts=len(counts),
+                    total=sum(counts),
+                    count=blocks.count,
+                    blocks=blocks.name,
+                )
             (number,) = self._stages.here
             start = sum(counts[:number])
             self._stream = cut_module(model, blocks, range(start, start + counts[number]), self._rows)
@@ -158,9 +168,9 @@ class SplitLoop(SavedLoop):
         num_rows, count = num_rows_of(batch, WHERE), self.plan.grad_accum
         parts = self.plan.mesh.dp * count
         if num_rows % parts:
-            raise UserError("P040", f"a batch of {num_rows} rows does not split into {parts} micro-batches: "
-                            f"{count} for each of {self.plan.mesh.dp} replicas", where=WHERE,
-                            fix=f"pass a multiple of {parts} rows, or set grad_accum in the plan")  # fmt: skip
+            raise UserError(
+                "P040.batch-rows", where=WHERE, num_rows=num_rows, parts=parts, count=count, dp=self.plan.mesh.dp
+            )
         self._context.check_same(batch, num_rows=num_rows, where=WHERE)
         self._rows[0] = size = num_rows // parts
         starts = [(self._ranks.data_rank * count + number) * size for number in range(count)]
@@ -182,8 +192,7 @@ class SplitLoop(SavedLoop):
             self._forward(rows)
         except StageEnd as end:
             return end.stream.contiguous()
-        raise UserError("P103", "forward returned before the next stage's first block was reached", where=WHERE,
-                        fix="call the model in forward on every rank")  # fmt: skip
+        raise UserError("P103.forward-returned-before", where=WHERE)
 
     def _last(self, rows: Any) -> Tensor:
         """Return the summed loss, of which only the first tensor-parallel rank counts the sum."""
@@ -271,7 +280,9 @@ def apply_tensor_plan(model: nn.Module, tensor: Mapping[str, str], mesh: DeviceM
     """Split the layers that the patterns match, in place. Raises UserError if a pattern matches none."""
     for pattern, style in tensor.items():
         if style not in STYLES:
-            raise wrong_tensor(f"{style!r} is not a way to split a layer", f"use {', '.join(STYLES)}")
+            raise wrong_tensor(
+                f"{style!r} is not a way to split a layer", templated("use {styles}", styles=", ".join(STYLES))
+            )
         found = [(name, each) for name, each in model.named_modules() if fnmatchcase(name, pattern)]
         if not found:
             raise wrong_tensor(f"the pattern {pattern} matches no module",
@@ -333,8 +344,7 @@ def prepare_split(
         dist.broadcast(each, src=0)
     wanted, found = plan.mesh.dp * plan.grad_accum, num_rows_of(example, "prepare(example=...)")
     if found < wanted:
-        raise UserError("P103", f"the example has {found} rows, and the plan {wanted} micro-batches",
-                        where="prepare(example=...)", fix=f"pass a batch of at least {wanted} rows")  # fmt: skip
+        raise UserError("P103.example-rows-plan", where="prepare(example=...)", found=found, wanted=wanted)
     rows = rows_of_batch(example, 0, wanted)
     with eval_mode(model):
         whole = Computed()  # for each row after the other, on this rank alone
@@ -362,9 +372,7 @@ def prepare_split(
                 loop.forward_backward(rows)
             except RuntimeError as error:
                 first = str(error).strip().partition("\n")[0]
-                raise UserError("P105", f"the split model fails: {first}", where=PLAN_WHERE,
-                                fix="a module that counts heads must count those of its rank: view(..., -1, head_dim); "
-                                "or split with columns-gathered and rows-of-whole") from error  # fmt: skip
+                raise UserError("P105.split-model-fails", where=PLAN_WHERE, first=first) from error
         dist.all_reduce(loop._sums)
         split.loss, loop._sums = float(loop._sums[0]), torch.zeros_like(loop._sums)
         split.gradients = gradients_of(model)
@@ -397,10 +405,7 @@ def _refuse_difference(whole: Computed, split: Computed) -> None:
         return
     part = outputs[first_output] if first_output >= 0 else names[first_gradient].rpartition(".")[0]
     what = f"the loss is {split.loss:.6g} instead of {whole.loss:.6g}" if loss_differs else "its gradient differs"
-    raise UserError("P105", f"the split model computes something else than one process, first in {part}: {what}",
-                    where=PLAN_WHERE, fix="let every `columns` layer be followed by a `rows` layer, with nothing "
-                    "that mixes columns or has weights in between; return the sum of the loss over rows, without "
-                    "randomness in eval mode")  # fmt: skip
+    raise UserError("P105.split-model-computes", where=PLAN_WHERE, part=part, text=what)
 
 
 @contextmanager

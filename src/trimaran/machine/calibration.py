@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trimaran.core import Flops, Seconds, UserError, did_you_mean, read_regular_bytes, user_cache
+from trimaran.core import Flops, Seconds, UserError, did_you_mean, read_regular_bytes, templated, user_cache
 from trimaran.machine.cluster import Cluster, DiskRates, Link, network_link
 from trimaran.machine.device_catalogue import DEVICES, STREAM_FRACTION, Device
 
@@ -30,8 +30,12 @@ def first_error(error: ValidationError, model: type[BaseModel], *, code: str, wh
             if step in model.model_fields:
                 model = next(_models(model.model_fields[str(step)].annotation), model)
         name, names = str(first["loc"][-1]), list(model.model_fields)
-        return UserError(code, f"there is no field '{path}'{did_you_mean(name, names)}", where=where,
-                         fix=f"the fields here are {', '.join(names)}")  # fmt: skip
+        return UserError(
+            code,
+            f"there is no field '{path}'{did_you_mean(name, names)}",
+            where=where,
+            fix=templated("the fields here are {names}", names=", ".join(names)),
+        )
     return UserError(code, f"{path}: {first['msg']}", where=where, fix=f"correct {path} in that file")
 
 
@@ -254,8 +258,7 @@ def calibration_folder(environ: Mapping[str, str]) -> Path | None:
 def parse_calibration(tree: object, *, where: str) -> Calibration:
     """Return the calibration that the user or `trimaran bench calibrate` wrote."""
     if not isinstance(tree, dict):
-        raise UserError("C006", "the calibration is not a mapping", where=where,
-                        fix="write it again with `trimaran bench calibrate`")  # fmt: skip
+        raise UserError("C006.calibration-not-mapping", where=where)
     try:
         return Calibration.model_validate(tree)
     except ValidationError as error:
@@ -268,8 +271,7 @@ def read_calibration(path: Path) -> Calibration:
         raw = read_regular_bytes(path, follow_links=True, limit_bytes=MAX_FILE_BYTES + 1)
         tree = json.loads(raw) if len(raw) <= MAX_FILE_BYTES else None
     except OSError as error:
-        raise UserError("C006", f"the calibration cannot be read: {error.strerror}", where=str(path),
-                        fix="write it with `trimaran bench calibrate`") from None  # fmt: skip
+        raise UserError("C006.calibration-cannot-read", where=str(path), reason=error.strerror) from None
     except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deep
         tree = None
     return parse_calibration(tree, where=str(path))
@@ -317,9 +319,14 @@ def _measured_device(cluster: Cluster, calibration: Calibration) -> Device:
     rates = {precision: Flops(rate * fraction * 1e12) for precision, rate in tflops.items() if rate}
     for precision, rate in rates.items() if not is_cpu and device.name in DEVICES else ():
         if rate > 1.1 * (peak := device.peak(precision)):  # higher clocks explain no more
-            raise UserError("C006", f"{precision}_tflops is {rate / 1e12:,.0f}, and {device.name} has at most "
-                                f"{peak / 1e12:,.0f}", where="calibration",
-                                fix="correct it, or measure with `trimaran bench calibrate`")  # fmt: skip
+            raise UserError(
+                "C006.tflops-most",
+                where="calibration",
+                precision=precision,
+                rate=rate / 1000000000000.0,
+                device=device.name,
+                peak=peak / 1000000000000.0,
+            )
     memory, pcie = (calibration.memory_gb_per_second or 0) * fraction * 1e9, calibration.pcie_gb_per_second
     launch = {} if is_cpu or not calibration.launch_us else {"launch": calibration.launch_us * 1e-6}
     return replace(

@@ -124,12 +124,9 @@ def mixed_cluster(parts: Sequence[Cluster]) -> Cluster:
     """
     sizes = {part.devices_per_node for part in parts}
     if len(sizes) > 1:
-        raise UserError("C012", f"the nodes of {'+'.join(map(str, parts))} have different numbers of devices",
-                        where="cluster", fix="name the nodes so that each has the same number, such as "
-                        "2x4xA100-80GB+4xL40S")  # fmt: skip
+        raise UserError("C012.nodes-different-numbers", where="cluster", parts="+".join(map(str, parts)))
     if any(part.device.traits.shares_cores for part in parts):
-        raise UserError("C012", "a cluster with several kinds of devices has GPUs only", where="cluster",
-                        fix="name GPUs alone; CPU ranks can use plan.micro_batches: measured")  # fmt: skip
+        raise UserError("C012.cluster-with-several", where="cluster")
     groups: list[DeviceGroup] = []
     for part in parts:
         num_nodes = part.num_nodes
@@ -146,8 +143,14 @@ def mixed_cluster(parts: Sequence[Cluster]) -> Cluster:
 def refuse_mixed(cluster: Cluster, what: str) -> None:
     """Raise if the cluster has several kinds of devices: `what` is for equal ones."""
     if cluster.groups:
-        raise UserError("C012", f"{what} is for clusters of equal devices, and this is {cluster}", where="cluster",
-                        fix=f"name one kind, such as {cluster.world_size}x{cluster.device.name}")  # fmt: skip
+        raise UserError(
+            "C012.clusters-equal-devices",
+            where="cluster",
+            text=what,
+            cluster=cluster,
+            world_size=cluster.world_size,
+            device=cluster.device.name,
+        )
 
 
 def default_links(device: Device, num_nodes: int, devices_per_node: int) -> tuple[Link, ...]:

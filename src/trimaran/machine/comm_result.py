@@ -263,11 +263,11 @@ def read_comm_result(path: Path) -> CommResult:
         raw = read_regular_bytes(path, follow_links=True, limit_bytes=MAX_FILE_BYTES + 1)
         tree = json.loads(raw) if len(raw) <= MAX_FILE_BYTES else None
     except OSError as error:
-        raise UserError("C011", f"the result cannot be read: {error.strerror}", where=str(path), fix=fix) from None
+        raise UserError("C011.result-cannot-read", where=str(path), reason=error.strerror) from None
     except (ValueError, RecursionError):
         tree = None
     if not isinstance(tree, dict) or "curves" not in tree:
-        raise UserError("C011", "this is not a result of `trimaran bench comm`", where=str(path), fix=fix)
+        raise UserError("C011.not-result-trimaran", where=str(path))
     try:
         result = CommResult.model_validate(tree)
     except ValidationError as error:

@@ -189,8 +189,13 @@ def find_device(name: str) -> Device:
     if sizes:
         same = [each for each in same if abs(each.memory_bytes / GIB / sizes[0] - 1) < 0.1]
     if not same:
-        raise UserError("C001", f"there is no device '{name}' in the catalogue{did_you_mean(name, DEVICES)}",
-                        where="cluster", fix=f"use one of {', '.join(DEVICES)}")  # fmt: skip
+        raise UserError(
+            "C001.no-device-catalogue",
+            where="cluster",
+            name=name,
+            guess=did_you_mean(name, DEVICES),
+            devices=", ".join(DEVICES),
+        )
     return min(same, key=lambda each: abs(each.memory_bytes / GIB - (sizes[0] if sizes else 1e6)))
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trimaran.core import GIB, Bytes, Recipe, Seconds, TextError, UserError, load_yaml, read_regular_bytes
+from trimaran.core import GIB, Bytes, Recipe, Seconds, TextError, UserError, load_yaml, read_regular_bytes, templated
 from trimaran.machine.calibration import (
     Calibration,
     apply_calibration,
@@ -94,8 +94,7 @@ def parse_cluster(
     if "+" in text:
         names = text.split("+")
         if len(names) > MAX_GROUPS:
-            raise UserError("C002", f"a cluster of {len(names)} groups is too long", where="cluster",
-                            fix=f"name at most {MAX_GROUPS}")  # fmt: skip
+            raise UserError("C002.cluster-groups-too", where="cluster", num_names=len(names), max_groups=MAX_GROUPS)
         return mixed_cluster([_parse_devices(name.strip(), calibrations) for name in names])
     return _parse_devices(text, calibrations, threads)
 
@@ -104,19 +103,20 @@ def _parse_devices(text: str, calibrations: Path | None, threads: int | None = N
     """Return the equal devices that `text` names, also as `8 x H100`, `8h100` or `h100x8`."""
     match = CLUSTER.fullmatch(re.sub(r"(?<=\d)\s*[x×]\s*(?=\w)", "x", text))
     if match is None:
-        raise UserError("C002", f"'{text}' is not a cluster", where="cluster", fix=EXAMPLES)
+        raise UserError("C002.not-cluster", where="cluster", text=text)
     counts, name = [int(each) for each in match.groups()[:2] if each], match[3]
     if not _is_device(name):
         if name.isdigit():
-            raise UserError("C002", f"'{text}' names no device", where="cluster",
-                            fix=f"name it too, such as {'x'.join([*map(str, counts), name])}xH100")  # fmt: skip
+            raise UserError(
+                "C002.names-no-device", where="cluster", text=text, names="x".join([*map(str, counts), name])
+            )
         joined, turned = JOINED.fullmatch(name), TURNED.fullmatch(name)
         if joined and len(counts) < 2 and _is_device(joined[2]):
             counts, name = [*counts, int(joined[1])], joined[2]
         elif turned and not counts and _is_device(turned[1]):
             counts, name = [int(turned[2])], turned[1]
     if 0 in counts:
-        raise UserError("C003", f"'{text}' has no devices", where="cluster", fix=EXAMPLES)
+        raise UserError("C003.no-devices", where="cluster", text=text)
     return _build(counts, name, text, calibrations, threads)
 
 
@@ -138,11 +138,17 @@ def _build(
         num_devices = counts[0] if counts else 1
         num_nodes = 1 if device.traits.shares_cores else -(-num_devices // device.node_size)
         if num_devices % num_nodes:
-            raise UserError("C003", f"{num_devices} devices do not fill {num_nodes} equal nodes", where="cluster",
-                            fix=f"name the nodes: {num_nodes}x{device.node_size}x{device.name}")  # fmt: skip
+            raise UserError(
+                "C003.devices-not-fill-equal",
+                where="cluster",
+                num_devices=num_devices,
+                num_nodes=num_nodes,
+                node_size=device.node_size,
+                device=device.name,
+            )
         devices_per_node = num_devices // num_nodes
     if num_nodes * devices_per_node > MAX_DEVICES:
-        raise UserError("C003", f"'{text}' has more than {MAX_DEVICES:,} devices", where="cluster", fix=EXAMPLES)
+        raise UserError("C003.devices", where="cluster", text=text, max_devices=MAX_DEVICES)
     if device.traits.shares_cores:  # the other nodes are assumed to equal this one
         here = cpu_cluster(devices_per_node, calibrations=calibrations, threads=threads)
         cluster = replace(here, num_nodes=num_nodes)
@@ -160,15 +166,12 @@ def _read_cluster(path: Path) -> Cluster:
         raw = read_regular_bytes(path, follow_links=True, limit_bytes=MAX_FILE_BYTES + 1)
         tree = load_yaml(raw) if len(raw) <= MAX_FILE_BYTES else None
     except OSError as error:
-        raise UserError("C004", f"the cluster file cannot be read: {error.strerror}", where=str(path),
-                        fix="name a file that exists, or a cluster such as 8xH100") from None  # fmt: skip
+        raise UserError("C004.cluster-file", where=str(path), reason=error.strerror) from None
     except TextError as error:
-        where = f"{path}, line {error.line}" if error.line else str(path)
-        raise UserError("C004", f"this is not YAML: {error.what}", where=where,
-                        fix="start from: {device: H100, num_nodes: 2, devices_per_node: 8}") from None  # fmt: skip
+        where = templated("{path}, line {line}", path=path, line=error.line) if error.line else str(path)
+        raise UserError("C004.not-yaml", where=where, error=error.what) from None
     if not isinstance(tree, dict):
-        raise UserError("C004", "this is not a small YAML mapping", where=str(path),
-                        fix="start from: {device: H100, num_nodes: 2, devices_per_node: 8}")  # fmt: skip
+        raise UserError("C004.not-small-yaml", where=str(path))
     try:
         file = ClusterFile.model_validate(tree)
     except ValidationError as error:
@@ -197,15 +200,12 @@ def _links(file: ClusterFile, world_size: int, path: Path) -> tuple[Link, ...]:
         return ()
     sizes = [each.devices for each in file.links[:-1]] + [file.links[-1].devices or world_size]
     if file.link_gb_per_second or file.network_gb_per_second:
-        raise UserError("C007", "the bandwidths are set twice: in links, and on their own", where=str(path),
-                        fix="leave out link_gb_per_second and network_gb_per_second")  # fmt: skip
+        raise UserError("C007.bandwidths-set-twice", where=str(path))
     if sizes[-1] != world_size:
-        raise UserError("C007", f"the last link connects {sizes[-1]} devices of {world_size}", where=f"{path}: links",
-                        fix="leave out its devices: the last link connects all")  # fmt: skip
+        raise UserError("C007.last-link-connects", where=f"{path}: links", sizes=sizes[-1], world_size=world_size)
     for inner, outer in pairwise(sizes):
         if inner is None or outer is None or outer <= inner or outer % inner:
-            raise UserError("C007", f"a link of {inner or 'all'} devices does not fit into one of {outer or 'all'}",
-                            where=f"{path}: links", fix="start with the innermost: 8, then 64")  # fmt: skip
+            raise UserError("C007.link-devices", where=f"{path}: links", inner=inner or "all", outer=outer or "all")
     links = []
     for each, size in zip(file.links, sizes, strict=True):
         reached = {name: rate * 1e9 for name, rate in each.reached.model_dump(exclude_none=True).items()}
@@ -230,8 +230,7 @@ def part_of(cluster: Cluster, world_size: int) -> Cluster:
         return cluster
     per_node = min(world_size, cluster.devices_per_node)
     if world_size % per_node:
-        raise UserError("C003", f"{world_size} devices do not fill equal nodes of {per_node}", where="faults.ranks",
-                        fix=f"use multiples of {per_node}")  # fmt: skip
+        raise UserError("C003.devices-not-fill", where="faults.ranks", world_size=world_size, per_node=per_node)
     # Of several kinds of devices it is not known which are left: the plan is for the one with the least memory.
     return replace(cluster, num_nodes=world_size // per_node, devices_per_node=per_node, groups=())
 

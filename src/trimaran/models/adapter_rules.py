@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from trimaran.core import AdapterSection, ModelSection, Plan, UserError, did_you_mean
+from trimaran.core import AdapterSection, ModelSection, Plan, UserError, did_you_mean, templated
 from trimaran.models.any_spec import Spec
 from trimaran.models.module_names import is_named, linear_names, linear_sizes
 from trimaran.models.outline import (
@@ -29,15 +29,12 @@ def refuse_adapter(section: ModelSection, plan: Plan | None = None, spec: Spec |
     if adapter is None:
         return
     if section.kind.reads == "scenes":
-        raise UserError("M055", "a perception model is not trained with an adapter", where="model.adapter",
-                        fix="remove model.adapter: these models are small enough to train in full")  # fmt: skip
+        raise UserError("M055.perception-model", where="model.adapter")
     both = [tower for tower in section.freeze if tower in (*adapter.towers, *adapter.train)]
     if "language" in section.freeze and not adapter.towers:
         both.append("language")
     if both:
-        raise UserError("M056", f"the tower {both[0]} is frozen, and the adapter trains it", where="model.freeze",
-                        fix=f"remove {both[0]} from model.freeze: towers without an adapter are frozen "
-                        "anyway")  # fmt: skip
+        raise UserError("M056.tower-frozen-adapter", where="model.freeze", both=both[0])
     if spec is not None and not section.kind.is_hf:
         names = linear_names(spec)
         if spec.vision is not None:
@@ -51,15 +48,12 @@ def refuse_adapter(section: ModelSection, plan: Plan | None = None, spec: Spec |
         sizes = linear_sizes(spec)
         refuse_large_rank({name: sizes[name] for name in names}, adapter.rank)
     if plan is not None and not plan.engine_traits.trains_adapters:
-        raise UserError("P064", "DeepSpeed's engine does not train adapters here", where="plan.engine",
-                        fix="use the torch engine: with plan.sharding it shards the frozen weights too")  # fmt: skip
+        raise UserError("P064.deepspeed-engine", where="plan.engine")
     if plan is not None and plan.precision == "fp8":
-        raise UserError("P066", "a linear layer with an adapter does not compute in fp8", where="plan.precision",
-                        fix="use bf16, or leave it out")  # fmt: skip
+        raise UserError("P066.linear-layer", where="plan.precision")
     if plan is not None and adapter.base == "4bit" and (plan.mesh.tp > 1 or plan.offload == "parameters"):
         field, why = ("mesh.tp", "tp splits") if plan.mesh.tp > 1 else ("offload", "FSDP's offload moves")
-        raise UserError("P065", f"4-bit base weights are whole on every rank, and {why} them", where=f"plan.{field}",
-                        fix="leave it out, or set model.adapter.base to auto")  # fmt: skip
+        raise UserError("P065.bit-base-weights", where=f"plan.{field}", why=why)
 
 
 def _is_within(name: str, patterns: Sequence[str]) -> bool:
@@ -74,9 +68,15 @@ def refuse_large_rank(sizes: Mapping[str, tuple[int, int]], rank: int) -> None:
     name = min(sizes, key=lambda each: (min(sizes[each]), each), default="")
     inputs, outputs = sizes.get(name, (rank, rank))
     if rank > min(inputs, outputs):
-        raise UserError("M052", f"the rank is {rank}, and {name} has {inputs} inputs and {outputs} outputs",
-                        where="model.adapter.rank", fix=f"use a rank of at most {min(inputs, outputs)}, or leave this "
-                        "layer out of targets")  # fmt: skip
+        raise UserError(
+            "M052.rank-inputs-outputs",
+            where="model.adapter.rank",
+            rank=rank,
+            name=name,
+            inputs=inputs,
+            outputs=outputs,
+            least=min(inputs, outputs),
+        )
 
 
 def refuse_unknown_targets(targets: Sequence[str], names: Iterable[str]) -> None:
@@ -86,7 +86,12 @@ def refuse_unknown_targets(targets: Sequence[str], names: Iterable[str]) -> None
     unknown = [each for each in targets if not any(is_named(name, each) for name in linears)]
     if unknown or not targets:
         what = f"no linear layer is called {unknown[0]!r}{did_you_mean(unknown[0], known)}" if unknown else "no targets"
-        raise UserError("M054", what, where="model.adapter.targets", fix=f"the linear layers are {listed(known)}")
+        raise UserError(
+            "M054",
+            what,
+            where="model.adapter.targets",
+            fix=templated("the linear layers are {known}", known=listed(known)),
+        )
 
 
 def last_parts(names: Iterable[str]) -> list[str]:
@@ -132,8 +137,13 @@ def with_adapter(outline: Outline, section: AdapterSection) -> Outline:
     names = [tower.name for tower in outline.towers]
     for name in section.towers:
         if name not in names:
-            raise UserError("M012", f"there is no tower '{name}'{did_you_mean(name, names)}",
-                            where="model.adapter.towers", fix=f"its towers are {', '.join(names)}")  # fmt: skip
+            raise UserError(
+                "M012.no-tower",
+                where="model.adapter.towers",
+                name=name,
+                guess=did_you_mean(name, names),
+                names=", ".join(names),
+            )
     parts = _last_parts(section.train)
     targets = () if section.targets == "all-linear" else _last_parts(section.targets)
     towers = []

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from trimaran.core import UserError, did_you_mean, read_regular_bytes
+from trimaran.core import UserError, did_you_mean, read_regular_bytes, templated
 from trimaran.models.validate_spec import MOST
 
 Names = tuple[str, ...]
@@ -101,14 +101,11 @@ class Fields:
 
 
 def bad_field(name: str, what: str, where: str) -> UserError:
-    return UserError(
-        "M007", f"{name}: {what}", where=where, fix=f"give {name} the value that the weights were made with"
-    )
+    return UserError("M007.refused", where=where, name=name, text=what)
 
 
 def unknown_network(what: str, where: str, *, fix: str = "add what is missing") -> UserError:
-    return UserError("M011", f"the configuration does not describe the network: {what}", where=where,
-                     fix=f"{fix}, or pass the live module to outline_from_module")  # fmt: skip
+    return UserError("M011.configuration-not-describe", where=where, text=what, way=fix)
 
 
 def show(value: Any) -> str:
@@ -135,12 +132,13 @@ def refuse_unknown(changes: Mapping[str, Any], known: Iterable[str], where: str)
     known = list(known)
     for key in changes:
         if key not in known:
-            raise UserError("M008", f"a shape has no field '{key}'{did_you_mean(str(key), known)}", where=where,
-                            fix=f"the fields here are {', '.join(known)}")  # fmt: skip
+            raise UserError(
+                "M008.shape-no-field", where=where, key=key, guess=did_you_mean(str(key), known), known=", ".join(known)
+            )
 
 
 def wrong_value(what: str, where: str) -> UserError:
-    return UserError("M009", what, where=where, fix=f"change or remove {where}")
+    return UserError("M009", what, where=where, fix=templated("change or remove {place}", place=where))
 
 
 def _typed(hint: Any, now: Any, value: Any, where: str) -> Any:
@@ -180,16 +178,13 @@ def read_json(path: Path, *, limit_bytes: int) -> dict[str, Any]:
     try:
         text = read_regular_bytes(path, follow_links=True, limit_bytes=limit_bytes + 1)
     except OSError as error:
-        raise UserError("M004", f"{path.name} cannot be read: {error.strerror}", where=str(path),
-                        fix="name a folder with a Hugging Face model that you may read") from None  # fmt: skip
+        raise UserError("M004.cannot-read", where=str(path), path=path.name, reason=error.strerror) from None
     if len(text) > limit_bytes:
-        raise UserError("M005", f"{path.name} is larger than {limit_bytes / 1e6:.0f} MB, which no such file needs",
-                        where=str(path), fix="check that this is the right file")  # fmt: skip
+        raise UserError("M005.larger-mb", where=str(path), path=path.name, limit_bytes=limit_bytes / 1000000.0)
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError):
-        raise UserError("M005", f"{path.name} is not JSON: it is truncated or damaged", where=str(path),
-                        fix="copy or download the file again") from None  # fmt: skip
+        raise UserError("M005.not-json-truncated", where=str(path), path=path.name) from None
     if not isinstance(tree, dict):
-        raise UserError("M005", f"{path.name} holds no fields", where=str(path), fix="copy or download the file again")
+        raise UserError("M005.holds-no-fields", where=str(path), path=path.name)
     return tree

@@ -41,8 +41,7 @@ def lacks_expert_field(config: Mapping[str, Any]) -> bool:
 def spec_from_hf(config: Mapping[str, Any], *, where: str) -> ModelSpec:
     """Return the shape that `config` describes. `where` names the configuration in errors."""
     if reason := unsupported(config):
-        raise UserError("M006", f"the decoder does not support this model: {reason}", where=where,
-                        fix="train a causal language model unchanged with model.family=hf")  # fmt: skip
+        raise UserError("M006.decoder-not-support", where=where, reason=reason)
     spec = FAMILIES[config["model_type"]].read(Fields(config, where))
     if problem := first_invalid_field(spec):
         raise bad_field(HF_NAMES.get(problem[0], problem[0]), problem[1], where)
@@ -63,8 +62,7 @@ def spec_to_hf(spec: ModelSpec) -> dict[str, Any]:
         "heads that do not divide hidden": spec.hidden % spec.heads != 0,
     }
     names = ", ".join([*(name for name, present in features.items() if present), *variations(spec)])
-    raise UserError("M010", f"Hugging Face has no architecture with exactly {names}", where="model.shape",
-                    fix="choose the features of one of its architectures, such as llama, qwen2 or qwen3")  # fmt: skip
+    raise UserError("M010.hugging-face", where="model.shape", names=names)
 
 
 def disk_layout(spec: ModelSpec) -> PartsOf:

@@ -143,8 +143,7 @@ class _OperatorCounter(TorchDispatchMode):
 def _traced_outline(module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> Outline:
     tensors = _tensors((inputs, named))
     if not tensors or not tensors[0].shape or not tensors[0].shape[0]:
-        raise UserError("M031", "no example input: the first tensor must have samples in its first dimension",
-                        where="inputs", fix="call outline_from_module(module, *example_inputs)")  # fmt: skip
+        raise UserError("M031.no-example-input", where="inputs")
     log, mode = _BlockLog(), FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         memo = {id(each): _fake_copy(each) for each in [*module.parameters(), *module.buffers()]}
@@ -161,8 +160,7 @@ def _traced_outline(module: nn.Module, inputs: Sequence[Any], named: Mapping[str
             fake_module(*inputs, **named)
     except Exception as error:
         name, first = type(module).__name__, str(error).strip().split("\n")[0][:200]
-        raise UserError("M030", f"{name} does not run on fake tensors: {type(error).__name__}: {first}", where=name,
-                        fix="make its forward independent of tensor values for these inputs") from error  # fmt: skip
+        raise UserError("M030.not-run-fake", where=name, name=name, kind=type(error).__name__, first=first) from error
     # The recorded blocks are towers: a new one begins where trained and frozen blocks alternate.
     num_samples, towers = tensors[0].shape[0], []
     for frozen, group in groupby(log.records, lambda record: record.frozen):

@@ -64,23 +64,20 @@ def refuse_tp_degree(degree: int, sizes: Mapping[str, int]) -> None:
     """Raise unless the degree divides every size that tp splits."""
     if bad := [f"{name} ({size})" for name, size in sizes.items() if size % degree]:
         works = [str(each) for each in range(1, degree) if not any(size % each for size in sizes.values())]
-        raise UserError("M027", f"tp is {degree}, which does not divide {bad[0]}", where="plan.mesh.tp",
-                        fix=f"use a tp of {' or '.join(works)}")  # fmt: skip
+        raise UserError("M027.tp-not-divide", where="plan.mesh.tp", degree=degree, bad=bad[0], works=" or ".join(works))
 
 
 def refuse_ep_degree(ep: int, tp: int, num_experts: int) -> None:
     """Raise unless the degrees divide the stacked experts: with both, tp splits the experts of each ep rank."""
     if ep > 1 and num_experts % (ep * tp):
         degrees = f"ep {ep}" if tp == 1 else f"ep {ep} x tp {tp}"
-        raise UserError("P010", f"{degrees} does not divide the {num_experts} experts of the model",
-                        where="plan.mesh.ep", fix="use degrees whose product divides them")  # fmt: skip
+        raise UserError("P010.not-divide-experts", where="plan.mesh.ep", degrees=degrees, num_experts=num_experts)
 
 
 def refuse_seq_len(seq_len: int, most: int) -> None:
     """Raise if the sequences are longer than the positions of a Hugging Face model without a spec."""
     if seq_len > most:
-        raise UserError("P005", f"seq_len is {seq_len:,}, and the model is made for at most {most:,}",
-                        where="data.seq_len", fix=f"set data.seq_len to {most} or less")  # fmt: skip
+        raise UserError("P005.seq-len-model", where="data.seq_len", seq_len=seq_len, most=most)
 
 
 def facts_file(section: ModelSection, environ: Mapping[str, str]) -> Path | None:

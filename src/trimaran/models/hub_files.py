@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trimaran.core import Recipe, UserError
+from trimaran.core import Recipe, UserError, templated
 from trimaran.models.hub_names import HubRepo, hub_cache_of, hub_error, hub_repo_of
 
 Progress = Callable[[float], None]
@@ -50,8 +50,7 @@ def fetch_small_files(repo: HubRepo, *, only_config: bool = False, code: bool = 
             ignore_patterns=[*UNWANTED, "*.safetensors"],
         )
         if not (Path(folder) / "config.json").is_file():
-            raise UserError("M042", f"{repo.name} has no config.json: it is not a model of transformers",
-                            where=f"{repo.field} {repo.name}", fix="name another model")  # fmt: skip
+            raise UserError("M042.no-config-json", where=f"{repo.field} {repo.name}", repo=repo.name)
         return Path(folder)
 
 
@@ -129,7 +128,10 @@ def load_hub(repo: HubRepo) -> Any:
     except ImportError:
         raise UserError(
             "M041" if repo.kind == "model" else "T064",
-            f"{repo.name} is not a folder here, and to fetch it from the Hub the package huggingface_hub is missing",
+            templated(
+                "{repo} is not a folder here, and to fetch it from the Hub the package huggingface_hub is missing",
+                repo=repo.name,
+            ),
             where=f"{repo.field} {repo.name}",
             fix="pip install 'trimaran[hf]', or name a local folder",
         ) from None
@@ -221,8 +223,9 @@ def _load(repo: HubRepo, sha: str, *, subset: str | None, split: str) -> Any:
     try:
         return datasets.load_dataset(repo.name, subset, split=split, revision=sha)
     except ValueError as error:  # an unknown split or subset; the message lists those that exist
-        raise UserError("T064", f"{repo.name}: {' '.join(str(error).split())}", where=f"data.path {repo.name}",
-                        fix="set data.split and data.subset to those of the dataset") from None  # fmt: skip
+        raise UserError(
+            "T064.refused", where=f"data.path {repo.name}", repo=repo.name, error=" ".join(str(error).split())
+        ) from None
 
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trimaran.core import UserError, closest, expand_user
+from trimaran.core import UserError, closest, expand_user, templated
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")
 SNAPSHOT = re.compile(
@@ -98,29 +98,51 @@ def hub_error(error: Exception, repo: HubRepo, *, is_offline: bool) -> UserError
     """Return the error to raise for what huggingface_hub, or the connection below it, raised."""
     # By name: requests and httpx have types of their own, and only one of them is installed.
     names = {each.__name__ for each in type(error).__mro__}
-    elsewhere = (
-        f"where the Hub can be reached run `{repo.download_command}`, copy the folder here, and set "
-        f"{repo.field}={repo.local_folder}"
+    elsewhere = templated(
+        "where the Hub can be reached run `{download_command}`, copy the folder here, and set {repo}={local_folder}",
+        download_command=repo.download_command,
+        repo=repo.field,
+        local_folder=repo.local_folder,
     )
     address = f"https://huggingface.co/{'datasets/' if repo.kind == 'dataset' else ''}{repo.name}"
     if "GatedRepoError" in names:
-        what = f"the {repo.kind} {repo.name} is gated: its owner must give you access"
-        fix = f"accept the conditions on {address}, then `hf auth login`; or {elsewhere}"
+        what = templated(
+            "the {repo} {repo_name} is gated: its owner must give you access", repo=repo.kind, repo_name=repo.name
+        )
+        fix = templated(
+            "accept the conditions on {address}, then `hf auth login`; or {elsewhere}",
+            address=address,
+            elsewhere=elsewhere,
+        )
     elif "RevisionNotFoundError" in names:
-        what, fix = f"{repo.name} has no revision '{repo.revision}'", "name a branch, a tag or a commit of it, or none"
+        what, fix = (
+            templated("{repo} has no revision '{revision}'", repo=repo.name, revision=repo.revision),
+            "name a branch, a tag or a commit of it, or none",
+        )
     elif "RepositoryNotFoundError" in names:
-        what = f"the Hub has no {repo.kind} {repo.name} that you may read"
-        fix = f"check the name on {address}; for a private one: `hf auth login`"
+        what = templated("the Hub has no {repo} {repo_name} that you may read", repo=repo.kind, repo_name=repo.name)
+        fix = templated("check the name on {address}; for a private one: `hf auth login`", address=address)
     elif getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-        what = f"the disk is full: {repo.name} could not be fetched completely"
+        what = templated("the disk is full: {repo} could not be fetched completely", repo=repo.name)
         fix = "free disk space and start again, which continues the download; or set HF_HOME to a larger disk"
     elif is_offline:
-        what, fix = f"{repo.name} is not in the local cache, and HF_HUB_OFFLINE is set", f"unset it, or {elsewhere}"
+        what, fix = (
+            templated("{repo} is not in the local cache, and HF_HUB_OFFLINE is set", repo=repo.name),
+            templated("unset it, or {elsewhere}", elsewhere=elsewhere),
+        )
     elif "HfHubHTTPError" not in names and names & NO_NETWORK_TYPES:
-        what, fix = f"{repo.name} is not a folder here, and the Hub cannot be reached", elsewhere
+        what, fix = templated("{repo} is not a folder here, and the Hub cannot be reached", repo=repo.name), elsewhere
     else:
         reason = " ".join(str(error).split())[:300]
-        what, fix = f"the Hub did not give {repo.name}: {type(error).__name__}: {reason}", elsewhere
+        what, fix = (
+            templated(
+                "the Hub did not give {repo}: {kind}: {reason}",
+                repo=repo.name,
+                kind=type(error).__name__,
+                reason=reason,
+            ),
+            elsewhere,
+        )
     if near := near_folder(repo.name):
-        what += f" (did you mean the folder '{near}'?)"
+        what += templated(" (did you mean the folder '{near}'?)", near=near)
     return UserError(CODES[repo.kind], what, where=f"{repo.field} {repo.name}", fix=fix)

@@ -32,8 +32,7 @@ TOKEN_FIELDS = {"<IMG_CONTEXT>": "image_token_id", "<img>": "image_start_token_i
 
 def cannot_read(what: str, where: str) -> UserError:
     """Return the error for a vision-language model with a feature that we lack."""
-    return UserError("M034", f"the vlm family does not support this model: {what}", where=where,
-                     fix="use one of the models in docs/guides/vlm.md, or a preset")  # fmt: skip
+    return UserError("M034.vlm-family", where=where, text=what)
 
 
 def internvl_spec(fields: Fields) -> VlmSpec:
@@ -65,10 +64,7 @@ def internvl_spec(fields: Fields) -> VlmSpec:
             raise cannot_read(f"{name} is {show(part.config[name])}", part.where)
     image, start, end = TOKEN_FIELDS.values()
     if not fields.has(image):
-        raise UserError("M074", "neither config.json nor the tokenizer says which token stands for an image",
-                        where=fields.where,
-                        fix=f"put the folder's tokenizer files beside it, or set {image} to the id of "
-                        "<IMG_CONTEXT>")  # fmt: skip
+        raise UserError("M074.neither-config-json", where=fields.where, image=image)
     dynamic = fields.boolean("dynamic_image_size", default=True)
     return VlmSpec(
         name=fields.word("model_type", default=""),

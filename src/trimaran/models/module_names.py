@@ -123,6 +123,10 @@ def refuse_unmatched(patterns: Iterable[str], names: Sequence[str]) -> None:
     """Raise for the first pattern of `train.precision` that matches none of these module names."""
     for pattern in patterns:
         if not any(matches_module(name, pattern) for name in names):
-            raise UserError("P033", f"no module is called {pattern!r}{did_you_mean(pattern, names)}",
-                            where="train.precision", fix="use the name of a module, such as "
-                            f"{next(iter(names))}; a star stands for one part of it: layers.*.mlp")  # fmt: skip
+            raise UserError(
+                "P033.no-module-called",
+                where="train.precision",
+                pattern=pattern,
+                guess=did_you_mean(pattern, names),
+                next=next(iter(names)),
+            )

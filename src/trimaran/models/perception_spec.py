@@ -181,24 +181,26 @@ def perception_spec(section: ModelSection) -> PerceptionSpec:
         name = section.preset or "tiny"
         if name not in PERCEPTION_PRESETS:
             similar = did_you_mean(name, PERCEPTION_PRESETS)
-            raise UserError("M001", f"there is no preset '{name}' of a perception model{similar}",
-                            where="model.preset", fix=f"the presets are {', '.join(PERCEPTION_PRESETS)}")  # fmt: skip
+            raise UserError(
+                "M001.no-preset-perception",
+                where="model.preset",
+                name=name,
+                similar=similar,
+                perception_presets=", ".join(PERCEPTION_PRESETS),
+            )
         return _reshaped(PERCEPTION_PRESETS[name], section.shape, "model.shape")
     path = expand_user(section.path)
     folder = path.parent if path.name == "config.json" else path
     file = folder / "config.json"
     if not file.is_file():
-        raise UserError("M040", "there is no perception model here: no config.json", where=f"model.path {path}",
-                        fix="name the model folder of a perception run, or leave out model.path")  # fmt: skip
+        raise UserError("M040.no-perception-model", where=f"model.path {path}")
     config = read_json(file, limit_bytes=MAX_CONFIG_BYTES)
     kind = config.pop("model_type", None)
     if kind != MODEL_TYPE:
-        raise UserError("M040", f"the model is of type {kind!r}, and not {MODEL_TYPE}", where=str(file),
-                        fix="name the model folder of a perception run, or use another model.family")  # fmt: skip
+        raise UserError("M040.model-type", where=str(file), kind=kind, model_type=MODEL_TYPE)
     shape = {key: config[key] for key in SHAPE if key in config}
     if missing := [key for key in SHAPE if key not in shape and key not in OPTIONAL_SHAPE]:
-        raise UserError("M040", f"the shape is not complete: {missing[0]} is missing", where=str(file),
-                        fix="copy the folder again")  # fmt: skip
+        raise UserError("M040.shape-not-complete", where=str(file), missing=missing[0])
     spec = _reshaped(replace(PERCEPTION_PRESETS["tiny"], name=folder.resolve().name), shape, str(file))
     return _reshaped(spec, section.shape, "model.shape")
 

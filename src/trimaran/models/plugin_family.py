@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trimaran.core import ModelSection, Plan, Recipe, UserError, load_plugin, plugin_errors
+from trimaran.core import ModelSection, Plan, Recipe, UserError, load_plugin, plugin_errors, templated
 
 AXES_OF_OURS = ("tp", "pp", "cp", "ep")
 
@@ -40,21 +40,21 @@ def build_family(section: ModelSection) -> FamilyModule:
     family: NetworkFamily = load_plugin("network family", section.family)
     with plugin_errors(
         lambda kind, message: UserError(
-            "K077", f"the network family '{section.family}' was not built: {kind}: {message}", where="model.shape",
-            fix="check model.preset and model.shape, and what the plug-in says about them",
+            "K077.network-family-not-built", where="model.shape", family=section.family, kind=kind, message=message
         )
-    ):  # fmt: skip
+    ):
         built: Any = family.build(section)
     wrong = ""
     if not isinstance(built, FamilyModule):
-        wrong = f"returns a {type(built).__name__}, not a FamilyModule"
+        wrong = templated("returns a {kind}, not a FamilyModule", kind=type(built).__name__)
     elif not built.blocks or not {id(each) for each in built.blocks} <= {id(each) for each in built.module.modules()}:
         wrong = "has no blocks, or blocks that are not parts of its module"
     elif names := [name for name, _ in built.module.named_buffers()]:
-        wrong = f"has the buffers {', '.join(names[:3])}: compute them in forward, or make them parameters"
+        wrong = templated(
+            "has the buffers {names}: compute them in forward, or make them parameters", names=", ".join(names[:3])
+        )
     if wrong:
-        raise UserError("K077", f"the network family '{section.family}' {wrong}", where="model.family",
-                        fix="let build() return a FamilyModule as docs/guides/plugins.md describes it")  # fmt: skip
+        raise UserError("K077.network-family", where="model.family", family=section.family, wrong=wrong)
     return built
 
 
@@ -66,6 +66,4 @@ def check_plugin_family(plan: Plan, recipe: Recipe) -> None:
     reasons |= {"plan.precision": plan.precision == "fp8", "model.adapter": recipe.model.adapter is not None}
     reasons |= {"model.freeze": bool(recipe.model.freeze)}
     if field := next((each for each, is_set in reasons.items() if is_set), ""):
-        raise UserError("K080", f"a plug-in's network family is trained whole on data-parallel ranks: it does not "
-                        f"support {field}", where=field, fix=f"leave {field} out; dp_replicate, dp_shard, every "
-                        "sharding, accumulation, recompute and offload work")  # fmt: skip
+        raise UserError("K080.plug-network-family", where=field, field=field)

@@ -50,17 +50,19 @@ def outline_for(section: ModelSection, data: DataSection | None = None, points: 
     if data is not None:
         tokens = sum(tower.positions for tower in outline.towers if tower.name == "projector")
         if tokens > data.seq_len and "seq_len" in data.model_fields_set:
-            raise UserError("M013", f"the images of a sample are {tokens} tokens, and its sequence has {data.seq_len}",
-                            where="data.seq_len",
-                            fix="raise data.seq_len, or lower data.images_per_sample or data.image_size")  # fmt: skip
+            raise UserError("M013.images-sample-tokens", where="data.seq_len", tokens=tokens, seq_len=data.seq_len)
     names, towers = section.freeze, [tower.name for tower in outline.towers]
     for name in names:
         if name not in towers:
-            raise UserError("M012", f"there is no tower '{name}'{did_you_mean(name, towers)}", where="model.freeze",
-                            fix=f"its towers are {', '.join(towers)}")  # fmt: skip
+            raise UserError(
+                "M012.no-tower-towers",
+                where="model.freeze",
+                name=name,
+                guess=did_you_mean(name, towers),
+                towers=", ".join(towers),
+            )
     if set(names) == set(towers):
-        raise UserError("M012", "every tower is frozen, and nothing is left to train", where="model.freeze",
-                        fix=f"leave out one of {', '.join(towers)}")  # fmt: skip
+        raise UserError("M012.every-tower-frozen", where="model.freeze", towers=", ".join(towers))
     outline = replace(outline, towers=tuple(replace(tower, frozen=tower.name in names) for tower in outline.towers))
     return with_adapter(outline, section.adapter) if section.adapter else outline
 
@@ -87,9 +89,7 @@ def outline_if_known(
 def refuse_freezing(section: ModelSection) -> None:
     """Raise if towers of a Hugging Face model should be frozen that training cannot locate."""
     if section.freeze and section.kind.is_hf and vision_of(spec_of(section)) is None:
-        raise UserError("M014", f"training does not freeze {', '.join(section.freeze)} of a Hugging Face model",
-                        where="model.freeze", fix="use family vlm if it supports the model, remove model.freeze, or "
-                        "use `trimaran plan`")  # fmt: skip
+        raise UserError("M014.training-not-freeze", where="model.freeze", freeze=", ".join(section.freeze))
 
 
 def model_text(section: ModelSection, data: DataSection) -> str:
@@ -115,9 +115,7 @@ def recipe_image_rules(recipe: Recipe) -> ImageRules | None:
     rules = spec.images()
     if samples.temporal_patches:
         if spec.vision.frames != TEMPORAL_PATCH or not spec.sections:
-            raise UserError("M090", f"{spec.name} does not read two frames of a video as one image",
-                            where="data.samples.temporal_patches",
-                            fix="set it to false, or train a Qwen2-VL, Qwen2.5-VL or Qwen3-VL")  # fmt: skip
+            raise UserError("M090.not-read-two", where="data.samples.temporal_patches", spec=spec.name)
         # Of a second of video; 0: one for each pair of frames; None: times are in the text (Qwen3-VL).
         positions = spec.vision.ends.positions_per_second or (QWEN_25_RATE if spec.vision.window else 0)
         time_positions = None if len(spec.sections) > 3 else positions

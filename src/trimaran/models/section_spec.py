@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import ModelSection, UserError, did_you_mean, expand_user
+from trimaran.core import ModelSection, UserError, did_you_mean, expand_user, templated
 from trimaran.models.any_spec import Spec
 from trimaran.models.config_fields import changed, read_json, refuse_unknown, wrong_value
 from trimaran.models.hub_names import near_folder, repo_name
@@ -22,14 +22,11 @@ DEFAULT_PRESET = "tiny"
 def spec_of(section: ModelSection) -> Spec | None:
     """Return the shape of the model; None if no spec of ours describes it: a plug-in's, and some of Hugging Face."""
     if section.preset is not None and section.path is not None:
-        raise UserError("M002", "a model has either a preset or a path", where="model",
-                        fix="remove model.preset to take the shape from the path")  # fmt: skip
+        raise UserError("M002.model-either-preset", where="model")
     if section.kind.is_hf and section.path is None:
-        raise UserError("M002", "the hf family needs a model to load", where="model.path",
-                        fix="set model.path to a local Hugging Face model folder, or use family decoder")  # fmt: skip
+        raise UserError("M002.hf-family", where="model.path")
     if section.kind.is_hf and section.shape:
-        raise UserError("M002", "an hf model keeps the shape of its config.json", where="model.shape",
-                        fix="remove model.shape, edit config.json, or use model.family=decoder")  # fmt: skip
+        raise UserError("M002.hf-model-keeps", where="model.shape")
     match section.family:
         case "decoder":
             if section.path is None:
@@ -43,7 +40,9 @@ def spec_of(section: ModelSection) -> Spec | None:
             from trimaran.models.from_hf import has_prediction_layers  # noqa: PLC0415
 
             if not has_prediction_layers(decoder):
-                raise _no_prediction(f"{decoder.family or decoder.name} has no layers that predict later tokens")
+                raise _no_prediction(
+                    templated("{family} has no layers that predict later tokens", family=decoder.family or decoder.name)
+                )
             if section.adapter is not None:
                 raise _no_prediction("an adapter trains no new layers")
             prediction = PredictionSpec(layers=wanted.layers, weight=wanted.weight)
@@ -72,7 +71,9 @@ def spec_of(section: ModelSection) -> Spec | None:
         case _:
             spec = None
     if section.multi_token_prediction is not None:
-        raise _no_prediction(f"the family {section.family} has no layers that predict later tokens")
+        raise _no_prediction(
+            templated("the family {family} has no layers that predict later tokens", family=section.family)
+        )
     return spec
 
 
@@ -97,8 +98,7 @@ def vlm_of(section: ModelSection) -> VlmSpec:
         config = with_image_tokens(read_json(file, limit_bytes=MAX_CONFIG_BYTES), folder)
         spec = replace(vlm_from_disk(config, where=str(file)), name=repo_name(folder))
     if spec.vision.variant == "anyres":
-        raise UserError("M076", "our network does not arrange tiles as LLaVA-OneVision does", where="model.family",
-                        fix="use model.family hf, which trains it on data-parallel plans")  # fmt: skip
+        raise UserError("M076.our-network", where="model.family")
     shape = dict(section.shape)
     if (language := shape.pop("language", None)) is not None:
         if not isinstance(language, Mapping):
@@ -118,10 +118,7 @@ def vlm_of(section: ModelSection) -> VlmSpec:
 
 
 def _no_prediction(reason: str) -> UserError:
-    return UserError("M085", f"multi-token prediction is not possible: {reason}",
-                     where="model.multi_token_prediction",
-                     fix="remove it, or train a folder of DeepSeek-V3, Kimi-K2 or GLM-4.5 in full with "
-                     "model.family decoder")  # fmt: skip
+    return UserError("M085.multi-token-prediction", where="model.multi_token_prediction", reason=reason)
 
 
 def model_folder(path: str) -> Path:
@@ -130,16 +127,13 @@ def model_folder(path: str) -> Path:
     folder = named.parent if named.name == "config.json" else named
     if not folder.is_dir():
         near = near_folder(path)
-        raise UserError("M004", f"there is no such folder{f' (did you mean {near!r}?)' if near else ''}",
-                        where=f"model.path {path}",
-                        fix="name a local Hugging Face model folder, or a name on the Hub: OWNER/MODEL")  # fmt: skip
+        raise UserError(
+            "M004.no-such-folder", where=f"model.path {path}", value=f" (did you mean {near!r}?)" if near else ""
+        )
     if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
-        raise UserError("M004", "the folder holds an adapter without its base", where=f"model.path {path}",
-                        fix="set model.path to the base and model.adapter.path to this folder, or name whole weights: "
-                        "`trimaran export RUN --merge` writes some")  # fmt: skip
+        raise UserError("M004.folder-holds-adapter", where=f"model.path {path}")
     if not (folder / "config.json").is_file():
-        raise UserError("M004", "the folder holds no config.json", where=f"model.path {path}",
-                        fix="name a folder with a Hugging Face model: config.json and its weights")  # fmt: skip
+        raise UserError("M004.folder-holds", where=f"model.path {path}")
     return folder
 
 
@@ -149,10 +143,10 @@ def preset_named(name: str, presets: Mapping[str, Any]) -> Any:
         return presets[name]
     other = next((family for family, table in (("decoder", PRESETS), ("vlm", VLM_PRESETS)) if name in table), None)
     if other:
-        raise UserError("M001", f"the preset '{name}' belongs to the family {other}", where="model.preset",
-                        fix=f"set model.family to {other}, or use another preset")  # fmt: skip
-    raise UserError("M001", f"there is no preset '{name}'{did_you_mean(name, presets)}", where="model.preset",
-                    fix=f"the presets are {', '.join(presets)}")  # fmt: skip
+        raise UserError("M001.preset-belongs-family", where="model.preset", name=name, other=other)
+    raise UserError(
+        "M001.no-preset", where="model.preset", name=name, guess=did_you_mean(name, presets), presets=", ".join(presets)
+    )
 
 
 def reshaped(spec: ModelSpec, shape: Mapping[str, Any]) -> ModelSpec:
@@ -165,8 +159,7 @@ def reshaped(spec: ModelSpec, shape: Mapping[str, Any]) -> ModelSpec:
     spec = replace(changed(ModelSpec, spec, outside, "model.shape"), block=block)
     if ("hidden" in shape or "heads" in shape) and "head_dim" not in shape:
         if spec.heads < 1 or spec.hidden % spec.heads:
-            raise UserError("M009", f"{spec.heads} heads do not divide hidden {spec.hidden}", where="model.shape.heads",
-                            fix="choose heads that divide hidden, or set model.shape.head_dim")  # fmt: skip
+            raise UserError("M009.heads-not-divide", where="model.shape.heads", heads=spec.heads, hidden=spec.hidden)
         spec = replace(spec, head_dim=spec.hidden // spec.heads)
     if problem := first_invalid_field(spec):
         raise wrong_value(f"{problem[0]}: {problem[1]}", f"model.shape.{problem[0]}")

@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import ModelSection, UserError
+from trimaran.core import ModelSection, UserError, templated
 from trimaran.core.regular_files import check_regular_file, open_regular_file, read_regular_text, write_atomically
 from trimaran.models.config_fields import read_json
 from trimaran.models.hub_names import hub_repo_of
@@ -28,23 +28,19 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         names = read_json(index, limit_bytes=MAX_INDEX_BYTES).get("weight_map")
         if not isinstance(names, dict) or not names:
-            raise UserError(
-                "M022", "the index lists no weights", where=str(index), fix="copy or download the file again"
-            )
+            raise UserError("M022.index-lists", where=str(index))
         files = []
         for name in sorted({str(each) for each in names.values()}):
             path = index.parent / name
             if Path(name).name != name or not path.is_file():
-                raise UserError("M022", f"the index lists '{name}', which is not a file beside it", where=str(index),
-                                fix="copy or download the missing file")  # fmt: skip
+                raise UserError("M022.index-lists-not-file", where=str(index), name=name)
             files.append(path)
         return files
     if single.is_file():
         return [single]
     for path in sorted(folder.iterdir()):
         if path.suffix in (".safetensors", ".bin", ".pth"):
-            raise UserError("M020", f"weights are not read from {path.name}, only from model.safetensors",
-                            where=str(folder), fix="load it with transformers and save_pretrained it")  # fmt: skip
+            raise UserError("M020.weights-not-read", where=str(folder), path=path.name)
     return []
 
 
@@ -171,9 +167,7 @@ def file_digest(
 
 def changed_base(where: Path | str, what: str) -> UserError:
     """Return the error that a base is not the one that the adapter was trained on."""
-    return UserError("K048", f"the base of this adapter is not the one that it was trained on: {what}",
-                     where=str(where), fix="restore the original files, or train a new adapter on these: "
-                     "trimaran train RECIPE --run-dir DIR")  # fmt: skip
+    return UserError("K048.base-adapter", where=str(where), text=what)
 
 
 def base_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -190,5 +184,9 @@ def base_difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     ]
     if saved.get("initial") != now.get("initial"):
         changes.append("its random weights depend on another shape or seed")
-    more = f", and {len(changes) - MAX_NAMED_FILES} more" if len(changes) > MAX_NAMED_FILES else ""
+    more = (
+        templated(", and {num_changes} more", num_changes=len(changes) - MAX_NAMED_FILES)
+        if len(changes) > MAX_NAMED_FILES
+        else ""
+    )
     return ", ".join(changes[:MAX_NAMED_FILES]) + more or "its digest differs"

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from trimaran.core import UserError, check_regular_file
+from trimaran.core import UserError, check_regular_file, templated
 from trimaran.models import HEAD, DiskPart, ModelSpec, disk_layout, is_extra_layer, weight_files
 from trimaran.nets.decoder.decoder import Decoder, PredictionLayer
 from trimaran.nets.local_shards import ReadTensor, full_tensor, is_on_meta, local_part, local_slices
@@ -68,8 +68,7 @@ def load_hf_weights(module: nn.Module, folder: Path, report_progress: Callable[[
                 rows = [slice(start, start + ROWS_COMPARED) for start in range(0, spec.vocab, ROWS_COMPARED)]
                 are_equal = all(torch.equal(tied[some], stored[some]) for some in rows)
             if not are_equal:
-                raise UserError("M075", "config.json ties the head to the embedding, but the weights of both differ",
-                                where=str(folder), fix="set tie_word_embeddings to false in config.json")  # fmt: skip
+                raise UserError("M075.config-json-ties", where=str(folder))
         if is_on_meta(module):
             return
         log.info("%s is computed by Trimaran's own decoder; model.family=hf uses transformers'", module.spec.name)
@@ -94,9 +93,10 @@ def load_named_weights(
     """
     with open_sources(folder) as sources:
         if wrong := find_mismatches(sources):
-            more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            what = f"the weights do not match the model: {', '.join(wrong[:3])}{more}"
-            raise UserError("M021", what, where=str(folder), fix=fix)
+            more = templated(", and {num_wrong} more", num_wrong=len(wrong) - 3) if len(wrong) > 3 else ""
+            raise UserError(
+                "M021.weights-not-match-model-2", where=str(folder), fix=fix, wrong=", ".join(wrong[:3]), more=more
+            )
         if is_on_meta(module):
             return
         for name, parameter in module.named_parameters():
@@ -189,8 +189,7 @@ def open_weights(folder: Path, stack: ExitStack) -> dict[str, Any]:
     sources: dict[str, Any] = {}
     files = weight_files(folder)
     if not files:
-        raise UserError("M020", "the folder holds no weights", where=str(folder),
-                        fix="name a folder with model.safetensors, or train a preset from scratch")  # fmt: skip
+        raise UserError("M020.folder-holds", where=str(folder))
     for path in files:
         try:
             check_regular_file(path, follow_links=True)  # in a Hugging Face cache every file is a link
@@ -221,8 +220,7 @@ def _refuse_mismatch(
     if absent and {*absent} - {*elsewhere} == {HEAD}:
         raise without_head(f"{HEAD} is not on disk", folder)
     if absent and len(elsewhere) == len(absent):
-        raise UserError("M021", f"the names of the weights lack the prefix {BASE_PREFIX} that the decoder reads",
-                        where=str(folder), fix="set model.family to hf, which reads these names, too")  # fmt: skip
+        raise UserError("M021.names-weights-lack", where=str(folder), base_prefix=BASE_PREFIX)
     # Some checkpoints contain a tied head, which is not read, and the oldest Llamas their rotary tables.
     others = (each for each in sources if each not in expected and each != HEAD and "rotary_emb" not in each)
     unexpected = [each for each in others if not is_extra_layer(each, spec)]
@@ -233,14 +231,11 @@ def refuse_problems(missing: Sequence[str], misshapen: Sequence[str], unexpected
     """Raise if the weights in a folder do not match the model."""
     lists = {"missing": missing, "wrong shape": misshapen, "unexpected": unexpected}
     if problems := [f"{what}: {first_few(names)}" for what, names in lists.items() if names]:
-        raise UserError("M021", f"the weights do not match the model; {'; '.join(problems)}", where=str(folder),
-                        fix="use the config.json that belongs to the weights, and leave model.shape empty")  # fmt: skip
+        raise UserError("M021.weights-not-match-model", where=str(folder), problems="; ".join(problems))
 
 
 def without_head(problem: str, folder: Path) -> UserError:
-    return UserError("M093", f"the folder holds a model without the head of a language model: {problem}",
-                     where=str(folder), fix="name the language model that it was made from, or train it in your own "
-                     "loop with trimaran.prepare, as embedding models and classifiers are trained")  # fmt: skip
+    return UserError("M093.folder-holds-model", where=str(folder), problem=problem)
 
 
 def _copy(parameter: Tensor, parts: Sequence[DiskPart], sources: Mapping[str, Any]) -> None:
@@ -281,6 +276,4 @@ def first_few(names: Sequence[str]) -> str:
 
 def damaged(where: Path, error: Exception) -> UserError:
     problem = getattr(error, "strerror", None) or error
-    return UserError(
-        "M022", f"the weights cannot be read: {problem}", where=str(where), fix="copy or download them again"
-    )
+    return UserError("M022.weights-cannot-read", where=str(where), problem=problem)

@@ -55,8 +55,7 @@ def pack_frozen_weights(linears: Iterable[nn.Linear]) -> None:
     try:
         importlib.import_module("bitsandbytes")  # defines the operators; takes a second, so only a 4-bit base does it
     except ImportError:
-        raise UserError("M057", "4-bit base weights need the package bitsandbytes", where="model.adapter.base",
-                        fix="pip install 'trimaran[quant]', or set model.adapter.base to auto") from None  # fmt: skip
+        raise UserError("M057.bit-base-weights", where="model.adapter.base") from None
     for each in linears:
         if each.in_features % BLOCK == 0 and not each.weight.requires_grad:
             rows, columns, weight = each.out_features, each.in_features, each.weight

@@ -26,9 +26,7 @@ def apply_batch_norm(model: nn.Module, how: str, group: dist.ProcessGroup, devic
             continue
         if how == "frozen":
             if layer.running_mean is None:
-                raise UserError("P043", f"the BatchNorm layer '{name}' has no running statistics to normalise by",
-                                where="prepare(batch_norm=...)",
-                                fix="build it with track_running_stats=True, or use 'local' or 'sync'")  # fmt: skip
+                raise UserError("P043.batchnorm-layer", where="prepare(batch_norm=...)", name=name)
             layer.eval()
             layer.train = MethodType(lambda layer, mode=True: layer, layer)  # stays in eval mode
         elif how == "sync" and group.size() > 1:

@@ -265,8 +265,7 @@ def require_fp8_device(device_type: str, recipe: str = "tensor") -> None:
     on_gpu = DEVICE_TRAITS[device_type].has_kernels
     if not on_gpu or torch.cuda.get_device_capability() < MIN_CAPABILITY:
         name = torch.cuda.get_device_name() if on_gpu else "a CPU"
-        raise UserError("P031", f"{name} does not compute in fp8", where="plan.precision",
-                        fix="use bf16, or a GPU that has fp8: Ada, Hopper or newer")  # fmt: skip
+        raise UserError("P031.not-compute-fp8", where="plan.precision", name=name)
     major = torch.cuda.get_device_capability()[0]
     if recipe in RECIPE_MAJOR and major != RECIPE_MAJOR[recipe]:
         raise refused_recipe(recipe, torch.cuda.get_device_name())

@@ -94,8 +94,7 @@ def apply_patch(recipe: Recipe, plan: Plan, patch: Mapping[str, Any]) -> tuple[P
     for name in patch:
         if not name.startswith("plan.") and name not in OTHER_CHANGEABLE_FIELDS:
             fields = ", ".join(("plan.*", *OTHER_CHANGEABLE_FIELDS))
-            raise UserError("S040", f"{name} cannot change while the run runs", where=name,
-                            fix=f"these fields can: {fields}; stop and resume the run to change others")  # fmt: skip
+            raise UserError("S040.cannot-change-while", where=name, name=name, fields=fields)
     full = recipe.model_copy(update={"plan": Plan.model_validate(plan.model_dump())})  # every field of it is set
     pairs = [f"{name}={json.dumps(value)}" for name, value in patch.items()]
     patched = parse_recipe(dump_recipe(full), name="recipe.yaml", overrides=pairs)
@@ -115,31 +114,34 @@ def refuse_other_results(old: Plan, new: Plan, *, may_change: Collection[str] = 
     for name in (each for each in RESULT_FIELDS if each not in may_change):
         before, after = map(attrgetter(name), (old, new))
         if before != after:
-            raise UserError("S040", f"plan.{name} changes the results: it is {before} in this run, not {after}",
-                            where=f"plan.{name}", fix="leave it as it is, or start another run")  # fmt: skip
+            raise UserError("S040.plan-changes-results", where=f"plan.{name}", name=name, before=before, after=after)
     if not old.engine_traits.can_change_live:
-        raise UserError("S040", f"a run with engine {old.engine} cannot change its plan while it runs",
-                        where="plan.engine", fix="stop and resume it: `trimaran resume RUN --set ...`")  # fmt: skip
+        raise UserError("S040.run-with-engine", where="plan.engine", engine=old.engine)
     if "measured" in (old.micro_batches, new.micro_batches):
-        raise UserError("S040", "rows by measured speed are measured at the start of the ranks only",
-                        where="plan.micro_batches", fix="stop and resume the run: `trimaran resume RUN`")  # fmt: skip
+        raise UserError("S040.rows-measured-speed", where="plan.micro_batches")
     if old.mesh.world_size != new.mesh.world_size:
-        raise UserError("S043", f"the mesh ({new.mesh}) has {new.mesh.world_size} ranks, the run has "
-                        f"{old.mesh.world_size}", where="plan.mesh",
-                        fix="keep the product of the degrees, or ask for another number: "
-                        "`trimaran replan RUN --ranks N`")  # fmt: skip
+        raise UserError(
+            "S043.mesh-ranks-run",
+            where="plan.mesh",
+            mesh=new.mesh,
+            world_size=new.mesh.world_size,
+            mesh_world_size=old.mesh.world_size,
+        )
     if old.global_batch != new.global_batch:
-        raise UserError("S041", f"the global batch of this run is {old.global_batch}, {new.mesh.dp} data ranks x "
-                        f"micro_batch {new.micro_batch} x grad_accum {new.grad_accum} is {new.global_batch}",
-                        where="plan.micro_batch, plan.grad_accum",
-                        fix="set only one of them: the other one follows")  # fmt: skip
+        raise UserError(
+            "S041.global-batch-run",
+            where="plan.micro_batch, plan.grad_accum",
+            global_batch=old.global_batch,
+            dp=new.mesh.dp,
+            micro_batch=new.micro_batch,
+            grad_accum=new.grad_accum,
+            new_global_batch=new.global_batch,
+        )
     is_split_alike = (old.mesh, old.sharding, old.towers) == (new.mesh, new.sharding, new.towers)
     if old.comm.compression != "none" and not is_split_alike:
-        raise UserError("S040", "with compressed gradients the results depend on the mesh and on the sharding",
-                        where="plan.mesh", fix="leave them as they are")  # fmt: skip
+        raise UserError("S040.compressed-gradients-results", where="plan.mesh")
     if old.comm.sync_every > 1 and old.mesh.dp_replicate != new.mesh.dp_replicate:
-        raise UserError("S040", "with local steps the results depend on the number of replicas",
-                        where="plan.mesh.dp_replicate", fix="leave it as it is")  # fmt: skip
+        raise UserError("S040.local-steps-results", where="plan.mesh.dp_replicate")
 
 
 def _completed(new: Plan, old: Plan, global_batch: int, names: Collection[str]) -> Plan:

@@ -64,7 +64,7 @@ def answer_line(text: bytes, number: int) -> dict[str, Any]:
     except UserError as error:
         wrong = error
     except RecursionError:
-        wrong = UserError("P051", "the line is nested too deeply", where=f"line {number}", fix="write flat sections")
+        wrong = UserError("P051.line-nested-too", where=f"line {number}")
     return {"id": line.get("id") if isinstance(line, dict) else None, "error": wrong.as_dict()}
 
 
@@ -76,15 +76,14 @@ def predict_line(line: Mapping[str, Any]) -> dict[str, Any]:
     """
     stack = line.get("stack")
     if not isinstance(stack, str | None):
-        raise UserError("P051", "a stack is a name", where="stack", fix="leave it out, or name the software")
+        raise UserError("P051.stack-name", where="stack")
     job = job_of(_section(line, "model", named=True), stack or "trimaran")
     cluster = cluster_of(_section(line, "cluster", named=True))
     plan_text = _section(line, "plan")
     job = with_options(job, plan_text)
     plan, why = plan_of(plan_text, cluster.world_size, job.stack.default_sharding)
     if plan.recompute == "elementwise" and job.stack.name != "trimaran":
-        raise UserError("P051", f"{job.stack.name} has no recompute elementwise", where="plan.recompute",
-                        fix="use none, selective, full or a number")  # fmt: skip
+        raise UserError("P051.no-recompute-elementwise", where="plan.recompute", stack=job.stack.name)
     plan, obstacle = _runnable(plan, job)
     loss_problem = ""
     if job.stack.name == "trimaran":  # other stacks ignore the loss
@@ -112,18 +111,17 @@ def predict_line(line: Mapping[str, Any]) -> dict[str, Any]:
 def _parse(text: bytes, number: int) -> dict[str, Any]:
     where = f"line {number}"
     if len(text) > MAX_LINE_BYTES:
-        raise UserError("P051", "the line is longer than 1 MiB", where=where, fix="write one question on each line")
+        raise UserError("P051.line-longer-mib", where=where)
     if not text.strip():
-        raise UserError("P051", "the line is blank", where=where, fix="write one question on each line")
+        raise UserError("P051.line-blank", where=where)
     try:
         line = json.loads(text.decode("utf-8-sig" if number == 1 else "utf-8"), parse_constant=_reject_constant,
                           parse_float=_finite_number, object_pairs_hook=without_duplicates)  # fmt: skip
     except ValueError as error:
         problem = error.msg if isinstance(error, json.JSONDecodeError) else str(error)[:80]
-        raise UserError("P051", f"the line is not JSON: {problem}", where=where,
-                        fix="write one JSON object on each line") from None  # fmt: skip
+        raise UserError("P051.line-not-json", where=where, problem=problem) from None
     if not isinstance(line, dict):
-        raise UserError("P051", "the line is not an object", where=where, fix="write {model, cluster, plan}")
+        raise UserError("P051.line-not-object", where=where)
     return line
 
 
@@ -141,8 +139,7 @@ def _section(line: Mapping[str, Any], key: str, *, named: bool = False) -> str:
     """Return a section as canonical text, which is the key of the caches. `named`: it may be a name alone."""
     value = line.get(key)
     if not isinstance(value, dict) and not (named and isinstance(value, str)):
-        raise UserError("P051", f"the line has no object '{key}'", where=key,
-                        fix=f"add {key}; `trimaran predict --example` prints lines to start from")  # fmt: skip
+        raise UserError("P051.line-no-object", where=key, key=key)
     return json.dumps(tidy(value), sort_keys=True)
 
 

@@ -225,8 +225,9 @@ def plan_of(text: str, world_size: int, default_sharding: str = "none") -> tuple
             raise _line_error(f"{value!r} is not a number of sequences or micro-batches", f"plan.{key}")
     mesh = _mesh(fields, world_size, default_sharding)
     if mesh.world_size != world_size:
-        raise UserError("P051", f"the mesh ({mesh}) has {mesh.world_size} ranks, the cluster {world_size} GPUs",
-                        where="plan.mesh", fix="set dp x tp x pp x cp to that, or leave dp out")  # fmt: skip
+        raise UserError(
+            "P051.mesh-ranks-cluster", where="plan.mesh", mesh=mesh, world_size=mesh.world_size, world_size_2=world_size
+        )
     asked = fields.pop("global_batch", None)
     batch_per_rank = (asked or 0) // mesh.dp
     if asked and "micro_batch" not in fields:

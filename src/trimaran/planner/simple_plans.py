@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from trimaran.core import Mesh, Plan, UserError
+from trimaran.core import Mesh, Plan, UserError, templated
 from trimaran.models import split_outline
 from trimaran.planner.plan_choices import losses_of
 from trimaran.planner.question import Question
@@ -114,9 +114,14 @@ def batches(split: Plan, pinned: set[str], question: Question) -> list[tuple[int
     if global_batch % dp:
         fewer, works = divisors(global_batch, most=dp)[-1], multiples_around(global_batch, dp)
         needs_replicas = dp == question.cluster.world_size
-        use = f"use {fewer} of the devices" if needs_replicas else f"let dp_replicate x dp_shard be {fewer}"
-        raise UserError("P006", f"a global batch of {global_batch} does not split evenly over {dp} data ranks",
-                        where="train.global_batch", fix=f"set it to {works}, or {use}")  # fmt: skip
+        use = (
+            templated("use {fewer} of the devices", fewer=fewer)
+            if needs_replicas
+            else templated("let dp_replicate x dp_shard be {fewer}", fewer=fewer)
+        )
+        raise UserError(
+            "P006.global-batch", where="train.global_batch", global_batch=global_batch, dp=dp, works=works, use=use
+        )
     batch_per_rank = global_batch // dp
     if "micro_batch" in pinned:
         return [(split.micro_batch, max(1, batch_per_rank // split.micro_batch))]

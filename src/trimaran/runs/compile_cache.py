@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from trimaran.core import UserError, user_cache
+from trimaran.core import UserError, templated, user_cache
 
 INDUCTOR, TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 FOLDERS = ("inductor", "triton")  # one for each of the two variables
@@ -57,9 +57,13 @@ def refuse_unusable(environ: Mapping[str, str], *, kernels: bool = False) -> Non
             os.makedirs(named, exist_ok=True)
             TemporaryFile(dir=named).close()
         except OSError as error:
-            what = f"{name} is '{named}', which cannot be written to: {error.strerror}"
-            fix = "name another folder, or unset it: Trimaran then uses its own"
-            raise UserError("A017", what, where=f"the environment variable {name}", fix=fix) from None
+            raise UserError(
+                "A017.cannot-written",
+                where=templated("the environment variable {name}", name=name),
+                name=name,
+                named=named,
+                reason=error.strerror,
+            ) from None
 
 
 def _writable(folder: Path) -> bool:

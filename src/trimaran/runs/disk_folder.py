@@ -22,22 +22,20 @@ def check_disk_folder(path: str, *, any_filesystem: bool, mounts: Path = MOUNTS)
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise UserError("P110", f"there is no folder {path} for offloaded tensors on this machine", where=WHERE,
-                        fix="create it on a local NVMe disk, or name another")  # fmt: skip
+        raise UserError("P110.no-folder-offloaded", where=WHERE, path=path)
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError("P110", f"offloaded tensors cannot be written to {path}: permission denied", where=WHERE,
-                        fix="change its permissions, or name another folder")  # fmt: skip
+        raise UserError("P110.offloaded-tensors", where=WHERE, path=path)
     kind = filesystem_of(folder, mounts)
     if not any_filesystem and (kind in (*IN_MEMORY, *NETWORK) or kind.startswith("fuse")):
         why = "is in memory, so offloading to it saves none" if kind in IN_MEMORY else "is not a local disk"
-        raise UserError("P111", f"{path} is on {kind}, which {why}", where=WHERE,
-                        fix="name a folder on a local disk, or set plan.disk.any_filesystem to true")  # fmt: skip
+        raise UserError("P111.refused", where=WHERE, path=path, kind=kind, why=why)
 
 
 def no_room(path: str, need: Bytes, free: Bytes) -> UserError:
     """Return the error for a disk that is too small."""
-    return UserError("P112", f"offloaded tensors take {show_bytes(need)}, and {path} has {show_bytes(free)} free",
-                     where=WHERE, fix="free disk space, or name a folder on a larger disk")  # fmt: skip
+    return UserError(
+        "P112.offloaded-tensors-take", where=WHERE, need=show_bytes(need), path=path, free=show_bytes(free)
+    )
 
 
 def filesystem_of(folder: Path, mounts: Path = MOUNTS) -> str:

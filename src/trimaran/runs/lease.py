@@ -188,9 +188,7 @@ def take_lease(
             except BlockingIOError:
                 if time.monotonic() > until:
                     # The lease names no live process: it was deleted.
-                    raise UserError("S020", "this run is already running: another process on this machine holds its "
-                                    "directory", where=str(run.location), fix="find that process with `lsof` and end "
-                                    "it, or start another run: --run-dir DIR") from None  # fmt: skip
+                    raise UserError("S020.run-already-running-another-process", where=str(run.location)) from None
                 time.sleep(POLL_SECONDS)
                 continue
             lease = None
@@ -229,9 +227,7 @@ def claim_term(
 
 def held_lease_error(run: RunDirectory, holder: LeaseHolder) -> UserError:
     """Return the error for a run that another process is running."""
-    return UserError("S020", f"this run is already running: run {holder.run}, {holder}", where=str(run.location),
-                     fix="wait until it ends, stop it with Ctrl-C or SIGTERM there, or start another run: "
-                     "--run-dir DIR")  # fmt: skip
+    return UserError("S020.run-already-running", where=str(run.location), run=holder.run, holder=holder)
 
 
 def read_holder(run: RunDirectory) -> LeaseHolder | None:
@@ -307,5 +303,4 @@ def _refuse_shared_access(path: Path, *, is_folder: bool) -> None:
     right_kind = stat.S_ISDIR(status.st_mode) if is_folder else stat.S_ISREG(status.st_mode)
     if not right_kind or status.st_uid != os.getuid() or status.st_mode & 0o077:
         mode = "700" if is_folder else "600"
-        raise UserError("S021", "other users can read or change the lease of this run", where=str(path),
-                        fix=f"make it private: chmod {mode} {path}, or delete it while the run is stopped")  # fmt: skip
+        raise UserError("S021.other-users", where=str(path), mode=mode, path=path)

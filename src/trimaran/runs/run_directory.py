@@ -12,7 +12,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimaran.core import Bytes, UserError, did_you_mean, show_bytes
+from trimaran.core import Bytes, UserError, did_you_mean, show_bytes, templated
 from trimaran.runs.reserve import DISK_FULL_ERRORS
 
 if TYPE_CHECKING:
@@ -151,8 +151,7 @@ def create_run(path: Path, recipe: "Recipe", plan: "Plan") -> RunDirectory:
         for folder in created:
             if folder.is_dir():
                 folder.rmdir()
-        raise UserError("D003", f"the run directory cannot be written: {error.strerror}", where=str(path),
-                        fix="choose a folder you may write to, with free space: --run-dir DIR") from None  # fmt: skip
+        raise UserError("D003.run-directory", where=str(path), reason=error.strerror) from None
     return run
 
 
@@ -160,10 +159,9 @@ def open_run(path: Path) -> RunDirectory:
     """Return the run at `path`. Raises if there is none."""
     if not path.is_dir():
         near = did_you_mean(path.name, [each.name for each in path.parent.glob("*") if holds_run(each)])
-        raise UserError("D001", f"this run directory does not exist{near}", where=str(path), fix="look under runs/")
+        raise UserError("D001.run-directory", where=str(path), near=near)
     if not holds_run(path):
-        raise UserError("D002", "this folder is not a Trimaran run", where=str(path),
-                        fix=f"name a folder that `trimaran train` made (it holds {MARKER})")  # fmt: skip
+        raise UserError("D002.folder-not-trimaran", where=str(path), marker=MARKER)
     return RunDirectory(path)
 
 
@@ -210,13 +208,11 @@ def run_paths(root: Path, name: str) -> Iterator[Path]:
 def refuse_occupied(path: Path) -> None:
     """Raise unless `path` is free for a new run: missing, or an empty folder."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise UserError("D002", "the run directory is a file or a link", where=str(path),
-                        fix="name a folder that does not exist yet: --run-dir DIR")  # fmt: skip
+        raise UserError("D002.run-directory-file", where=str(path))
     try:
         occupied = path.is_dir() and any(path.iterdir())
     except OSError as error:
-        raise UserError("D003", f"the run directory cannot be read: {error.strerror}", where=str(path),
-                        fix="choose another folder: --run-dir DIR") from None  # fmt: skip
+        raise UserError("D003.run-directory-cannot-read", where=str(path), reason=error.strerror) from None
     if occupied:
         raise _occupied(path)
 
@@ -232,8 +228,9 @@ def writing(run: RunDirectory) -> Iterator[None]:
         if error.errno in DISK_FULL_ERRORS:
             fix = "free disk space: `trimaran checkpoints prune RUN --keep 1`"
         where = show_paths(str(error.filename or run.path), run.path)
-        raise UserError("D003", f"the run directory cannot be written: {error.strerror or error}", where=where,
-                        fix=fix) from error  # fmt: skip
+        raise UserError(
+            "D003.run-directory-cannot-written", where=where, fix=fix, reason=error.strerror or error
+        ) from error
 
 
 def refuse_full_disk(path: Path, needed: Bytes) -> None:
@@ -241,14 +238,18 @@ def refuse_full_disk(path: Path, needed: Bytes) -> None:
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
     total, _, free = shutil.disk_usage(existing)
     if free < needed and total:  # file systems such as /proc have no size; writing there fails with a better reason
-        what = f"checkpoints and trained weights need {show_bytes(needed)}, the disk has {show_bytes(free)} free"
         option = (
-            f"for example with `trimaran checkpoints prune {path} --keep 1`"
+            templated("for example with `trimaran checkpoints prune {path} --keep 1`", path=path)
             if holds_run(path)
             else "choose another disk with --run-dir DIR"
         )
-        raise UserError("D005", what, where=str(path), fix=f"free disk space, {option}, "
-                        "or keep fewer checkpoints: --set checkpoint.keep=1")  # fmt: skip
+        raise UserError(
+            "D005.checkpoints-trained-weights",
+            where=str(path),
+            needed=show_bytes(needed),
+            free=show_bytes(free),
+            option=option,
+        )
 
 
 def dump_plan(plan: "Plan") -> str:
@@ -264,10 +265,8 @@ def plan_tree(plan: "Plan") -> dict[str, Any]:
 
 def _occupied(path: Path) -> UserError:
     if holds_run(path):
-        fix = f"resume it: `trimaran resume {path}`, or choose another folder: --run-dir DIR"
-        return UserError("D004", "this run directory already holds a run", where=str(path), fix=fix)
-    return UserError("D002", "this folder holds files that are not a Trimaran run", where=str(path),
-                     fix="name an empty or a new folder: --run-dir DIR")  # fmt: skip
+        return UserError("D004.run-directory-already", where=str(path), path=path)
+    return UserError("D002.folder-holds-files", where=str(path))
 
 
 def _write_new(path: Path, text: str) -> None:

@@ -82,8 +82,7 @@ def write_change_request(
     """
     pending = read_change_request(run)
     if pending is not None and (by == "autopilot" or pending.by == "user"):
-        raise UserError("S042", f"change {pending.id} of this run is not answered yet", where=str(run.change_request),
-                        fix="wait for it: `trimaran watch RUN` shows the answer")  # fmt: skip
+        raise UserError("S042.change-run", where=str(run.change_request), pending=pending.id)
     known = [event["data"].get("id") for event in change_answers(run)]
     known += [pending.id] if pending is not None else []
     newest = max((each for each in known if isinstance(each, int)), default=0)

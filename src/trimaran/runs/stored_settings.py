@@ -72,10 +72,9 @@ def _parsed_recipe(text: str, name: str) -> Recipe:
 
 
 def _unreadable(path: Path, why: str, *, line: int = 0) -> UserError:
-    return UserError("A008", f"{path.name} of this run cannot be read: {why}",
-                     where=f"{path}, line {line}" if line else str(path),
-                     fix="if the run is just starting, wait; otherwise restore the file, or start the run again"
-                     )  # fmt: skip
+    return UserError(
+        "A008.run-cannot-read", where=f"{path}, line {line}" if line else str(path), path=path.name, why=why
+    )
 
 
 log = logging.getLogger(__name__)
@@ -91,8 +90,7 @@ def create_run_from(folder: Path, path: Path, *, complete_seconds: float = COMPL
     """
     source, run = RunDirectory(folder), RunDirectory(path)
     if not (source.recipe.is_file() and source.plan.is_file()):
-        raise UserError("L021", "this folder has no recipe.yaml and plan.json", where=f"--create-from {folder}",
-                        fix="name the folder that `trimaran launch --out` wrote")  # fmt: skip
+        raise UserError("L021.folder-no-recipe", where=f"--create-from {folder}")
     recipe, plan = source.read_recipe(), source.read_plan()
     if not holds_run(path):
         try:
@@ -102,8 +100,7 @@ def create_run_from(folder: Path, path: Path, *, complete_seconds: float = COMPL
                 raise
     _wait_until_complete(run, recipe, plan, complete_seconds)
     if changed := fixed_field_changes(run.read_recipe(), recipe):
-        raise UserError("L021", f"the run directory holds another run: {', '.join(changed)} differ", where=str(path),
-                        fix="name a new run directory, or the folder that this run was made from")  # fmt: skip
+        raise UserError("L021.run-directory-holds", where=str(path), changed=", ".join(changed))
     return run
 
 

@@ -49,8 +49,9 @@ def parts_with_images(text: str, num_images: int) -> list[str | None]:
         return [*[None] * num_images, text]
     texts = text.split(MARKER)
     if len(texts) - 1 != num_images:
-        raise UserError("A001", f"the text has {len(texts) - 1} times {MARKER}, and there are {num_images} images",
-                        where="--image", fix=f"write {MARKER} once for each image, or not at all")  # fmt: skip
+        raise UserError(
+            "A001.text-times-images", where="--image", num_texts=len(texts) - 1, marker=MARKER, num_images=num_images
+        )
     return [part for each in texts for part in (each, None)][:-1]
 
 
@@ -64,8 +65,7 @@ def place_images(
     record = SampleRecord(ids, np.zeros(len(ids), dtype=bool), range(0), 0)  # without targets
     sample = SamplePacker(rules, limit=1 << 30).pack(record, sizes)
     if sample.layouts:
-        raise UserError("M077", "generation does not arrange the tiles of LLaVA-OneVision yet", where="--image",
-                        fix="write the model with `trimaran export`, and use transformers")  # fmt: skip
+        raise UserError("M077.generation-not-arrange", where="--image")
     placed = [
         PlacedImage(image.patches, grids, first, rules.merge)
         for image, grids, first in zip(images, sample.grids, sample.image_starts, strict=True)
@@ -88,19 +88,16 @@ class PromptBuilder:
     def read_images(self, files: Sequence[Path]) -> list[PromptImage]:
         rules = self._trained.rules
         if files and rules is None:
-            raise UserError("A031", "this model takes no images", where="--image",
-                            fix="leave --image out, or name a vision-language model")  # fmt: skip
+            raise UserError("A031.model-takes", where="--image")
         images = []
         for file in files:
             assert rules is not None
             try:
                 images.append(decode_image(read_regular_bytes(file, follow_links=True), rules))
             except OSError as error:
-                raise UserError("A030", f"the image cannot be read: {error.strerror}", where=f"--image {file}",
-                                fix="check the name and the permissions of the file") from None  # fmt: skip
+                raise UserError("A030.image-cannot-read", where=f"--image {file}", reason=error.strerror) from None
             except BadImageError as error:
-                raise UserError("A030", f"this is not an image that can be used: {error}", where=f"--image {file}",
-                                fix="name a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF file") from None  # fmt: skip
+                raise UserError("A030.not-image", where=f"--image {file}", error=error) from None
         return images
 
     def text_ids(self, text: str, num_images: int) -> np.ndarray:
@@ -116,8 +113,7 @@ class PromptBuilder:
         try:
             return self.chat.prompt(turns)
         except BadSampleError as error:
-            raise UserError("A001", f"the conversation cannot be written: {error}", where="--chat",
-                            fix="change the text, or the model's chat template") from None  # fmt: skip
+            raise UserError("A001.conversation-cannot-written", where="--chat", error=error) from None
 
 
 def continuation(
@@ -167,9 +163,7 @@ class Conversation:
 def refuse_long_prompt(trained: TrainedModel, length: int) -> None:
     if length > trained.network.max_seq_len:
         positions = trained.network.max_seq_len
-        raise UserError("A032", f"the prompt has {length} tokens, and the model {positions} positions",
-                        where="the prompt", fix="shorten it, use fewer or smaller images, or start a new conversation"
-                        )  # fmt: skip
+        raise UserError("A032.prompt-tokens-model", where="the prompt", length=length, positions=positions)
 
 
 UNDECODABLE = "\ufffd"

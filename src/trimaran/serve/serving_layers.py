@@ -254,12 +254,10 @@ def restored_weight(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Ten
 
 def refuse_device(kind: Quantisation, device: torch.device) -> None:
     if not DEVICE_TRAITS[device.type].has_kernels:
-        raise UserError("E050", f"{kind} weights need an NVIDIA GPU, and the model is on a CPU", where="--quantise",
-                        fix="leave --quantise out, or serve on a GPU")  # fmt: skip
+        raise UserError("E050.weights-need-nvidia", where="--quantise", kind=kind)
     if torch.cuda.get_device_capability(device) < MIN_CAPABILITY[kind]:
         name = torch.cuda.get_device_name(device)
-        raise UserError("E051", f"{name} is too old for {kind} weights", where="--quantise",
-                        fix="fp8 needs Hopper or newer, int8 and int4 need Ampere or newer")  # fmt: skip
+        raise UserError("E051.too-old-weights", where="--quantise", name=name, kind=kind)
 
 
 def is_supported(layer: nn.Linear) -> bool:
@@ -267,6 +265,4 @@ def is_supported(layer: nn.Linear) -> bool:
 
 
 def nothing_to_quantise(kind: Quantisation) -> UserError:
-    return UserError("E052", f"no layer of this model can be quantised to {kind}", where="--quantise",
-                     fix=f"leave --quantise out: only linear layers with a multiple of {GROUP} inputs and of {OUTPUTS} "
-                     "outputs have a kernel")  # fmt: skip
+    return UserError("E052.no-layer-model", where="--quantise", kind=kind, group=GROUP, outputs=OUTPUTS)

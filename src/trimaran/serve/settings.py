@@ -50,10 +50,12 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         if not 0 < self.max_running < self.max_step_tokens:
-            what = f"{self.max_running} sequences do not fit in a step of {self.max_step_tokens} tokens"
-            raise UserError("E001", what,
-                            where="max_running, max_step_tokens",
-                            fix="allow at least one sequence, and more tokens than sequences")  # fmt: skip
+            raise UserError(
+                "E001.sequences-not-fit",
+                where="max_running, max_step_tokens",
+                max_running=self.max_running,
+                max_step_tokens=self.max_step_tokens,
+            )
 
     @property
     def max_image_tokens(self) -> int:

@@ -211,8 +211,7 @@ def tokenizer_of(weights: TrainedWeights) -> Tokenizer:
     if recipe is None:
         if has_tokenizer(folder):
             return load_tokenizer(str(folder))
-        raise UserError("T011", "the folder holds no tokenizer", where=str(folder),
-                        fix="copy the model's tokenizer files into it")  # fmt: skip
+        raise UserError("T011.folder-holds-no-tokenizer", where=str(folder))
     if recipe.data.source == "shards" and recipe.data.path:
         return TokenShards.open(Path(recipe.data.path)).tokenizer
     return load_tokenizer(recipe.data.tokenizer)
@@ -263,8 +262,7 @@ def load_checkpoint(network: Network, path: Path) -> None:
 def _copy_tensors(targets: Iterable[tuple[str, Tensor]], source: DiskSource, path: Path) -> None:
     for name, target in targets:
         if MODEL_PREFIX + name not in source.index:
-            raise UserError("K025", f"the checkpoint does not have the weight {name}", where=str(path),
-                            fix="generate with the recipe of the run that wrote it")  # fmt: skip
+            raise UserError("K025.checkpoint-not-weight-generate", where=str(path), name=name)
         target.copy_(read_full_tensor(source, MODEL_PREFIX + name))
 
 
@@ -331,9 +329,7 @@ def described_adapter(network: Network, folder: Path) -> AdapterSection:
 def base_of_peft(folder: Path) -> Path:
     named = read_json(folder / PEFT_CONFIG, limit_bytes=MAX_CONFIG_BYTES).get("base_model_name_or_path")
     if not named or not (Path(named) / "config.json").is_file():
-        raise UserError("K051", f"the base of this adapter is not a folder here: {named}",
-                        where=str(folder / PEFT_CONFIG),
-                        fix="set base_model_name_or_path to the folder of the base model")  # fmt: skip
+        raise UserError("K051.base-adapter", where=str(folder / PEFT_CONFIG), named=named)
     return Path(named)
 
 
@@ -360,6 +356,5 @@ def saved_base(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         found = None
     if not isinstance(found, dict):
-        raise UserError("K051", "the digest of the base cannot be read", where=str(file),
-                        fix="export the adapter again, or remove the file to skip the comparison")  # fmt: skip
+        raise UserError("K051.digest-base", where=str(file))
     return found

@@ -166,8 +166,7 @@ class ChangeFile:
         request = read_change_request(self._run)
         self._request = request or ChangeRequest(id=0)
         if request is None:
-            what = "change.json is not a request: it needs an id and a patch"
-            self._checked = UserError("S044", what, where=self._path, fix="write it with `trimaran replan`")
+            self._checked = UserError("S044.change-json", where=self._path)
             return
         try:
             from trimaran.planner.change_plan import change_run, patch_between  # noqa: PLC0415  few runs need the planner in a rank
@@ -175,7 +174,7 @@ class ChangeFile:
             recipe, plan = self._run.read_recipe(), self._run.read_plan()
             changed = change_run(recipe, plan, request.patch, self._environment)
             if changed.recipe == recipe and not patch_between(plan, changed.plan):
-                raise UserError("S040", "the run has this plan already", where="plan", fix="request another one")
+                raise UserError("S040.run-plan-already", where="plan")
             self._checked = CheckedChange(
                 request=request, recipe=changed.recipe, plan=changed.plan, in_place=changed.how == "in place"
             )
@@ -183,5 +182,4 @@ class ChangeFile:
             self._checked = error
         except Exception as error:  # a fault of ours must not end the run
             log.exception("the request to change the plan could not be checked")
-            self._checked = UserError("S044", f"{type(error).__name__}: {error}", where=self._path,
-                                      fix="see the log of rank 0")  # fmt: skip
+            self._checked = UserError("S044.refused", where=self._path, kind=type(error).__name__, error=error)

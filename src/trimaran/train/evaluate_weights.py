@@ -85,8 +85,7 @@ def held_out_loss(
     count = recipe.train.evaluate.batches if batches is None else batches
     if data.holdout is None or not count:
         what = "the recipe evaluates no batches" if data.holdout is not None else "the recipe holds no data out"
-        raise UserError("A045", f"there is nothing to evaluate on: {what}", where="data.holdout",
-                        fix="name a text file or a data set: --data PATH, or ask for batches: --batches N")  # fmt: skip
+        raise UserError("A045.nothing-evaluate", where="data.holdout", text=what)
     override_precision(network, recipe.train.precision, subject.device)
     return evaluate_feed(subject, data.holdout, data.objective, batches=count, progress=progress)
 

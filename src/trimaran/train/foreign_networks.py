@@ -68,9 +68,9 @@ def hf_stage_ranges(recipe: Recipe, plan: Plan, num_layers: int) -> tuple[range,
         counts = tuple(each + (stage < more) for stage in range(plan.num_stages))
     if sum(counts) != num_layers or min(counts) < 1:
         stages = ", ".join(map(str, counts))
-        raise UserError("P011", f"stages of {stages} layers do not add up to the {num_layers} of the model",
-                        where="plan.pipeline.stages", fix="give every stage at least one layer and all of them "
-                        f"together {num_layers}, or leave them out")  # fmt: skip
+        raise UserError(
+            "P011.stages-layers-not-add", where="plan.pipeline.stages", stages=stages, num_layers=num_layers
+        )
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))
 
 
@@ -82,7 +82,9 @@ def open_family_network(recipe: Recipe) -> PluginNetwork:
     refuse_unmatched(recipe.train.precision, [name for name, _ in network.module.named_modules() if name])
     separates = recipe.data.isolate_documents or data_kind_of(recipe) != "text"
     if separates and not network.built.takes_documents:
-        raise UserError("K080", f"the network family '{recipe.model.family}' does not keep the documents of a row "
-                        "apart", where="data.isolate_documents" if recipe.data.isolate_documents else "data.source",
-                        fix="train on text without isolate_documents, or let the family take documents")  # fmt: skip
+        raise UserError(
+            "K080.network-family",
+            where="data.isolate_documents" if recipe.data.isolate_documents else "data.source",
+            family=recipe.model.family,
+        )
     return network

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from trimaran.app import Language
+from trimaran.app import Language, chinese_texts
 from trimaran.core import TemplateText
 from trimaran.ui.viz.figures import PlanView
 
@@ -117,8 +117,8 @@ def language_of(cookie: str | None, accepted: str) -> Language:
 
 @cache
 def chinese() -> Mapping[str, str]:
-    """Return all texts of `zh*.json` in the folder of the web page: each page may have its own file."""
-    found: dict[str, str] = {}
+    """Return the texts of errors, and those of `zh*.json` beside the web page: each page may have its own file."""
+    found = {**chinese_texts()}
     for file in sorted(files("trimaran.ui.web").iterdir(), key=lambda each: each.name):
         if file.name.startswith("zh") and file.name.endswith(".json"):
             found |= json.loads(file.read_text(encoding="utf-8"))

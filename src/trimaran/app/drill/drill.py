@@ -122,8 +122,7 @@ def drill(
     faults += [DrillFault(kind=kind) for name, kind in KINDS.items() if flags.get(name)]
     faults += [DrillFault(kind=KINDS["cut"], node=cut)] if cut else []
     if not faults and not every_fault:
-        raise UserError("A001", "no fault is named", where="`trimaran drill`", fix="add --all, or some of "
-                        f"{', '.join('--' + name for name in KINDS)}; see `trimaran drill --help`")  # fmt: skip
+        raise UserError("A001.no-fault-named", where="`trimaran drill`", kinds=", ".join("--" + name for name in KINDS))
     console = open_console(stderr=True)
     try:
         with ExitStack() as stack:
@@ -150,12 +149,9 @@ def drill(
                 directory = find_run(target)
                 if settings or run_dir:
                     option = "--set" if settings else "--run-dir"
-                    raise UserError("A001", f"{option} is for a run that the drill starts", where=option,
-                                    fix="name a recipe instead of a run, or leave it out")  # fmt: skip
+                    raise UserError("A001.run-drill-starts", where=option, option=option)
                 if not yes and not is_own(directory):
-                    raise UserError("S032", "this run was not started by a drill: the faults are real, and steps may "
-                                    "be lost", where=str(directory.path),
-                                    fix="add --yes, or name a recipe to drill a run of its own")  # fmt: skip
+                    raise UserError("S032.run-not-started", where=str(directory.path))
             drills = Drills(directory, own, within, console)
             drills.run_all(faults, every_fault=every_fault, allow_root=yes)
     except KeyboardInterrupt:  # before the first fault, or a second time
@@ -270,9 +266,9 @@ def _request(file: str | None, settings: list[str], faults: "list[DrillFault]") 
     last = request.plan.mesh.world_size - 1
     for fault in faults:
         if fault.rank is not None and fault.rank > last:
-            what = f"rank {fault.rank} does not exist: the plan has {last + 1} ranks"
-            fix = f"name one of 0 to {last}, or change the cluster"
-            raise UserError("A001", what, where=f"--{fault.kind.name}", fix=fix)
+            raise UserError(
+                "A001.rank-not-exist", where=f"--{fault.kind.name}", rank=fault.rank, last=last + 1, last_2=last
+            )
     return request
 
 

@@ -292,9 +292,7 @@ class Drill:
             if fault.kind.name == "cut":
                 find_peers(processes, fault.node)
             if fault.kind.destroys and self._own is None:
-                raise UserError("S033", "a checkpoint is damaged only in a run that the drill has started",
-                                where=str(self.run.path), fix="name a recipe: `trimaran drill RECIPE.yaml "
-                                f"--{fault.kind.name}`")  # fmt: skip
+                raise UserError("S033.checkpoint-damaged-run", where=str(self.run.path), kind=fault.kind.name)
             if fault.kind.name == "fill-disk":
                 refuse_shared_disk(self.run.path, allow_root=allow_root)
 
@@ -322,8 +320,7 @@ class Drill:
                 return result
             except psutil.NoSuchProcess:
                 continue  # the ranks were started again right before the fault
-        raise UserError("S030", "the run cannot be drilled: its processes end all the time", where=str(self.run.path),
-                        fix=f"see `trimaran incidents {self.run.path}`")  # fmt: skip
+        raise UserError("S030.run-cannot-drilled", where=str(self.run.path), run=self.run.path)
 
     def _observe(
         self,
@@ -365,8 +362,9 @@ class Drill:
             if self._own.is_alive():
                 return None  # its supervisor does not hold the lease yet
             why = read_attempts(self.run).why or "its supervisor ended"
-            raise UserError("S030", f"the run has ended before the drill: {why}", where=str(self.run.path),
-                            fix=f"see {self.run.agent_log}, and try it with `trimaran train`") from None  # fmt: skip
+            raise UserError(
+                "S030.run-ended-before", where=str(self.run.path), why=why, agent_log=self.run.agent_log
+            ) from None
 
     def wait_for_steady_run(self, steps: int = STEADY_STEPS) -> RunProcesses:
         """Return the processes once the newest attempt has finished `steps` steps."""
@@ -393,8 +391,7 @@ class Drill:
 
 def _refuse_late(run: RunDirectory, deadline: float, what: str) -> None:
     if time.monotonic() > deadline:
-        raise UserError("S030", f"the run cannot be drilled: {what} in time", where=str(run.path),
-                        fix="see `trimaran watch RUN`, and the logs in its directory")  # fmt: skip
+        raise UserError("S030.run-cannot-drilled-time", where=str(run.path), text=what)
 
 
 def _has_ended(process: psutil.Process) -> bool:

@@ -44,8 +44,7 @@ class RunProcesses:
             return self.ranks[rank]
         if rank not in self.hosts:
             last = max(self.hosts)
-            raise UserError("A001", f"rank {rank} does not exist: the run has {last + 1} ranks",
-                            where=str(self.run.path), fix=f"name one of 0 to {last}")  # fmt: skip
+            raise UserError("A001.rank-not-exist-run", where=str(self.run.path), rank=rank, last=last + 1, last_2=last)
         raise other_machine(self.run, f"rank {rank} is on {self.hosts[rank]}", self.hosts[rank])
 
 
@@ -74,12 +73,10 @@ def find_processes(run: RunDirectory) -> RunProcesses | None:
     try:
         own = next(iter(ranks.values()))
         if os.geteuid() not in (0, own.uids().real):
-            raise UserError("S033", f"the processes of this run belong to {own.username()}", where=str(run.path),
-                            fix="run the drill as the user who started the run")  # fmt: skip
+            raise UserError("S033.processes-run-belong", where=str(run.path), username=own.username())
         fork_server = own.parent()
         if fork_server is None or not any(word.endswith(FORK_SERVERS) for word in fork_server.cmdline()):
-            raise UserError("S033", "the ranks of this run have no supervisor: they were started by torchrun",
-                            where=str(run.path), fix="start the run with `trimaran train`")  # fmt: skip
+            raise UserError("S033.ranks-run", where=str(run.path))
         supervisor = fork_server.parent()
         # The process that started the attempt may be on another node, whose supervisor then is the parent.
         if supervisor is None or not any(word.endswith(SUPERVISOR) for word in supervisor.cmdline()):
@@ -99,8 +96,7 @@ def other_machine(run: RunDirectory, what: str, host: str) -> UserError:
 def _none_if_held(run: RunDirectory) -> None:
     """Return None if a supervisor is alive, and so starts the ranks; raise if there is none."""
     if isinstance(LeaseWatch(run).poll(), int):
-        raise UserError("S030", "this run is not running", where=str(run.path), fix="start it, or let the drill start "
-                        "a run of its own: `trimaran drill RECIPE.yaml --kill 1`")  # fmt: skip
+        raise UserError("S030.run-not-running", where=str(run.path))
 
 
 def _process_of(rank: int, start: dict[str, object]) -> psutil.Process | None:
@@ -212,10 +208,7 @@ def parse_slow(text: str) -> DrillFault:
     match = SLOW.fullmatch(text)
     if match is None or not MIN_FACTOR <= float(match[2]) <= MAX_FACTOR:
         raise UserError(
-            "A001",
-            f"'{text}' is not RANK=FACTORx with a factor of {MIN_FACTOR:g} to {MAX_FACTOR:g}",
-            where="--slow",
-            fix="write --slow 1=2x for half the speed of rank 1",
+            "A001.not-rank-factorx", where="--slow", text=text, min_factor=MIN_FACTOR, max_factor=MAX_FACTOR
         )
     return DrillFault(kind=KINDS["slow"], rank=int(match[1]), factor=float(match[2]))
 
@@ -225,8 +218,9 @@ def parse_kill_in_change(text: str) -> DrillFault:
     rank, _, name = text.partition("=")
     phase = next((each for each in CHANGE_PHASES if each == name), None)
     if phase is None or not re.fullmatch(r"[0-9]{1,6}", rank):
-        raise UserError("A001", f"'{text}' is not RANK=PHASE", where="--kill-in-change",
-                        fix=f"write 1=hand-over; the phases are {', '.join(CHANGE_PHASES)}")  # fmt: skip
+        raise UserError(
+            "A001.not-rank-phase", where="--kill-in-change", text=text, change_phases=", ".join(CHANGE_PHASES)
+        )
     return DrillFault(kind=KINDS["kill-in-change"], rank=int(rank), phase=phase)
 
 
@@ -273,8 +267,7 @@ def damage_checkpoint(run: RunDirectory) -> Path:
     """Flip one bit in the middle of the largest file of the newest checkpoint, and return that file."""
     step = newest_step(run.checkpoints)
     if step is None:
-        raise UserError("S033", "this run has no complete checkpoint yet", where=str(run.checkpoints),
-                        fix="save one earlier: --set checkpoint.every=10")  # fmt: skip
+        raise UserError("S033.run-no-complete", where=str(run.checkpoints))
     folder = step_path(run.checkpoints, step)
     file = max(folder.glob("*.safetensors"), key=lambda path: (path.stat().st_size, path.name))
     data = bytearray(file.read_bytes())
@@ -293,8 +286,7 @@ def oldest_loader(processes: RunProcesses, rank: int) -> psutil.Process:
     """Return the oldest loader process of `rank`; raise if it has none."""
     loaders = [each for each in processes.rank(rank).children() if each.status() != psutil.STATUS_ZOMBIE]
     if not loaders:
-        raise UserError("S033", f"rank {rank} has no loader processes: a thread loads its batches",
-                        where="--kill-loader", fix="start the run with --set data.workers=1")  # fmt: skip
+        raise UserError("S033.rank-no-loader", where="--kill-loader", rank=rank)
     return min(loaders, key=lambda each: (each.create_time(), each.pid))
 
 
@@ -349,11 +341,11 @@ def refuse_shared_disk(folder: Path, *, allow_root: bool, max_bytes: Bytes = MAX
     free = Bytes(status.f_bavail * status.f_frsize)
     small = "put the run directory on a small file system of its own, such as a tmpfs: --run-dir DIR"
     if free > max_bytes:
-        what = f"the disk has {show_bytes(free)} free, and a drill fills at most {show_bytes(max_bytes)}"
-        raise UserError("S033", what, where=str(folder), fix=small)
+        raise UserError(
+            "S033.disk-free-drill", where=str(folder), free=show_bytes(free), max_bytes=show_bytes(max_bytes)
+        )
     if folder.stat().st_dev == Path("/").stat().st_dev and not allow_root:
-        raise UserError("S033", "the run directory is on the disk of the system: other programs would fail too",
-                        where=str(folder), fix=f"{small}; or add --yes")  # fmt: skip
+        raise UserError("S033.run-directory-disk", where=str(folder), small=small)
 
 
 @contextmanager
@@ -391,7 +383,7 @@ def find_peers(processes: RunProcesses, node: str) -> list[str]:
             is_address = False
         if node not in processes.hosts.values() and not is_address:
             known = ", ".join(sorted(set(processes.hosts.values())))
-            raise UserError("A001", f"'{node}' is not a node of this run", where="--cut", fix=f"name one of {known}")
+            raise UserError("A001.not-node-run", where="--cut", node=node, known=known)
         raise other_machine(processes.run, f"{node} is not this machine ({platform.node()})", node)
     peers = {
         connection.raddr.ip
@@ -401,11 +393,9 @@ def find_peers(processes: RunProcesses, node: str) -> list[str]:
     }
     peers = {each for each in peers if not ipaddress.ip_address(each).is_loopback} - here
     if not peers:
-        raise UserError("S033", "this run has no connection to another node", where="--cut",
-                        fix="cut a node of a run on several nodes")  # fmt: skip
+        raise UserError("S033.run-no-connection", where="--cut")
     if os.geteuid() != 0 or not shutil.which("ip"):
-        raise UserError("S033", "the network can be cut only by root, with the command `ip`", where="--cut",
-                        fix="run the drill as root, and install iproute2")  # fmt: skip
+        raise UserError("S033.network-can-cut", where="--cut")
     return sorted(peers)
 
 
@@ -419,8 +409,9 @@ def cut_network(peers: Sequence[str], *, seconds: float) -> Iterator[None]:
         for network in networks:
             added = subprocess.run(["ip", "route", "add", "blackhole", network], capture_output=True, check=False)
             if added.returncode:
-                raise UserError("S033", f"the network cannot be cut: {added.stderr.decode(errors='replace').strip()}",
-                                where="--cut", fix="run the drill as root, with the capability NET_ADMIN")  # fmt: skip
+                raise UserError(
+                    "S033.network-cannot-cut", where="--cut", added_stderr=added.stderr.decode(errors="replace").strip()
+                )
         yield
     finally:
         restore.communicate()

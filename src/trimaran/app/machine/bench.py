@@ -219,8 +219,7 @@ def comm(
         folder = calibration_folder(os.environ) or needed_user_cache(os.environ)
         new = calibrated(result, find_calibration(folder, name))
         if new.collectives is None and new.network is None:
-            raise UserError("C010", "no bandwidth could be fitted, so the planner gets no link", where="--calibrate",
-                            fix="measure at least three sizes, with more --seconds")  # fmt: skip
+            raise UserError("C010.no-bandwidth-could", where="--calibrate")
         path = folder / f"{name}.json"
         refuse_unwritable(path)
         write_calibration(path, new)
@@ -272,8 +271,7 @@ def run_measurement(
                 bar.update(task, description=message.get("doing"), completed=message.get("share"))
         if process.wait() or measured is None:
             why = error or process.last_stderr_line() or "its process was killed"
-            raise UserError("C008", f"the measurement failed: {why[:200]}", where=where, fix="try again when nothing "
-                            "else runs here; CUDA_VISIBLE_DEVICES= measures the CPU")  # fmt: skip
+            raise UserError("C008.measurement-failed", where=where, why=why[:200])
     return measured
 
 
@@ -285,8 +283,9 @@ def refuse_unwritable(path: Path, *, what: str = "calibration", option: str = "-
             raise IsADirectoryError(21, "Is a directory")
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise UserError("C009", f"the {what} cannot be written: {error.strerror}", where=str(path),
-                        fix=f"name another file with {option}") from None  # fmt: skip
+        raise UserError(
+            "C009.cannot-written", where=str(path), text=what, reason=error.strerror, option=option
+        ) from None
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:

@@ -47,10 +47,7 @@ def calibrate(
         show_calibration(answer, open_console())
     if not answer.better:
         errors = ", ".join(f"{median_error(each.result.before):.1%} for {each.device}" for each in answer.fits)
-        raise UserError("P086", f"nothing gets better: the median error of these runs is {errors}, and no rate that "
-                        "they determine makes it smaller", where="trimaran calibrate --from",
-                        fix="keep the rates as they are, or add runs of other models, plans and numbers of nodes"
-                        )  # fmt: skip
+        raise UserError("P086.nothing-gets-better", where="trimaran calibrate --from", errors=errors)
     for each in answer.better:
         if not dry_run and each.calibration is not None:
             refuse_unwritable(each.path)

@@ -121,9 +121,7 @@ class CalibrateAnswer:
 def calibrate_runs(names: Sequence[str], *, cluster: str | None, output: Path | None) -> CalibrateAnswer:
     """Fit rates to the runs of these names, run directories or folders that contain them; write nothing."""
     if not names:
-        raise UserError("P085", "no run is named", where="trimaran calibrate --from",
-                        fix="name run directories or folders of them; `trimaran bench calibrate` measures this machine"
-                        )  # fmt: skip
+        raise UserError("P085.no-run-named", where="trimaran calibrate --from")
     found: dict[Path, None] = {}
     for text in names:
         folder = Path(text) if Path(text).exists() or not (RUNS / text).is_dir() else RUNS / text
@@ -137,18 +135,13 @@ def calibrate_runs(names: Sequence[str], *, cluster: str | None, output: Path | 
     observed, skipped = _observe(list(found), cluster)
     if not observed:
         reasons = "; ".join(f"{Path(run).name}: {why}" for run, why in skipped[:MAX_SHOWN_REASONS])
-        raise UserError("P085", f"none of the {len(skipped)} runs can be used: {reasons}",
-                        where=", ".join(names), fix="name runs of at least 10 steps whose model and cluster are known "
-                        "here; --cluster names the cluster")  # fmt: skip
+        raise UserError("P085.none-runs", where=", ".join(names), num_skipped=len(skipped), reasons=reasons)
     groups = by_device(observed)
     if output is not None and len(groups) > 1:
-        raise UserError("P087", f"the runs are of {len(groups)} devices, and --output is one file: {', '.join(groups)}",
-                        where="--output", fix="name the runs of one device, or leave out --output")  # fmt: skip
+        raise UserError("P087.runs-devices-output", where="--output", num_groups=len(groups), groups=", ".join(groups))
     folder = calibration_folder(os.environ)
     if folder is None and output is None:
-        raise UserError("A023", "this user has no home directory, where calibrations are kept",
-                        where="the environment variable HOME",
-                        fix="set TRIMARAN_CACHE, or name a file with --output")  # fmt: skip
+        raise UserError("A023.user-no-home", where="the environment variable HOME")
     fits = []
     for name, group in groups.items():
         path = output or (folder or Path()) / f"{name}.json"

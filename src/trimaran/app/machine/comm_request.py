@@ -12,7 +12,7 @@ from rich.console import Console
 
 from trimaran.app.machine.bench import run_measurement
 from trimaran.app.machine.machine_check import interface_to
-from trimaran.core import DEVICE_TRAITS, Mesh, UserError, did_you_mean
+from trimaran.core import DEVICE_TRAITS, Mesh, UserError, did_you_mean, templated
 from trimaran.cost import ring_of
 from trimaran.launch import shared_gpu_environment
 from trimaran.machine import BUS_FACTORS, Cluster, CommCurve, CommPair, CommResult, detect, make_points, num_cores
@@ -185,14 +185,20 @@ class CommPlaces:
 def measure_comm(options: CommOptions, environ: Mapping[str, str], console: Console) -> CommResult | None:
     """Return the measured collectives; None on all nodes and ranks but the first."""
     if options.backend and options.backend not in BACKENDS:
-        raise _wrong(f"'{options.backend}' is not a backend", "--backend", f"use one of {', '.join(BACKENDS)}")
+        raise _wrong(
+            f"'{options.backend}' is not a backend",
+            "--backend",
+            templated("use one of {backends}", backends=", ".join(BACKENDS)),
+        )
     cluster = detect(visible_devices="" if options.backend == "gloo" else environ.get("CUDA_VISIBLE_DEVICES"))
     backend = options.backend or cluster.device.traits.backend
     if BACKENDS[backend] != cluster.device.kind:
         raise _wrong("NCCL needs GPUs, and this machine shows none", "--backend", "use --backend gloo")
     places = find_places(options, cluster, environ)
     if options.dtype not in DTYPES:
-        raise _wrong(f"'{options.dtype}' is not a dtype", "--dtype", f"use one of {', '.join(DTYPES)}")
+        raise _wrong(
+            f"'{options.dtype}' is not a dtype", "--dtype", templated("use one of {dtypes}", dtypes=", ".join(DTYPES))
+        )
     kind, shape = cluster.device.kind, {"world_size": places.world_size, "ranks_per_node": places.per_node}
     collectives, sizes = parse_collectives(options.collectives), parse_sizes(options.sizes or DEFAULT_SIZES[kind])
     text = options.groups or default_groups(**shape, mesh=options.mesh)

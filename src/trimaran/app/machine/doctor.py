@@ -57,9 +57,12 @@ def doctor(
         bad = read_bad_nodes(path)
         if forget_node:
             if forget_node not in bad:
-                what = f"{forget_node} is not known to be bad{did_you_mean(forget_node, bad)}"
-                raise UserError("L080", what, where=f"--forget-node {forget_node}",
-                                fix="list the bad nodes: trimaran doctor --bad-nodes")  # fmt: skip
+                raise UserError(
+                    "L080.not-known-bad",
+                    where=f"--forget-node {forget_node}",
+                    forget_node=forget_node,
+                    guess=did_you_mean(forget_node, bad),
+                )
             add_observation(path, observe(forget_node, "cleared", "a person says that it is good"))
             typer.echo(f"{forget_node} is not avoided any more")
         elif as_json:
@@ -78,8 +81,7 @@ def doctor(
 
         return diagnose_run(run, as_json=as_json, against=against)
     if against:
-        raise UserError("A019", "--against compares two runs, but only one is named", where="--against",
-                        fix=f"name the other one first: trimaran doctor RUN --against {against}")  # fmt: skip
+        raise UserError("A019.against-compares-two", where="--against", against=against)
     from trimaran.app.machine.machine_check import check_machine
     from trimaran.machine.checks.measure_machine import RendezvousOptions
 

@@ -36,15 +36,12 @@ def warm(
     if status is None and not show and not stop:
         folder = runtime_folder(os.environ)
         if folder is None:
-            raise UserError("A027", "there is no folder that only this user can open, for the socket",
-                            where="the environment variable XDG_RUNTIME_DIR",
-                            fix="set it to a folder with mode 700, or train without --warm")  # fmt: skip
+            raise UserError("A027.no-folder-user", where="the environment variable XDG_RUNTIME_DIR")
         start_warm(os.environ, idle_minutes=minutes)
         deadline = time.monotonic() + ANSWER_SECONDS
         while (status := ask_warm(os.environ, {"status": True})) is None:
             if time.monotonic() >= deadline:
-                raise UserError("A027", "the warm fork server did not start", where=str(folder / LOG),
-                                fix="see its log; train without --warm")  # fmt: skip
+                raise UserError("A027.warm-fork-server", where=str(folder / LOG))
             time.sleep(0.05)
     if as_json:
         typer.echo(json.dumps({"warm": status} | ({"stopped": status is not None} if stop else {})))

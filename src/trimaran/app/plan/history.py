@@ -122,8 +122,7 @@ def runs_in(folders: Sequence[Path], environ: Mapping[str, str]) -> list[Path]:
     if folders:
         for folder in folders:
             if not folder.is_dir():
-                raise UserError("D001", "this folder does not exist", where=str(folder),
-                                fix="name a folder that contains runs")  # fmt: skip
+                raise UserError("D001.folder-not-exist", where=str(folder))
         return list(dict.fromkeys(run for folder in folders for run in find_runs(folder)))
     try:
         launched = read_records(state_folder(environ))

@@ -56,8 +56,7 @@ def init(
     if out is not None:
         _refuse_existing(out)
     if asks and not sys.stdin.isatty():
-        raise UserError("A025", "there is no terminal to ask on", where="`trimaran init`",
-                        fix="add --yes to take what is proposed")  # fmt: skip
+        raise UserError("A025.no-terminal-ask", where="`trimaran init`")
     devices = parse_cluster(cluster, visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     found_model = look_at_model(model)
     _say(f"model  {found_model.describe()}")
@@ -69,8 +68,7 @@ def init(
     found_data = look_at_data(data, folder, found_model.tokenizer, split=split)
     _say(f"data   {found_data.describe()}")
     if found_data.has_images and not found_model.takes_images:
-        raise UserError("T051", "the samples have images, and this model takes no images", where=found_data.named,
-                        fix="use a vision-language model, or data without images")  # fmt: skip
+        raise UserError("T051.samples-images-model", where=found_data.named)
     choices = choose_values(found_model, found_data, devices, method=method, cluster_name=cluster)
     if asks:
         choices = _ask(choices, found_model, found_data, asks_method=method is None)
@@ -116,19 +114,16 @@ def _given(option: str, value: str | None, *, asks: bool) -> str:
     if value is not None:
         return value
     if not asks or not sys.stdin.isatty():
-        raise UserError("A025", f"{option} is missing, and nothing is asked", where="`trimaran init`",
-                        fix="name a model and data: trimaran init --model DIR --data FILE --yes")  # fmt: skip
+        raise UserError("A025.missing-nothing-asked", where="`trimaran init`", option=option)
     what = {"--model": "model (a folder, or a name on the Hub)", "--data": "data (a file, a folder, or a dataset)"}
     return typer.prompt(what[option], err=True)
 
 
 def _refuse_existing(file: Path) -> None:
     if file.exists() or file.is_symlink():
-        raise UserError("A026", "this file exists, and it is not overwritten", where=str(file),
-                        fix="name another with --out, or move the file away")  # fmt: skip
+        raise UserError("A026.file-exists", where=str(file))
     if not file.parent.is_dir():
-        raise UserError("A026", "the folder of this file does not exist", where=str(file),
-                        fix=f"create it: mkdir -p {file.parent}")  # fmt: skip
+        raise UserError("A026.folder-file", where=str(file), parent=file.parent)
 
 
 def _ask(choices: "Choices", model: "ModelFacts", data: "DataFacts", *, asks_method: bool) -> "Choices":
@@ -138,8 +133,13 @@ def _ask(choices: "Choices", model: "ModelFacts", data: "DataFacts", *, asks_met
     if asks_method and model.has_weights:
         picked = typer.prompt(f"train ({', '.join(METHODS)})", default=choices.method, err=True).strip()
         if picked not in METHODS:
-            raise UserError("A001", f"there is no method '{picked}'{did_you_mean(picked, METHODS)}",
-                            where="`trimaran init`", fix=f"answer with one of {', '.join(METHODS)}")  # fmt: skip
+            raise UserError(
+                "A001.no-method",
+                where="`trimaran init`",
+                picked=picked,
+                guess=did_you_mean(picked, METHODS),
+                methods=", ".join(METHODS),
+            )
         rate = learning_rate(picked, model.num_parameters or 10**9, has_weights=True)
         choices = replace(choices, method=picked, lr=rate)
     epochs = typer.prompt(f"passes over the {data.num_samples:,} samples", default=choices.epochs, type=int, err=True)

@@ -36,11 +36,9 @@ def plan(
     parsed = parse_cluster(cluster, visible_devices=visible, calibrations=measured)
     if not isinstance(module, nn.Module):
         name = module if isinstance(module, str) else "NAME"
-        raise UserError("M033", f"{module!r:.80} is not an nn.Module", where="trimaran.plan",
-                        fix=f"call trimaran.plan(module, *inputs), or type `trimaran plan {name}`")  # fmt: skip
+        raise UserError("M033.not-nn-module", where="trimaran.plan", module=module, name=name)
     if not inputs and not hasattr(getattr(module, "config", None), "to_dict"):
-        raise UserError("M031", "there are no example inputs: the sizes of activations depend on them",
-                        where="trimaran.plan", fix="call trimaran.plan(module, *inputs)")  # fmt: skip
+        raise UserError("M031.no-example-inputs", where="trimaran.plan")
     first = inputs[0] if inputs else None
     is_tokens = getattr(first, "ndim", 0) == 2 and not first.is_floating_point()  # type: ignore[union-attr]
     usual = max(MIN_SEQ_LEN, first.shape[1]) if is_tokens else MIN_SEQ_LEN  # type: ignore[union-attr]
@@ -51,7 +49,6 @@ def plan(
     recipe = recipe.model_copy(update={"plan": pins or "auto"})
     outline = outline_from_module(module, *inputs)
     if not outline.trained_parameters or not outline.training_flops(length):
-        raise UserError("M032", f"{outline.name} has nothing to train: no trainable parameters, or no arithmetic",
-                        where="trimaran.plan", fix="call trimaran.plan(network, *inputs)")  # fmt: skip
+        raise UserError("M032.nothing-train", where="trimaran.plan", outline=outline.name)
     # Any framework may run the plan, so the limits of our own trainer do not apply.
     return search(Question(recipe=recipe, spec=None, outline=outline, cluster=parsed, goal=goal, for_trainer=False))

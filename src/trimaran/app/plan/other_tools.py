@@ -137,15 +137,15 @@ def write_files(emitted: EmittedPlan, folder: Path, *, force: bool) -> EmittedPl
     paths = {folder / name: text for name, text in emitted.emission.files.items()}
     existing = [path for path in paths if path.exists() or path.is_symlink()]
     if existing and not force:
-        raise UserError("A014", f"{existing[0].name} already exists", where=str(existing[0]),
-                        fix="choose another folder with --output DIR, or add --force to overwrite it")  # fmt: skip
+        raise UserError("A014.already-exists", where=str(existing[0]), existing=existing[0].name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in paths.items():
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError("A015", f"the files for {emitted.tool} cannot be written: {error.strerror}", where=str(folder),
-                        fix="choose a folder that you can write to with --output DIR") from None  # fmt: skip
+        raise UserError(
+            "A015.files-cannot-written", where=str(folder), tool=emitted.tool, reason=error.strerror
+        ) from None
     return replace(emitted, folder=folder)
 
 

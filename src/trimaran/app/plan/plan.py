@@ -110,11 +110,9 @@ def plan(
         asked |= {name[2:].replace("-", "_"): each for name, each in serving.items()}
         return open_leaf("plan --serve")(what, asked, unused, settings or [], as_json=as_json)
     if named := [name for name, value in serving.items() if value is not None]:
-        raise UserError("A013", f"{named[0]} says how a model is served", where=named[0],
-                        fix="add --serve, or leave it out")  # fmt: skip
+        raise UserError("A013.says-how-model", where=named[0], named=named[0])
     if output is not None and emit is None:
-        raise UserError("A013", "--output is the folder for a tool's files, but no tool is named", where="--output",
-                        fix="add --emit TOOL, or redirect --json to a file")  # fmt: skip
+        raise UserError("A013.output-folder-tool", where="--output")
     terms = read_cost_terms(tokens=tokens, price=price, mtbf=mtbf)
     shortcuts = {"cluster": cluster, "data.seq_len": seq_len, "train.global_batch": global_batch}
     settings = [*([adapter_setting(adapter)] if adapter else []), *(settings or [])]

@@ -15,7 +15,7 @@ import yaml
 from trimaran.app.recipe.ask_torch import ask_hf_facts
 from trimaran.app.recipe.options import program_name, start_command
 from trimaran.app.recipe.plan_request import PlanRequest
-from trimaran.core import Plan, Recipe, Seconds, UserError, did_you_mean, show_count, show_seconds
+from trimaran.core import Plan, Recipe, Seconds, UserError, did_you_mean, show_count, show_seconds, templated
 from trimaran.cost import Bill, Faults, Goodput, bill_of, checkpoint_bytes, expected_goodput, write_seconds
 from trimaran.machine import Cluster
 from trimaran.planner import GOALS, PlanAnswer, Question, check_hf_facts, check_plan, choose, no_fit_error, search
@@ -47,15 +47,15 @@ def read_cost_terms(*, tokens: str | None, price: float | None, mtbf: float | No
     """Return the terms from the command line: tokens as `300B`, `1.5T` or `15e12`."""
     for option, value in (("--price", price), ("--mtbf", mtbf)):
         if value is not None and not 0 < value < 1e12:
-            raise UserError("A013", f"{value:g} is not a number above 0", where=option, fix=f"write {option} 2.5")
+            raise UserError("A013.not-number-above", where=option, value=value, option=option)
     if price is not None and tokens is None:
-        raise UserError("A013", "a price needs a number of tokens", where="--price", fix="add --tokens 1T")
+        raise UserError("A013.price-needs-number", where="--price")
     if tokens is None:
         return CostTerms(price=price, mtbf_hours=mtbf)
     match = NUMBER.fullmatch(tokens.strip().replace("_", "").replace(",", ""))
     count = float(match[1]) * SUFFIXES[match[2].lower()] if match else 0.0
     if not 0 < count < 1e24:
-        what, fix = f"'{tokens}' is not a number of tokens", "write 300B, 1T or 15e12"
+        what, fix = templated("'{tokens}' is not a number of tokens", tokens=tokens), "write 300B, 1T or 15e12"
         raise UserError("A013", what, where="--tokens", fix=fix)
     return CostTerms(tokens=count, price=price, mtbf_hours=mtbf)
 
@@ -271,8 +271,7 @@ def with_goal(request: PlanRequest, goal: str) -> PlanRequest:
     for name in GOALS:
         if name == goal:
             return replace(request, question=replace(request.question, goal=name))
-    raise UserError("A013", f"there is no goal '{goal}'{did_you_mean(goal, GOALS)}", where="--goal",
-                    fix=f"use one of {', '.join(GOALS)}")  # fmt: skip
+    raise UserError("A013.no-goal", where="--goal", goal=goal, guess=did_you_mean(goal, GOALS), goals=", ".join(GOALS))
 
 
 def with_top(request: PlanRequest, top: int) -> PlanRequest:

@@ -40,8 +40,7 @@ def predict(file: Questions = None, example: Example = False, as_json: AsLines =
         typer.echo(example_text(), nl=False)
         return
     if file is None:
-        raise UserError("A011", "no file with plans is named", where="FILE",
-                        fix="make one with `trimaran predict --example > plans.jsonl`, or name -")  # fmt: skip
+        raise UserError("A011.no-file", where="FILE")
     with _open(file) as stream:
         if not as_json:
             _show(stream)
@@ -129,8 +128,7 @@ def _open(file: str) -> Any:
         return open_regular_file(path, follow_links=True)
     except OSError as error:
         near = did_you_mean(file, [str(each) for each in path.parent.glob("*.jsonl")])
-        raise UserError("A011", f"the plans cannot be read: {error.strerror}{near}", where=file,
-                        fix="name a file with one JSON object per line, or - for standard input") from None  # fmt: skip
+        raise UserError("A011.plans-cannot-read", where=file, reason=error.strerror, near=near) from None
 
 
 @dataclass(slots=True)

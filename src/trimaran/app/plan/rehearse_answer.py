@@ -38,8 +38,7 @@ def read_rehearse_request(
     plan = choose(recipe, question.spec, question.cluster, question.outline)
     engine = plan.engine_traits
     if not engine.can_rehearse:
-        raise UserError("P092", f"{engine.label} cannot be rehearsed: it does not run without the other ranks",
-                        where="plan.engine", fix="rehearse the plan with engine torch")  # fmt: skip
+        raise UserError("P092.cannot-rehearsed", where="plan.engine", engine=engine.label)
     if layers:
         refuse_fewer_layers(recipe, question.spec, plan, layers)
     # Ranks are measured on this machine's first device; those of a cluster of CPUs stay on a CPU.
@@ -72,8 +71,7 @@ def chosen_ranks(text: str | None, plan: Plan) -> tuple[int, ...]:
         elif word.isascii() and word.isdigit() and len(word) <= 9 and int(word) < world:
             found[int(word)] = None
         else:
-            what = f"'{word[:40]}' is no rank of a plan with {world:,}"
-            raise UserError("P090", what, where="--ranks", fix=RANKS_FIX)
+            raise UserError("P090.no-rank-plan", where="--ranks", word=word[:40], world=world)
     return tuple(found)
 
 

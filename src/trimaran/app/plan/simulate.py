@@ -83,8 +83,7 @@ def simulate(
     failures = 24 * days * request.plan.mesh.world_size / mtbf if mtbf is not None else 0.0
     if mtbf is not None and failures > MAX_FAILURES:  # the job would not make progress
         least = mtbf * failures / MAX_FAILURES
-        raise UserError("P084", f"{failures:,.0f} failures in {days:g} days are too many to simulate",
-                        where="--mtbf", fix=f"name at least {least:.2g} hours for one GPU, or fewer days")  # fmt: skip
+        raise UserError("P084.failures-days-too", where="--mtbf", failures=failures, days=days, least=least)
     scenario = Scenario(
         days=days, seed=seed, runs=runs, spares=request.spares if spares is None else spares, interval=save_every,
         restart=restart, repair=repair * 3600, mtbf_hours=mtbf,
@@ -105,8 +104,7 @@ def simulate(
             write_merged(step_trace(simulation.step), files[1])
             write_merged(job_trace(simulation.histories[0]), files[2])
         except OSError as error:
-            raise UserError("P083", f"the folder cannot be written: {error.strerror}", where=f"--out {out}",
-                            fix="name a folder that you may write to, with free space") from None  # fmt: skip
+            raise UserError("P083.folder-cannot-written", where=f"--out {out}", reason=error.strerror) from None
         answer["files"] = [str(each) for each in files]
     if as_json:
         typer.echo(json.dumps(answer, allow_nan=False))

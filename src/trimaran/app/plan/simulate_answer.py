@@ -55,8 +55,7 @@ def read_simulate_request(
         model = tree.get("model")
         name = model.get("name") if isinstance(model, Mapping) else None
         if name not in PRESETS:
-            raise UserError("P080", "the file does not say which model its plan is for", where=what,
-                            fix="put its recipe.yaml beside plan.json, as in a run")  # fmt: skip
+            raise UserError("P080.file-not-say", where=what)
         fields = {"model.preset": name, "data.seq_len": tree.get("seq_len"), "cluster": tree.get("cluster")}
         own = [f"{field}={value}" for field, value in fields.items() if value]
         return _fitted(plan, read_question(None, [*own, *given, *settings]))
@@ -101,8 +100,9 @@ def _fitted(plan: Plan, question: Question) -> SimulateRequest:
     cluster, world = question.cluster, plan.mesh.world_size
     copies = cluster.world_size // world
     if not copies:
-        raise UserError("P081", f"the plan needs {world:,} devices, and {cluster} has {cluster.world_size:,}",
-                        where="--cluster", fix="name a larger cluster, or a plan for this one")  # fmt: skip
+        raise UserError(
+            "P081.plan-needs-devices", where="--cluster", world=world, cluster=cluster, world_size=cluster.world_size
+        )
     notes: tuple[str, ...] = ()
     if copies > 1:
         grown = copies * plan.mesh.dp_replicate
@@ -119,8 +119,7 @@ def _fitted(plan: Plan, question: Question) -> SimulateRequest:
 
 def _refuse_unknown(question: Question) -> None:
     if question.outline is None:
-        raise UserError("P082", "nothing is known about the shape of this model, so it cannot be simulated",
-                        where="model", fix="name a preset, or a model whose config.json has its sizes")  # fmt: skip
+        raise UserError("P082.nothing-known-about", where="model")
 
 
 def show_simulation(request: SimulateRequest, simulation: Simulation, console: Console) -> None:

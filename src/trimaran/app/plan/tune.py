@@ -77,14 +77,12 @@ def tune(
                 store.forget()
             result = tune_here(request, store, console, minutes=minutes, min_gain=min_gain, check=not no_check)
             if result.best is None and result.stopped == "interrupted":
-                raise UserError("A041", "interrupted before a plan was measured", where=str(request.folder),
-                                fix="run the same command again")  # fmt: skip
+                raise UserError("A041.interrupted-before-plan", where=str(request.folder))
             if result.best is None:
                 reasons = [f"{each.candidate.plan}: {each.outcome}: {each.reason}" for each in result.tried[:3]]
-                raise UserError("A041", f"no plan could be measured: {'; '.join(reasons) or result.why}",
-                                where=str(request.folder), fix="see logs/ in the folders of the trials; "
-                                "`trimaran train` shows the same error live; or allow more time with --minutes"
-                                )  # fmt: skip
+                raise UserError(
+                    "A041.no-plan-could", where=str(request.folder), reasons="; ".join(reasons) or result.why
+                )
             assert result.best.seconds is not None
             step = f"{1000 * result.best.seconds:.1f} ms a step"
             remark = f"{step} on {request.about['cluster']} ({request.about['host']})"

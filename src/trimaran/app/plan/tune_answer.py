@@ -349,13 +349,11 @@ def refuse_other_file(path: Path) -> None:
     try:
         exists = path.is_symlink() or path.exists()
         if exists and not read_regular_bytes(path, limit_bytes=MAX_HEADER_BYTES).startswith(HEADER.encode()):
-            raise UserError("A026", "this file exists, and `trimaran tune` has not written it", where=str(path),
-                            fix="name another file with --out")  # fmt: skip
+            raise UserError("A026.file-exists-trimaran", where=str(path))
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise UserError("A026", f"the recipe cannot be written: {error.strerror}", where=str(path),
-                        fix="name another file with --out") from None  # fmt: skip
+        raise UserError("A026.recipe-cannot-written", where=str(path), reason=error.strerror) from None
 
 
 def tuned_recipe_text(recipe: Recipe, best: TuneCandidate, *, remark: str) -> str:

@@ -88,8 +88,7 @@ def inspect_data(recipe: RecipeFile = None, settings: Settings = None, as_json: 
     asked = with_model_tokenizer(asked)
     kind = data_kind_of(asked)
     if kind == "scenes":
-        raise UserError("T030", "scenes are simulated while they are loaded: there is nothing to inspect",
-                        where="data.source: scenes", fix="train on them directly")  # fmt: skip
+        raise UserError("T030.scenes-simulated-while", where="data.source: scenes")
     if kind == "text":
         with progress_bar(open_console(stderr=True)) as progress:
             shards = TokenShards.open(prepare(asked.data, cache=cache_folder(os.environ), progress=progress))

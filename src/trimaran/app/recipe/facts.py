@@ -13,7 +13,7 @@ from typing import Any
 from trimaran.app.recipe.ask_torch import ask_hf_facts
 from trimaran.app.recipe.plan_request import family_of
 from trimaran.app.recipe.recipe_files import with_local_model
-from trimaran.core import DataSection, MixtureSource, ModelSection, Recipe, UserError, show_bytes, show_count
+from trimaran.core import DataSection, MixtureSource, ModelSection, Recipe, UserError, show_bytes, show_count, templated
 from trimaran.data import SourceFiles, TokenShards
 from trimaran.data.row_fields import (
     CONVERSATIONS,
@@ -177,9 +177,8 @@ def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split
     """Return what is known of the data at `folder`, which the person calls `named`. Reads at most 2,000 samples."""
     if not folder.exists():
         near = near_folder(named)
-        meant = f" (did you mean '{near}'?)" if near else ""
-        raise UserError("T003", f"'{named}' does not exist{meant}", where="--data",
-                        fix="name a file or a folder, or a dataset on the Hub: OWNER/DATASET")  # fmt: skip
+        meant = templated(" (did you mean '{near}'?)", near=near) if near else ""
+        raise UserError("T003.not-exist", where="--data", named=named, meant=meant)
     source = _source_by_names(folder)
     if source == "shards" or source in TOKEN_SOURCES:
         section = DataSection(source=source, path=str(folder))
@@ -200,8 +199,7 @@ def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split
     if row is not None and not is_chat:  # a conversation in a field with another name than usual, or inside an object
         names = list(_conversations(row))
         if len(names) > 1:
-            raise UserError("T065", f"several fields hold conversations: {', '.join(names)[:200]}", where=str(folder),
-                            fix="name the one to learn messages")  # fmt: skip
+            raise UserError("T065.several-fields-hold", where=str(folder), names=", ".join(names)[:200])
         is_chat, text_field = bool(names), (names or [text_field])[0]
     if row is not None and not is_chat and source not in ("webdataset", "image-folder") and not has_images:
         text_field = _text_field(row, folder)
@@ -219,8 +217,7 @@ def look_at_data(named: str, folder: Path, tokenizer: Tokenizer | None, *, split
     good = [sample for sample in read if sample.bad is None]
     if not good:
         reason = read[0].bad if read else "there is no sample"
-        raise UserError("T065", f"no sample of this data can be used: {reason}", where=str(folder),
-                        fix="see docs/guides/data.md for the formats that are read")  # fmt: skip
+        raise UserError("T065.no-sample-data", where=str(folder), reason=reason)
     # The tokens of a sample are its characters, times the ratio in those that were tokenized.
     texts = []
     for sample in good:  # with what its template writes of tools and their calls
@@ -264,7 +261,7 @@ def _source_by_names(path: Path) -> str:
     files = [path] if path.is_file() else list(islice(_files(path), MAX_LISTED))
     suffixes = Counter(data_suffix(file).lower() for file in files)
     if not files:
-        raise UserError("T005", "the folder has no files", where=str(path), fix="name a file or a folder with data")
+        raise UserError("T005.folder-no-files", where=str(path))
     if suffixes[".bin"] or suffixes[".idx"]:
         has_index = any(file.with_suffix(".idx").is_file() for file in files)
         return "megatron" if has_index else "nanogpt"
@@ -295,8 +292,7 @@ def _first_row(source: str, path: Path) -> Mapping[str, Any] | None:
         return None
     found = next((row for _, row, _ in islice(rows, MAX_READ) if isinstance(row, Mapping)), None)
     if found is None:
-        raise UserError("T065", "there is no row with fields", where=str(path),
-                        fix="write one JSON object a line, such as {\"text\": \"...\"}")  # fmt: skip
+        raise UserError("T065.no-row", where=str(path))
     return found
 
 
@@ -319,22 +315,17 @@ def _text_field(row: Mapping[str, Any], path: Path) -> str:
         return usual
     asked_names = {*ANSWER_FIELDS, *(each for pair in QUESTIONS for each in pair)}
     if asked := [name for last, name in last_names.items() if last in asked_names][::-1]:
-        raise UserError("T065", f"{asked[0]} looks like a part of a question and its answer, and the other part is "
-                        f"not found: there are {', '.join(map(str, row))[:200]}", where=str(path),
-                        fix="name the fields prompt and completion")  # fmt: skip
+        raise UserError("T065.looks-like-part", where=str(path), asked=asked[0], row=", ".join(map(str, row))[:200])
     lasts = {name: name.rpartition(".")[2].lower() for name in every}
     named = {name for name, last in lasts.items() if last in METADATA_FIELDS or last.endswith(("_id", "_url"))}
     texts = {name: text for name, text in every.items() if name not in named}
     prose = {name: text for name, text in texts.items() if len(text.split()) >= PROSE_WORDS or not text.isascii()}
     texts = prose or texts
     if not texts:
-        raise UserError("T065", f"no field holds text: there are {', '.join(map(str, row))[:200]}", where=str(path),
-                        fix="convert it to JSONL with a field text, or to conversations with messages")  # fmt: skip
+        raise UserError("T065.no-field-holds", where=str(path), row=", ".join(map(str, row))[:200])
     longest = max(texts, key=lambda name: len(texts[name]))
     if longest not in strings or len(texts[longest]) < TEXT_SHARE * sum(map(len, texts.values())):
-        raise UserError("T065", f"the text is not in one field: there are {', '.join(texts)[:200]}", where=str(path),
-                        fix="name the field to learn text; name a question and its answer prompt and completion"
-                        )  # fmt: skip
+        raise UserError("T065.text-not-field", where=str(path), texts=", ".join(texts)[:200])
     return longest
 
 

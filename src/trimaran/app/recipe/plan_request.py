@@ -115,11 +115,15 @@ def adapter_setting(text: str) -> str:
     """Return `lora`, `lora:16` and the like as a setting of the recipe's `model.adapter`."""
     kind, separator, rank = text.partition(":")
     if kind not in ADAPTERS:
-        raise UserError("A013", f"there is no adapter '{kind}'{did_you_mean(kind, ADAPTERS)}", where="--adapter",
-                        fix=f"use one of {', '.join(ADAPTERS)}, with a rank such as lora:16")  # fmt: skip
+        raise UserError(
+            "A013.no-adapter",
+            where="--adapter",
+            kind=kind,
+            guess=did_you_mean(kind, ADAPTERS),
+            adapters=", ".join(ADAPTERS),
+        )
     if separator and not (rank.isascii() and rank.isdigit() and 0 < len(rank) <= 6 and int(rank)):
-        raise UserError("A013", f"'{rank}' is not a rank", where="--adapter",
-                        fix=f"write {kind}:16, or {kind} for the default rank")  # fmt: skip
+        raise UserError("A013.not-rank", where="--adapter", rank=rank, kind=kind)
     return f"model.adapter={{{ADAPTERS[kind]}{f', rank: {rank}' if separator else ''}}}"
 
 
@@ -143,8 +147,7 @@ def _file_or_model(what: str | None) -> tuple[str | None, list[str]]:
         family = _model_settings(str(recipe.model.path))[0]
         return None, [family, _setting("model.path", what)]
     near = did_you_mean(what, [*PRESETS, *VLM_PRESETS, *(str(each) for each in path.parent.glob("*.y*ml"))])
-    raise UserError("A012", f"'{what}' is not a recipe, a preset or a model folder{near}", where="MODEL|RECIPE",
-                    fix="name a YAML file, a preset (see `trimaran presets`), a config.json or its folder")  # fmt: skip
+    raise UserError("A012.not-recipe-preset", where="MODEL|RECIPE", text=what, near=near)
 
 
 def _model_settings(path: str) -> list[str]:

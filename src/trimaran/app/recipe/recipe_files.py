@@ -61,8 +61,7 @@ def _is_on_hub(section: DataSection | MixtureSource) -> bool:
     if section.source not in SOURCES:  # a plug-in reads what it is given
         return False
     if section.source in TEXT_SOURCES:
-        raise UserError("T064", f"{section.path} is a dataset on the Hub, and the source {section.source} reads files",
-                        where="data.source", fix="set data.source to datasets for text, or to chat")  # fmt: skip
+        raise UserError("T064.dataset-hub-source", where="data.source", section=section.path, source=section.source)
     return True
 
 
@@ -141,14 +140,7 @@ def _own_tokenizer(recipe: Recipe) -> str | None:
     if weight_files(folder) and read_record(folder).get("kind") != "bytes":
         vocabulary = model_vocabulary(recipe)
         has = f"a vocabulary of {vocabulary:,} ids" if vocabulary else "a vocabulary of its own"
-        raise UserError(
-            "T022",
-            f"the model has trained weights and {has}, but no tokenizer; without one the data would "
-            "be read as bytes, 257 ids, which mean something else to the model",
-            where=f"model.path {folder}",
-            fix="copy its tokenizer.json into the folder, name one in data.tokenizer, or, to train it on "
-            "bytes, set data.tokenizer=bytes",
-        )
+        raise UserError("T022.model-trained-weights", where=f"model.path {folder}", has=has)
     return None
 
 
@@ -169,7 +161,10 @@ def _refuse_other_shards(recipe: Recipe) -> None:
         own = str(folder) if has_tokenizer(folder) else None
     if own is None or is_same_tokenizer(tokenizer := load_tokenizer(own), shards.tokenizer):
         return
-    raise UserError("T019", f"the shards were packed with another tokenizer, of {shards.vocab_size:,} ids; the model's "
-                    f"own has {tokenizer.vocab_size:,}", where=str(shards.path),
-                    fix=f"pack the data again with --tokenizer {folder}, or, to train the model on another tokenizer, "
-                    "name it in data.tokenizer")  # fmt: skip
+    raise UserError(
+        "T019.shards-packed",
+        where=str(shards.path),
+        vocab_size=shards.vocab_size,
+        tokenizer_vocab_size=tokenizer.vocab_size,
+        folder=folder,
+    )

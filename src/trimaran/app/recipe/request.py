@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trimaran.app.recipe.ask_torch import ask_hf_facts, cluster_of_text
 from trimaran.app.recipe.recipe_files import with_local_model, with_model_tokenizer
-from trimaran.core import Plan, Recipe, RowSizes, ScenePoints, UserError, did_you_mean, parse_recipe
+from trimaran.core import Plan, Recipe, RowSizes, ScenePoints, UserError, did_you_mean, parse_recipe, templated
 from trimaran.core.errors import collected, raise_together
 from trimaran.core.recipe import load_used_plugins
 from trimaran.core.regular_files import expand_user, read_regular_bytes
@@ -119,8 +119,12 @@ def torchrun_cluster(environment: Mapping[str, str]) -> Cluster:
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
         torchrun_number(environment, name, least=0, most=world_size - 1, default=0)
     if world_size % devices_per_node:
-        raise UserError("A022", f"{world_size} ranks are not a multiple of the {devices_per_node} on each node",
-                        where="the environment variables WORLD_SIZE, LOCAL_WORLD_SIZE", fix=TORCHRUN_FIX)  # fmt: skip
+        raise UserError(
+            "A022.ranks-not-multiple",
+            where="the environment variables WORLD_SIZE, LOCAL_WORLD_SIZE",
+            world_size=world_size,
+            devices_per_node=devices_per_node,
+        )
     measured = calibration_folder(environment)
     here = detect(visible_devices=environment.get("CUDA_VISIBLE_DEVICES"), calibrations=measured)
     if here.device.traits.shares_cores:
@@ -135,8 +139,14 @@ def torchrun_number(
     text = environment.get(name, "" if default is None else str(default))
     number = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else -1
     if not least <= number <= most:
-        raise UserError("A022", f"{name} is '{text[:40]}', which is not a number from {least} to {most:,}",
-                        where=f"the environment variable {name}", fix=TORCHRUN_FIX)  # fmt: skip
+        raise UserError(
+            "A022.not-number",
+            where=templated("the environment variable {name}", name=name),
+            name=name,
+            text=text[:40],
+            least=least,
+            most=most,
+        )
     return number
 
 
@@ -144,8 +154,7 @@ def refuse_wrong_world_size(plan: Plan, environment: Mapping[str, str]) -> None:
     """Raise unless torchrun started as many ranks as the plan has."""
     started, planned = int(environment["WORLD_SIZE"]), plan.mesh.world_size
     if started != planned:
-        raise UserError("A010", f"the plan is for {planned} ranks, torchrun started {started}", where="cluster",
-                        fix=f"leave cluster at auto, or start torchrun with {planned} processes")  # fmt: skip
+        raise UserError("A010.plan-ranks-torchrun", where="cluster", planned=planned, started=started)
 
 
 def refuse_other_machine(cluster: Cluster) -> None:
@@ -155,8 +164,7 @@ def refuse_other_machine(cluster: Cluster) -> None:
     here = detect(visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"))
     is_enough = here.world_size >= cluster.world_size or os.environ.get(SHARE_GPUS) == "1"
     if cluster.num_nodes > 1 or here.device.kind != cluster.device.kind or not is_enough:
-        raise UserError("A007", f"the run needs {cluster}, but this machine is {here}", where="cluster",
-                        fix="train with --set cluster=auto, or only plan it with `trimaran plan`")  # fmt: skip
+        raise UserError("A007.run-needs", where="cluster", cluster=cluster, here=here)
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
@@ -207,15 +215,13 @@ def _read(file: str | None) -> str:
             data = read_regular_bytes(file, follow_links=True, limit_bytes=limit)
     except OSError as error:
         near = did_you_mean(file, [str(each) for each in Path(file).parent.glob("*.y*ml")])
-        raise UserError("A003", f"the recipe cannot be read: {error.strerror}{near}", where=file,
-                        fix="name a YAML file, - for standard input, or none for the defaults") from None  # fmt: skip
-    fix = "name a YAML file; data belongs under data.path"
+        raise UserError("A003.recipe-cannot-read", where=file, reason=error.strerror, near=near) from None
     if len(data) > MAX_RECIPE_BYTES:
-        raise UserError("A004", "the recipe is larger than 1 MiB", where=_name(file), fix=fix)
+        raise UserError("A004.recipe-larger-mib", where=_name(file))
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        raise UserError("A005", "the recipe is not UTF-8 text", where=_name(file), fix=fix) from None
+        raise UserError("A005.recipe-not-utf", where=_name(file)) from None
 
 
 def row_sizes_of(recipe: Recipe, spec: Spec | None) -> RowSizes | None:

@@ -101,8 +101,7 @@ def verify_run(
     if store or "://" in run:
         url = run if "://" in run else find_run(run).read_recipe().checkpoint.store
         if not url:
-            raise UserError("A001", "this run has no object store", where=run,
-                            fix="leave out --store, or set checkpoint.store")  # fmt: skip
+            raise UserError("A001.run-no-object", where=run)
         with progress_bar(open_console(stderr=True)) as progress:
             answers = verify_stored(url, step, progress)
         if as_json:
@@ -185,8 +184,7 @@ def prune_run(
     newest_first = reversed(complete_steps(folder))
     verified = next((step for step in newest_first if _damages(step_path(folder, step)) == []), None)
     if verified is None:
-        raise UserError("K028", "no checkpoint of this run is intact; nothing was deleted", where=str(folder),
-                        fix="see what is wrong with each: `trimaran checkpoints verify RUN`")  # fmt: skip
+        raise UserError("K028.no-checkpoint-run", where=str(folder))
     if dry_run:
         gone = steps_to_prune(complete_steps(folder), keep=keep, keep_every=keep_every, verified=verified)
     else:
@@ -227,11 +225,9 @@ def import_folder(
 
     is_new = not run_dir.exists()
     if not is_new and (recipe or settings):
-        raise UserError("A001", "--recipe and --set are for a new run", where=str(run_dir),
-                        fix="leave them out, or name a folder that does not exist yet: --run-dir DIR")  # fmt: skip
+        raise UserError("A001.recipe-set-new", where=str(run_dir))
     if is_new and not recipe and not settings:
-        raise UserError("A001", "a new run needs a recipe", where=str(run_dir),
-                        fix="add --recipe RECIPE, or name an existing run: --run-dir RUN")  # fmt: skip
+        raise UserError("A001.new-run", where=str(run_dir))
     source = DcpSource(folder)
     if is_new:
         refuse_occupied(run_dir)
@@ -246,9 +242,9 @@ def import_folder(
     with progress_bar(open_console(stderr=True)) as progress, take_lease(run) as lease:
         newest = max(complete_steps(run.checkpoints), default=-1)
         if at <= newest:
-            raise UserError("K029", f"the run already has a checkpoint of step {newest}, and resumes from the newest",
-                            where=str(run.checkpoints),
-                            fix=f"use --step {newest + 1} or more, or another run: --run-dir DIR")  # fmt: skip
+            raise UserError(
+                "K029.run-already-checkpoint", where=str(run.checkpoints), newest=newest, newest_2=newest + 1
+            )
         facts = {"seed": trained.train.seed, "global_batch": trained.train.global_batch}
         about = Manifest(step=at, time=time.time(), term=lease.term, recipe=read_regular_text(run.recipe),
                          progress=facts)  # fmt: skip
@@ -330,7 +326,7 @@ def verify_stored(url: str, step: int | None, progress: Callable[[str, float], N
         chosen = [each for each in steps if step in (None, each.step)]
         if not chosen:
             known = ", ".join(str(each.step) for each in steps) or "none yet"
-            raise UserError("K028", "the store has no such complete checkpoint", where=url, fix=f"it has: {known}")
+            raise UserError("K028.store-no", where=url, known=known)
         return [
             {"step": each.step, "name": each.name, "damages": _stored_damages(store, each, progress)} for each in chosen
         ]

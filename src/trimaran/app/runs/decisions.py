@@ -42,12 +42,12 @@ def decisions(
             state_text = f"it was {outcome.replace('-', ' ')}" if outcome else "there is no such decision"
             names = ", ".join(str(each.id) for each in kept)
             fix = f"name one that was kept: {names}" if kept else "no decision of this run was kept"
-            raise UserError("A033", f"decision {undo} cannot be undone: {state_text}", where=str(directory.decisions),
-                            fix=fix)  # fmt: skip
+            raise UserError(
+                "A033.decision-cannot-undone", where=str(directory.decisions), fix=fix, undo=undo, state_text=state_text
+            )
         if not is_running(directory):
             settings = "`trimaran resume RUN --set FIELD=VALUE` with the values of its undo"
-            raise UserError("A033", f"decision {undo} cannot be undone: the run is not running",
-                            where=str(directory.path), fix=f"resume it with other settings: {settings}")  # fmt: skip
+            raise UserError("A033.decision-cannot-undone-run", where=str(directory.path), undo=undo, settings=settings)
         reason = f"undo decision {undo}: {undone.reason}"
         answer["request"] = write_change_request(directory, undone.undo, by="user", reason=reason).id
     if off:  # from now on, and when the run is resumed

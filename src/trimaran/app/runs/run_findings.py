@@ -31,8 +31,7 @@ def diagnose_run(run: str, *, as_json: bool, against: str = "") -> int:
     except UserError:
         raise  # a special file in place of one of the run's is an OSError too
     except (OSError, ValueError, KeyError) as error:
-        raise UserError("A008", f"the run cannot be examined: {error}", where=str(directory.path),
-                        fix="name a complete run directory of `trimaran train`") from None  # fmt: skip
+        raise UserError("A008.run-cannot-examined", where=str(directory.path), error=error) from None
     findings, targets, last = diagnose(evidence), check_targets(evidence), evidence.last_step
     answer = {"time": time.time(), "step": last, "findings": [each.as_dict() for each in findings],
               "targets": [each.as_dict() for each in targets]}  # fmt: skip

@@ -1,30 +1,23 @@
 """Mistakes in the user's language: `TRIMARAN_LANG=zh` shows them in Chinese. `--json` is always in English.
 
-Code raises an error with its English text. `zh_errors.json` has the English templates of each code, with numbers for
-the values (`port {0} cannot be used: {1}`), and the Chinese sentence for each. A text is shown in Chinese if it matches
-a template of its code; any other stays as it is.
+A mistake knows the template and the values of its texts. `core/messages` has the Chinese of each message beside the
+English, and in `texts.zh.yaml` that of texts which are values of others. Only the messages of other libraries are
+recognised by their English text, with the patterns of `libraries.zh.yaml`.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Literal
 
-from trimaran.core import UserError
+import yaml
+
+from trimaran.core import MESSAGES, TemplateText, UserError, messages
 
 Language = Literal["en", "zh"]
 LANGUAGE_VARIABLE = "TRIMARAN_LANG"
-SHARED = ("common", "libraries")  # sections of the catalogue for every code
-PLACE = re.compile(r"(\{\d+\}|\{\{|\}\})")
-SEPARATOR = re.compile(r", or |, | and ")  # of fixes that are lists
-CHINESE_SEPARATORS = {", or ": "，或者", ", ": "，", " and ": "，"}
-NUMBERS = re.compile(r"\d[\d, x]*(?: or \d[\d, x]*)+")  # that a field may have
-# A value directly after another one is an addition, which may be empty: `runs/tiny (did you mean 'runs/tiny-2'?)`.
-ADDITION = r"((?: \(| with |, and ).*?|s?)"
-MAX_DEPTH = 4  # of values that are texts themselves
+PLACE = re.compile(r"\\\{(\d+)\\\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +31,10 @@ class ShownError:
 
 
 def chosen_language(environment: Mapping[str, str]) -> Language | None:
-    """Return the language of TRIMARAN_LANG: Chinese for `zh` or `zh_CN.UTF-8`, else English; None if it is not set."""
+    """Return the language that TRIMARAN_LANG names (`zh`, `zh_CN.UTF-8`); None if it is not set.
+
+    Another language than Chinese is English: there is no third one.
+    """
     named = environment.get(LANGUAGE_VARIABLE, "").strip().lower()
     if not named:
         return None
@@ -50,9 +46,7 @@ def shown_errors(error: UserError, language: Language | None) -> list[ShownError
     found = []
     for each in error.all:
         parts = (each.what, each.where, each.fix)
-        if language == "zh":
-            parts = tuple(_chinese(part, each.code, MAX_DEPTH) or part for part in parts)
-        found.append(ShownError(each.code, *parts))
+        found.append(ShownError(each.code, *(map(_chinese, parts) if language == "zh" else parts)))
     return found
 
 
@@ -63,50 +57,35 @@ def error_lines(shown: ShownError, language: Language | None) -> str:
     return f": {shown.what}\n  where: {shown.where}\n  fix:   {shown.fix}\n"
 
 
-def _chinese(text: str, code: str, depth: int) -> str | None:
-    """Return the Chinese for `text`; None if neither it nor, for a list, each of its items has one."""
-    if NUMBERS.fullmatch(text):
-        return text.replace(" or ", " 或 ")
-    for found in SEPARATOR.finditer(text):
-        first = _chinese_sentence(text[: found.start()], code, depth)
-        if first and (rest := _chinese(text[found.end() :], code, depth)):
-            return f"{first}{CHINESE_SEPARATORS[found[0]]}{rest}"
-    return _chinese_sentence(text, code, depth)
-
-
-def _chinese_sentence(text: str, code: str, depth: int) -> str | None:
-    for pattern, order, other in _templates(code):
-        if (found := pattern.fullmatch(text)) is not None:
-            values = dict(zip(order, found.groups(), strict=True))
-            if depth:
-                values = {place: _chinese(value, code, depth - 1) or value for place, value in values.items()}
-            return other.format(*(values[place] for place in sorted(values)))
-    return None
+def _chinese(text: str) -> str:
+    """Return a text, and those that are its values, in Chinese where there is one."""
+    values: Mapping[str, object] = {}
+    if isinstance(text, TemplateText) and text.template:
+        values, chinese = text.values, chinese_texts().get(text.template)
+    elif (chinese := chinese_texts().get(text)) is None:
+        for pattern, found in _library_patterns():
+            if match := pattern.fullmatch(text):
+                return found.format(*(_chinese(value) for value in match.groups()))
+    if chinese is None:
+        return text
+    said = {name: _chinese(value) if isinstance(value, str) else value for name, value in values.items()}
+    return chinese.format(**said)
 
 
 @cache
-def _templates(code: str) -> tuple[tuple[re.Pattern[str], tuple[int, ...], str], ...]:
-    """Return (pattern, numbers of groups, Chinese): more fixed text first; what begins with a value last."""
-    sections = [catalogue().get(name, {}) for name in (code, *SHARED)]
-    known = {english: other for section in reversed(sections) for english, other in section.items()}
-    ordered = sorted(known, key=lambda english: (english.startswith("{0}"), -len(PLACE.sub("", english))))
-    found = []
-    for english in ordered:
-        order: list[int] = []
-        parts: list[str] = []
-        for part in PLACE.split(english):
-            if part in ("{{", "}}"):
-                parts.append(re.escape(part[0]))
-            elif PLACE.fullmatch(part):
-                order.append(int(part[1:-1]))
-                parts.append(ADDITION if parts and parts[-1] == "" and len(order) > 1 else "(.*?)")
-            else:
-                parts.append(re.escape(part))
-        found.append((re.compile("".join(parts), re.DOTALL), tuple(order), known[english]))
-    return tuple(found)
+def chinese_texts() -> Mapping[str, str]:
+    """Return the Chinese of all messages, and of texts that are values of others, by their English template."""
+    found: dict[str, str] = yaml.safe_load((MESSAGES / "texts.zh.yaml").read_text(encoding="utf-8"))
+    for file in MESSAGES.glob("?.yaml"):
+        for named in messages(file.stem).values():
+            for texts in named.values():
+                found |= {texts.what: texts.zh_what, texts.fix: texts.zh_fix}
+    return {english: chinese for english, chinese in found.items() if chinese}
 
 
 @cache
-def catalogue() -> Mapping[str, Mapping[str, str]]:
-    """Return the Chinese texts by code and English template; `common` and `libraries` are for all codes."""
-    return json.loads(files("trimaran.app.show").joinpath("zh_errors.json").read_text(encoding="utf-8"))
+def _library_patterns() -> list[tuple[re.Pattern[str], str]]:
+    """Return patterns of messages of pydantic and of the parser of the command line, and their Chinese."""
+    texts = yaml.safe_load((MESSAGES / "libraries.zh.yaml").read_text(encoding="utf-8"))
+    ordered = sorted(texts, key=lambda english: (english.startswith("{0}"), -len(english)))
+    return [(re.compile(PLACE.sub("(.*?)", re.escape(english)), re.DOTALL), texts[english]) for english in ordered]

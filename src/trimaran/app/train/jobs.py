@@ -57,8 +57,7 @@ def jobs(
     folder = state_folder(os.environ)
     if job is None:
         if stop or resume or wait:
-            raise UserError("L007", "which job is meant?", where="trimaran jobs",
-                            fix="name it: trimaran jobs JOB --stop")  # fmt: skip
+            raise UserError("L007.job-meant", where="trimaran jobs")
         records = read_records(folder)
         with ThreadPoolExecutor(max_workers=MAX_QUESTIONS) as pool:  # a host that does not answer holds up nobody else
             states = list(zip(records, pool.map(_state, records), strict=True))
@@ -88,9 +87,9 @@ def jobs(
             if (other.target, other.folder) == (found.target, found.folder):
                 state = _state(other)
                 if state.state in ("queued", "running"):
-                    raise UserError("L016", f"{other.id} has not ended: {state.native or state.state}",
-                                    where=found.run_dir,
-                                    fix=f"stop it first: trimaran jobs {other.id} --stop --wait")  # fmt: skip
+                    raise UserError(
+                        "L016.not-ended", where=found.run_dir, other=other.id, native=state.native or state.state
+                    )
         native_id, details = target.submit_again(found)
         found = replace(
             found, id=job_id(found.target, native_id), native_id=native_id, details=details, submitted=time.time()

@@ -92,8 +92,7 @@ def launch_request(target: Target, request: Request, options: LaunchOptions) -> 
     else:
         asked = PurePosixPath(str(options.run_dir)) if options.run_dir else PurePosixPath(runs) / request.recipe.name
         if not asked.is_absolute():
-            raise UserError("L005", f"the run directory '{asked}' is not an absolute path on the nodes",
-                            where="--run-dir", fix=f"name a folder as the nodes of {target.name} see it")  # fmt: skip
+            raise UserError("L005.run-directory", where="--run-dir", asked=asked, target=target.name)
         run_dir = Path(asked)
     save_seconds = SAVE_SECONDS
     if request.outline:  # with the disk bandwidth that `trimaran plan` assumes for a node
@@ -173,8 +172,7 @@ def launch_on(
         records.mkdir(parents=True, exist_ok=True, mode=0o700)
         NamedTemporaryFile(dir=records).close()
     except OSError as error:
-        raise UserError("L015", f"jobs cannot be recorded: {error.strerror or error}", where=str(records),
-                        fix="make it writable, or name another folder in XDG_STATE_HOME") from None  # fmt: skip
+        raise UserError("L015.jobs-cannot-recorded", where=str(records), reason=error.strerror or error) from None
     refuse_occupied_store(request.recipe, must_reach=False)
     if request.run_exists:
         create_run(request.run_dir, prepare_data(request.recipe), request.plan)
@@ -185,9 +183,12 @@ def launch_on(
     except UserError as error:
         commands = [["cd", path_argument(folder)], *files.submit]
         left = path_argument(request.run_dir if request.run_exists else folder)
-        kept = UserError("L009", "the files of the job were written, but their submission failed", where=str(folder),
-                         fix=f"submit them by hand: {' && '.join(map(shlex.join, commands))}; or remove them and "
-                         f"launch again: {shlex.join(['rm', '-r', left])}")  # fmt: skip
+        kept = UserError(
+            "L009.files-job-written",
+            where=str(folder),
+            commands=" && ".join(map(shlex.join, commands)),
+            names=shlex.join(["rm", "-r", left]),
+        )
         error.others = (*error.others, kept)
         raise
     job = new_record(request, target.name, folder, native_id, details)
@@ -225,13 +226,11 @@ def write_files(files: LaunchFiles, request: LaunchRequest, folder: Path) -> Non
         for name, text in texts.items():
             path = folder / name
             if path.exists() and path.read_text(encoding="utf-8") != text:
-                raise UserError("L006", f"{path.name} exists and is another file", where=str(path),
-                                fix="name another folder: --out DIR")  # fmt: skip
+                raise UserError("L006.exists-another-file", where=str(path), path=path.name)
             path.write_text(text, encoding="utf-8")
             path.chmod(0o755 if name in files.executable else 0o644)
     except OSError as error:
-        raise UserError("L008", f"the launch files cannot be written: {error.strerror or error}", where=str(folder),
-                        fix="name a folder that you can write to: --out DIR") from None  # fmt: skip
+        raise UserError("L008.launch-files", where=str(folder), reason=error.strerror or error) from None
 
 
 def print_job(target: Target, job: JobRecord, *, as_json: bool) -> None:

@@ -71,16 +71,13 @@ def nsys_request(source: str, settings: Sequence[str], *, steps: int, ranks: str
     """Return the short run of `source`, a recipe file or a run, whose plan it then has. Raises UserError."""
     nsys = shutil.which("nsys")
     if nsys is None and needs_nsys:
-        raise UserError("D018", "nsys, the command of Nsight Systems, is not on the PATH", where="--nsys",
-                        fix="install it: https://developer.nvidia.com/nsight-systems, or `apt install "
-                            "nsight-systems-cli` from NVIDIA's repository")  # fmt: skip
+        raise UserError("D018.nsys-command-nsight", where="--nsys")
     if YAML.search(source):
         request = resolve(source, settings)
         recipe, plan = with_model_tokenizer(with_local_files(request.recipe)), request.plan
     else:
         if settings:
-            raise UserError("A001", "--set changes a recipe, and a run has its own", where="--set",
-                            fix="name the recipe instead of the run")  # fmt: skip
+            raise UserError("A001.set-changes-recipe", where="--set")
         run = find_run(source)
         recipe, plan = run.read_recipe(), run.read_plan()
     world = plan.mesh.world_size
@@ -140,8 +137,9 @@ def record(request: NsysRequest) -> RunDirectory:
         while (codes := [each.poll() for each in ranks]) != [0] * len(ranks):
             failed = [rank for rank, code in enumerate(codes) if code]
             if failed:
-                raise UserError("D019", f"rank {failed[0]} ended with exit code {codes[failed[0]]} under nsys",
-                                where=str(run.log(failed[0])), fix="see the end of this log")  # fmt: skip
+                raise UserError(
+                    "D019.rank-ended", where=str(run.log(failed[0])), failed=failed[0], codes=codes[failed[0]]
+                )
             time.sleep(POLL_SECONDS)
     finally:
         # End the ranks that still run, with what they have started.
@@ -156,8 +154,7 @@ def record(request: NsysRequest) -> RunDirectory:
                 time.sleep(POLL_SECONDS)
     for rank in request.ranks:
         if not request.report(rank).is_file():
-            raise UserError("D019", f"nsys wrote no file for rank {rank}", where=str(run.agent_log),
-                            fix="see the end of this log")  # fmt: skip
+            raise UserError("D019.nsys-wrote", where=str(run.agent_log), rank=rank)
     return run
 
 

@@ -50,8 +50,7 @@ def profile(
     trimaran profile recipes/stdlib-tiny.yaml --nsys --ranks all
     """
     if nsys and (memory or merge):
-        raise UserError("A001", "--nsys makes a recording of its own", where="trimaran profile",
-                        fix="leave out --memory and --merge")  # fmt: skip
+        raise UserError("A001.nsys-makes-recording", where="trimaran profile")
     if nsys:
         from trimaran.app.train.nsys import nsys_request, planned_commands, record, summaries
 
@@ -65,7 +64,7 @@ def profile(
                 record(short)
             answer["nsys"] = summaries(short)
     elif settings or dry_run:
-        raise UserError("A001", "--set and --dry-run are options of --nsys", where="trimaran profile", fix="add --nsys")
+        raise UserError("A001.set-dry-run", where="trimaran profile")
     elif merge:
         from trimaran.runs.read.traces import load_trace, write_merged
         from trimaran.runs.read.traces import merge as merge_traces
@@ -123,9 +122,9 @@ def _files(run: RunDirectory, request: ProfileRequest, console: Console) -> list
                 if event.get("kind") != "profile" or data.get("request") != request.id:
                     continue
                 if data.get("what") == "failed":
-                    what = f"rank {rank} could not make the profile: {data.get('message', '')}"
-                    fix = "see the end of this log; the run continues"
-                    raise UserError("D012", what, where=str(run.log(rank)), fix=fix)
+                    raise UserError(
+                        "D012.rank-could", where=str(run.log(rank)), rank=rank, data=data.get("message", "")
+                    )
                 paths[rank] = run.path / str(data.get("path", ""))
             if rank not in paths:
                 return None
@@ -134,8 +133,7 @@ def _files(run: RunDirectory, request: ProfileRequest, console: Console) -> list
     def waiting() -> str:
         return f"rank {', '.join(str(rank) for rank in wanted if rank not in paths)}"
 
-    ended = UserError("D010", "the run ended before the profile was made", where=str(run.path),
-                      fix="name the steps in advance: `trimaran train --profile 10:13`")  # fmt: skip
+    ended = UserError("D010.run-ended-before", where=str(run.path))
     try:
         wait_for_answer(run, answer, console, waiting, ended)
     finally:

@@ -40,28 +40,32 @@ def replan(
     """
     directory = find_run(run)
     if not is_running(directory):
-        raise UserError("S045", "this run is not running", where=str(directory.path),
-                        fix="resume it with the new plan: `trimaran resume RUN --set ...`")  # fmt: skip
+        raise UserError("S045.run-not-running", where=str(directory.path))
     if ranks is not None:
         if settings:
-            raise UserError("A001", "--ranks and --set are two changes", where="--ranks",
-                            fix="ask for the ranks first, then for the plan")  # fmt: skip
+            raise UserError("A001.ranks-set-two", where="--ranks")
         from trimaran.launch.supervise.next_attempt import resized
 
         with writing(directory):
             recipe, plan = directory.read_recipe(), directory.read_plan()
             now = plan.mesh.world_size
             if ranks == now:
-                raise UserError("S040", f"the run has {now} ranks already", where="--ranks", fix="name another number")
+                raise UserError("S040.run-ranks-already", where="--ranks", now=now)
             fewest, most = recipe.faults.ranks or (now, now)
             if not fewest <= ranks <= most:
-                raise UserError("S043", f"the recipe of this run allows {fewest} to {most} ranks, not {ranks}",
-                                where="faults.ranks", fix="stop the run and resume it: `trimaran resume RUN --set "
-                                f"faults.ranks=[{min(ranks, fewest)},{max(ranks, most)}]`")  # fmt: skip
+                raise UserError(
+                    "S043.recipe-run-allows",
+                    where="faults.ranks",
+                    fewest=fewest,
+                    most=most,
+                    ranks=ranks,
+                    least=min(ranks, fewest),
+                    most_2=max(ranks, most),
+                )
             if resized(plan, recipe, ranks) is None:
-                raise UserError("S043", f"there is no plan for {ranks} ranks", where="--ranks",
-                                fix=f"choose a number that divides the global batch of {recipe.train.global_batch}"
-                                )  # fmt: skip
+                raise UserError(
+                    "S043.no-plan-ranks", where="--ranks", ranks=ranks, global_batch=recipe.train.global_batch
+                )
             write_atomically(directory.resize_request, f"{ranks}\n")
         if as_json:
             typer.echo(json.dumps({"run_dir": str(directory.path), "status": "requested", "ranks": ranks}))
@@ -114,8 +118,7 @@ def _send(run: RunDirectory, patch: dict[str, Any], old: Plan, new: Plan, *, wai
         found = [event for event in change_answers(run) if event["data"].get("id") == request.id]
         return found[-1] if found else None
 
-    ended = UserError("S045", "the run ended before it changed its plan", where=str(run.path),
-                      fix="see why: `trimaran watch RUN`")  # fmt: skip
+    ended = UserError("S045.run-ended-before", where=str(run.path))
     try:
         event = wait_for_answer(run, answer, console, lambda: "the ranks", ended)
     except KeyboardInterrupt:
@@ -151,13 +154,11 @@ def plan_change(
     for pair in settings:
         name, separator, raw = pair.partition("=")
         if not separator or not all(name.strip().split(".")):
-            raise UserError("R010", f"'{pair[:80]}' is not a setting", where="--set",
-                            fix="write --set plan.micro_batch=4")  # fmt: skip
+            raise UserError("R010.not-setting", where="--set", pair=pair[:80])
         try:
             asked[name.strip()] = load_yaml(raw)
         except TextError as error:
-            raise UserError("R010", f"the value '{raw[:80]}' is not YAML: {error.what}", where=f"--set {name}",
-                            fix="quote the value, or write a plain number or word") from None  # fmt: skip
+            raise UserError("R010.value-not-yaml", where=f"--set {name}", raw=raw[:80], error=error.what) from None
     if not asked:
         best = resized(plan, recipe, plan.mesh.world_size)
         asked = patch_between(plan, best) if best is not None else {}

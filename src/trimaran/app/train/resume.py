@@ -22,7 +22,7 @@ from trimaran.app.recipe.options import (
     path_argument,
     program_name,
 )
-from trimaran.core import Plan, Recipe, UserError, fixed_field_changes, parse_recipe
+from trimaran.core import Plan, Recipe, UserError, fixed_field_changes, parse_recipe, templated
 from trimaran.runs import RunDirectory, create_run, holds_run, open_run, read_holder
 from trimaran.runs.lease import held_lease_error, is_running
 from trimaran.runs.run_directory import run_paths
@@ -81,7 +81,9 @@ def resume(
             raise
         # The batch of a run is fixed: if it does not split, the devices must change.
         sizes = either(divisors(batch, most=batch))
-        fix = f"the batch of a run is fixed: resume with {sizes} data ranks, see --set cluster=..."
+        fix = templated(
+            "the batch of a run is fixed: resume with {sizes} data ranks, see --set cluster=...", sizes=sizes
+        )
         raise UserError("P006", error.what, where="cluster", fix=fix) from None
     refuse_other_run(old, request.recipe, where=str(found.path))
     refuse_missing_sinks(request.recipe.telemetry)
@@ -104,8 +106,7 @@ def resume(
         return 0
     asked, made = request.recipe.train.steps, max(complete_steps(found.checkpoints), default=0)
     if made > asked:
-        raise UserError("R013", f"train.steps is {asked}: the run has already made {made} steps", where="train.steps",
-                        fix=f"use more than {made}: --set train.steps={2 * made}")  # fmt: skip
+        raise UserError("R013.train-steps-run", where="train.steps", asked=asked, made=made, made_2=2 * made)
     differs = (old.cluster, old.plan) != (request.recipe.cluster, request.recipe.plan)
     replan = differs or (old.cluster == "auto" and request.cluster.world_size != found.read_plan().mesh.world_size)
     if is_torchrun:
@@ -145,8 +146,7 @@ def _open(run: str, run_dir: Path | None) -> RunDirectory:
         typer.echo(f"{found.path} is the run directory of {run}", err=True)
         return found
     if run_dir is not None:
-        raise UserError("A001", "--run-dir is for a run that is resumed from a store", where=f"--run-dir {run_dir}",
-                        fix="leave it out: a run stays in its run directory")  # fmt: skip
+        raise UserError("A001.run-dir-run", where=f"--run-dir {run_dir}")
     return find_run(run)
 
 
@@ -156,9 +156,7 @@ def refuse_other_run(old: Recipe, new: Recipe, *, where: str) -> None:
     if (old.model.adapter is None) != (new.model.adapter is None):
         changed = {"model.adapter": ()} | {name: each for name, each in changed.items() if "model.adapter" not in name}
     if changed:
-        raise UserError("S001", f"{', '.join(changed)} cannot change when a run is resumed: it would be another run",
-                        where=where, fix="leave it out, or start a new run: `trimaran train "
-                        f"{where}/recipe.yaml --set ...`")  # fmt: skip
+        raise UserError("S001.cannot-change-when", where=where, changed=", ".join(changed), place=where)
 
 
 def _with_requested_length(old: Recipe, new: Recipe, settings: list[str]) -> Recipe:
@@ -201,10 +199,13 @@ def refuse_occupied_store(recipe: Recipe, *, must_reach: bool = True) -> None:
             raise
         return
     if steps:
-        what = f"this store already has checkpoints of a run, the newest of step {steps[-1].step}"
-        raise UserError("K062", what, where=f"checkpoint.store ({url})",
-                        fix=f"continue that run: `{program_name()} resume {url}`, or use another: "
-                        f"--set checkpoint.store={url}-2")  # fmt: skip
+        raise UserError(
+            "K062.store-already-checkpoints",
+            where=f"checkpoint.store ({url})",
+            step=steps[-1].step,
+            program_name=program_name(),
+            url=url,
+        )
 
 
 def newest_manifest(url: str) -> "Manifest":
@@ -220,8 +221,7 @@ def newest_manifest(url: str) -> "Manifest":
     except StoreError as error:
         raise unusable_store(url, str(error)) from None
     why = "none of its manifests is intact" if names else "it has no complete checkpoint"
-    raise UserError("K028", f"there is nothing to resume in this store: {why}", where=url,
-                    fix="check the URL; it is checkpoint.store of the run")  # fmt: skip
+    raise UserError("K028.nothing-resume-store", where=url, why=why)
 
 
 def _belongs_to(path: Path, url: str) -> bool:

@@ -125,20 +125,27 @@ def refuse_bad_profile(request: Request) -> None:
     section = request.recipe.telemetry
     steps, world = request.recipe.train.steps, request.plan.mesh.world_size
     if not section.profile and section.profile_every:
-        raise UserError("R013", "telemetry.profile_every repeats a trace, and the recipe names none",
-                        where="telemetry.profile_every", fix="name its steps, such as --profile 10:13")  # fmt: skip
+        raise UserError("R013.telemetry-profile-every", where="telemetry.profile_every")
     if not section.profile:
         return
     first, end = map(int, section.profile.split(":"))
     if 0 < section.profile_every <= end - first:
-        raise UserError("R013", f"telemetry.profile_every is {section.profile_every}: the trace itself has "
-                        f"{end - first} steps", where="telemetry.profile_every", fix="name more steps")  # fmt: skip
+        raise UserError(
+            "R013.telemetry-profile-every-trace",
+            where="telemetry.profile_every",
+            profile_every=section.profile_every,
+            end=end - first,
+        )
     if first > steps and not request.recipe.data.epochs:
-        raise UserError("R013", f"telemetry.profile is {section.profile}: the run has {steps} steps",
-                        where="telemetry.profile", fix="name steps that the run reaches, such as 3:6")  # fmt: skip
+        raise UserError("R013.telemetry-profile-run", where="telemetry.profile", profile=section.profile, steps=steps)
     if section.profile_ranks != "all" and max(map(int, section.profile_ranks.split(","))) >= world:
-        raise UserError("R013", f"telemetry.profile_ranks is {section.profile_ranks}: the plan has {world} ranks",
-                        where="telemetry.profile_ranks", fix=f"name some of 0 to {world - 1}, or all")  # fmt: skip
+        raise UserError(
+            "R013.telemetry-profile-ranks",
+            where="telemetry.profile_ranks",
+            profile_ranks=section.profile_ranks,
+            world=world,
+            world_2=world - 1,
+        )
 
 
 def _dry_run(request: Request, path: Path, *, as_json: bool) -> int:

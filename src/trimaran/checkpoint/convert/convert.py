@@ -99,8 +99,7 @@ def export_dcp(source: CheckpointSource, section: ModelSection, folder: Path, *,
 def refuse_occupied(folder: Path) -> None:
     """Raise UserError if `folder` exists: an export never overwrites."""
     if folder.is_symlink() or folder.exists():
-        raise UserError("K024", "this path already exists", where=str(folder),
-                        fix="choose another folder: --out DIR")  # fmt: skip
+        raise UserError("K024.path-already-exists", where=str(folder))
 
 
 def _reader(module: nn.Module, source: CheckpointSource) -> ReadTensor:
@@ -108,9 +107,9 @@ def _reader(module: nn.Module, source: CheckpointSource) -> ReadTensor:
     named = dict(module.named_parameters())
     buffers = {name: each for name, each in module.named_buffers() if MODEL_PREFIX + name in source.index}
     if absent := [name for name in named if MODEL_PREFIX + name not in source.index]:
-        raise UserError("K025", f"the checkpoint does not have {len(absent)} of the model's {len(named)} weights, "
-                        f"such as {absent[0]}", where="model",
-                        fix="export with the recipe of the run that wrote it")  # fmt: skip
+        raise UserError(
+            "K025.checkpoint-not-model", where="model", num_absent=len(absent), num_named=len(named), absent=absent[0]
+        )
     names: dict[Tensor, str] = {each: name for name, each in named.items()}
     for name, buffer in buffers.items():
         if buffer.is_meta:  # of our own networks, which have no memory here
@@ -126,8 +125,7 @@ def reporting_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise UserError("K026", f"the export cannot be written: {error}", where=str(folder),
-                        fix="free disk space, or choose another disk: --out DIR") from None  # fmt: skip
+        raise UserError("K026.export-cannot-written", where=str(folder), error=error) from None
 
 
 def exported_keys(module: nn.Module, keys: Iterable[str]) -> dict[str, str]:
@@ -301,6 +299,10 @@ def _merged_reader(base: BaseWeights, source: CheckpointSource, section: Adapter
 
 def _refuse_missing(names: Any, source: CheckpointSource) -> None:
     if absent := sorted(name for name in names if MODEL_PREFIX + name not in source.index):
-        raise UserError("K025", f"the checkpoint does not have {len(absent)} of the adapter's {len(names)} weights, "
-                        f"such as {absent[0]}", where="model.adapter",
-                        fix="export with the recipe of the run that wrote it")  # fmt: skip
+        raise UserError(
+            "K025.checkpoint-not-adapter",
+            where="model.adapter",
+            num_absent=len(absent),
+            num_names=len(names),
+            absent=absent[0],
+        )

@@ -124,11 +124,9 @@ def read_pickle(program: bytes, *, names: Collection[str], where: str) -> Any:
             _execute(opcode.name, argument, stack, memo, names)
         raise UnsafePickleError("it does not end")
     except UnsafePickleError as error:
-        raise UserError("K021", f"this pickle is more than data, and none of it was executed: {error}", where=where,
-                        fix="use checkpoints from a source you trust; this one may be an attack") from None  # fmt: skip
+        raise UserError("K021.pickle-more-data", where=where, error=error) from None
     except (ValueError, IndexError, KeyError, TypeError, UnicodeError, OverflowError) as error:
-        raise UserError("K022", f"the metadata is damaged: {type(error).__name__}", where=where,
-                        fix="copy the checkpoint again, or use another one") from None  # fmt: skip
+        raise UserError("K022.metadata-damaged", where=where, kind=type(error).__name__) from None
 
 
 def _execute(opcode: str, argument: Any, stack: list[Any], memo: dict[int, Any], names: Collection[str]) -> None:
@@ -230,8 +228,7 @@ class DcpSource:
         self._maps: dict[str, mmap.mmap] = {}
         contents = self._open(METADATA_FILE)
         if len(contents) > MAX_METADATA_BYTES:
-            raise UserError("K022", "the metadata is too large", where=str(folder / METADATA_FILE),
-                            fix="use a checkpoint with fewer tensors")  # fmt: skip
+            raise UserError("K022.metadata-too-large", where=str(folder / METADATA_FILE))
         tree = read_pickle(contents[:], names=METADATA_NAMES, where=str(folder / METADATA_FILE))
         try:
             self.index, self._lengths, self.skipped_keys = _parse_metadata(tree)
@@ -277,16 +274,20 @@ class DcpSource:
         path = self.folder / name
         if Path(name).name != name or path.is_symlink() or not path.is_file():
             missing = name == METADATA_FILE and not path.is_symlink()
-            raise UserError("K020", f"this is not a DCP checkpoint: {name} is not a file in it", where=str(self.folder),
-                            fix="name a folder that torch.distributed.checkpoint.save wrote" if missing
-                            else "copy the checkpoint again, with all its files and without links")  # fmt: skip
+            raise UserError(
+                "K020.not-dcp-checkpoint",
+                where=str(self.folder),
+                fix="name a folder that torch.distributed.checkpoint.save wrote"
+                if missing
+                else "copy the checkpoint again, with all its files and without links",
+                name=name,
+            )
         if not path.stat().st_size:
             raise self._damaged("the file is empty", name)
         return path
 
     def _damaged(self, what: str, file: str) -> UserError:
-        return UserError("K022", f"the checkpoint is damaged: {what}", where=str(self.folder / file),
-                         fix="copy the checkpoint again, or use another one")  # fmt: skip
+        return UserError("K022.checkpoint-damaged", where=str(self.folder / file), text=what)
 
 
 def _parse_metadata(tree: Any) -> tuple[TensorIndex, dict[tuple[str, int], int], list[str]]:

@@ -73,8 +73,7 @@ def save_network(
             report_progress=report_progress,
         )
     except (OSError, SafetensorError) as error:
-        fix = "free disk space, then write them from the last checkpoint: trimaran resume RUN"
-        raise UserError("D006", f"the trained weights cannot be written: {error}", where=str(folder), fix=fix) from None
+        raise UserError("D006.trained-weights", where=str(folder), error=error) from None
 
 
 def write_hf_folder(

@@ -56,8 +56,7 @@ def save_adapter(
         facts = read_facts()
         write_peft_folder(folder, facts, tensors, add_files=add_files, replace=True, report_progress=report_progress)
     except (OSError, SafetensorError) as error:
-        fix = "free disk space, then write it from the last checkpoint: trimaran resume RUN"
-        raise UserError("D006", f"the trained adapter cannot be written: {error}", where=str(folder), fix=fix) from None
+        raise UserError("D006.trained-adapter", where=str(folder), error=error) from None
 
 
 def write_peft_folder(

@@ -145,18 +145,19 @@ def find_imported_tensors(source: DcpSource, recipe: Recipe) -> ImportedTensors:
     mapping = min(tried, key=lambda each: len(each.absent(source.index)), default=None)
     absent = mapping.absent(source.index) if mapping else list(wanted)
     if mapping is None or absent:
-        raise UserError("K023", f"the checkpoint lacks {len(absent)} weights of this run's model, such as "
-                        f"{', '.join(absent[:3])}", where=str(source.folder),
-                        fix="import it into a run whose recipe names the model that was trained")  # fmt: skip
+        raise UserError(
+            "K023.checkpoint-lacks-weights",
+            where=str(source.folder),
+            num_absent=len(absent),
+            absent=", ".join(absent[:3]),
+        )
     weights = [
         ImportedTensor(f"model/{name}", TensorMeta("F32", shape), mapping.keys(name)) for name, shape in wanted.items()
     ]
     states = _states(source, mapping)
     in_fp32 = recipe.train.optimizer.states == "fp32"
     if not states and not in_fp32:
-        raise UserError("K027", "the checkpoint has no optimizer states, and only fp32 states can start as zeros",
-                        where=str(source.folder),
-                        fix="import it into a run with train.optimizer.states=fp32")  # fmt: skip
+        raise UserError("K027.checkpoint-no-optimizer", where=str(source.folder))
     moments = [each for name in wanted for each in _moments(name, wanted[name], states.get(name, {}), source)]
     if in_fp32:
         moments = [replace(each, meta=TensorMeta("F32", each.meta.shape)) for each in moments]
@@ -174,9 +175,9 @@ def find_imported_tensors(source: DcpSource, recipe: Recipe) -> ImportedTensors:
         for key in each.keys:
             found = source.index[key].meta.shape
             if (count, *found) != shape and not (count == 1 and found == shape):
-                raise UserError("K023", f"the checkpoint has {key} as {list(found)}, this run's model as {list(shape)}",
-                                where=str(source.folder),
-                                fix="import it into a run whose recipe names the model that was trained")  # fmt: skip
+                raise UserError(
+                    "K023.checkpoint-run-model", where=str(source.folder), key=key, found=list(found), shape=list(shape)
+                )
     steps = [read_full_tensor(source, each.keys[0]) for each in moments if each.key.split("/")[1] == STEP and each.keys]
     return ImportedTensors(tensors, int(max(steps, default=torch.zeros(()))), bool(steps))
 

@@ -113,8 +113,9 @@ def open_store(url: str, *, block_bytes: int = BLOCK_BYTES) -> "ObjectStore":
     except ImportError as error:
         raise _missing_package(url, PACKAGES.get(protocol, ""), str(error)) from None
     except Exception as error:  # whatever a backend raises for a URL that it cannot use
-        raise UserError("K061", f"the store cannot be used: {describe(error)}", where=f"checkpoint.store ({url})",
-                        fix="check the URL and the credentials in the environment") from None  # fmt: skip
+        raise UserError(
+            "K061.store-cannot-used-check", where=f"checkpoint.store ({url})", describe=describe(error)
+        ) from None
     has_folders = protocol not in HAVE_NO_FOLDERS
     return ObjectStore(url, file_system, root.rstrip("/"), has_folders=has_folders, block_bytes=block_bytes)
 
@@ -128,9 +129,7 @@ def _missing_package(url: str, package: str, reason: str = "") -> UserError:
 
 def unusable_store(url: str, why: str) -> UserError:
     """Return the error for a store that is needed now and cannot be used."""
-    return UserError("K061", f"the store cannot be used: {why}", where=f"checkpoint.store ({url})",
-                     fix="check the URL, the credentials in the environment, and the network; then start again"
-                     )  # fmt: skip
+    return UserError("K061.store-cannot-used", where=f"checkpoint.store ({url})", why=why)
 
 
 def describe(error: BaseException) -> str:

@@ -122,8 +122,7 @@ class ChatRenderer:
     @cached_property
     def _compiled(self) -> dict[str, jinja2.Template]:
         if tuple(map(int, metadata.version("jinja2").split(".")[:3])) < SAFE_JINJA:
-            raise UserError("T013", "chat templates need jinja2 3.1.6 or later: the sandbox of earlier versions has "
-                            "holes", where="data.samples.template", fix="run: pip install -U jinja2")  # fmt: skip
+            raise UserError("T013.chat-templates-need", where="data.samples.template")
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationExtension, jinja2.ext.loopcontrols]
         )
@@ -147,8 +146,7 @@ def _raise(message: str) -> None:
 
 
 def _unusable(what: str, where: str) -> UserError:
-    return UserError("T024", f"the model's chat template cannot be used: {what}", where=where,
-                     fix="correct the template, or choose another: data.samples.template=chatml")  # fmt: skip
+    return UserError("T024.model-chat-template", where=where, text=what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,9 +352,7 @@ class ModelTemplate:
         return [{"role": role, "content": self._content((text,))} for role, text in texts.items()]
 
     def _cannot_tell(self, why: str) -> UserError:
-        return UserError("T024", f"the answers cannot be told apart in the model's chat template: {why}",
-                         where=self._where, fix="put {% generation %} and {% endgeneration %} around them in the "
-                         "template, or choose another: data.samples.template=chatml")  # fmt: skip
+        return UserError("T024.answers-cannot-told", where=self._where, why=why)
 
     def _message(self, turn: Turn) -> dict[str, Any]:
         message = dict(turn.fields) if turn.fields else {}
@@ -387,9 +383,7 @@ class ModelTemplate:
             pass
         names = [self._tokenizer.token_text(int(each)) for each in image_ids]
         if None in names:
-            raise UserError("T024", "the model's chat template writes no images, and its tokenizer has no token for "
-                            "them", where=self._where, fix="choose another: data.samples.template=chatml"
-                            )  # fmt: skip
+            raise UserError("T024.model-chat-template-writes", where=self._where)
         return PLAIN_TEXT + "".join(str(name) for name in names) + PLAIN_TEXT
 
     def _plain(self, value: Any) -> Any:

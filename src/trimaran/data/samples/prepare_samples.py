@@ -101,12 +101,15 @@ def sources_of(section: DataSection) -> tuple[MixtureSource, ...]:
         MixtureSource(name=section.source, source=section.source, path=section.path, text_field=section.text_field),
     )
     if duplicates := [name for name, count in Counter(source.name for source in sources).items() if count > 1]:
-        raise UserError("T039", f"two sources have the name '{duplicates[0]}'", where="data.mixture",
-                        fix="give each source a unique name: its loss is reported under it")  # fmt: skip
+        raise UserError("T039.two-sources-name", where="data.mixture", duplicates=duplicates[0])
     for source in sources:
         if source.source not in READERS:
-            raise UserError("T030", f"{source.source} cannot be read as samples", where=_where(section, source),
-                            fix=f"use one of {', '.join(READERS)}")  # fmt: skip
+            raise UserError(
+                "T030.cannot-read-samples",
+                where=_where(section, source),
+                source=source.source,
+                readers=", ".join(READERS),
+            )
     return sources
 
 
@@ -118,8 +121,7 @@ def find_source_files(section: DataSection, source: MixtureSource, rules: ImageR
         names = os.listdir(source.path) if os.path.isdir(source.path) else [Path(source.path).name]
         is_compressed = any(name.endswith(COMPRESSED_SUFFIXES) for name in names)
         if is_compressed and not any(name.endswith(".tar") for name in names):
-            raise UserError("T035", "a compressed tar file cannot be read at an offset", where=_where(section, source),
-                            fix="decompress it to .tar, for example with gunzip; that also loads faster")  # fmt: skip
+            raise UserError("T035.compressed-tar-file", where=_where(section, source))
     own = DataSection(source=source.source, path=source.path, text_field=source.text_field)
     try:
         files = [] if source.source == "shapes" and source.path is None else find_files(own)
@@ -162,10 +164,8 @@ def _prepare_part(
         raise
     except OSError as error:
         if error.filename and not Path(error.filename).is_relative_to(path.parent.absolute()):
-            raise UserError("T004", f"this cannot be read: {error.strerror}", where=str(error.filename),
-                            fix="check the name, the permissions and the disk") from None  # fmt: skip
-        raise UserError("T037", f"the prepared samples cannot be written: {error.strerror}", where=str(path),
-                        fix="choose a folder on a disk with free space that you may write to") from None  # fmt: skip
+            raise UserError("T004.cannot-read", where=str(error.filename), reason=error.strerror) from None
+        raise UserError("T037.prepared-samples", where=str(path), reason=error.strerror) from None
 
 
 def _fraction_of_batch(raw: RawSample) -> float:
@@ -208,20 +208,31 @@ def _refuse_many_bad(
     if too_many and reasons == {NO_IMAGES_REASON}:
         raise _takes_no_images(f"{num_bad:,} of {total:,} samples of {name} have images", "model.family")
     if not num_good:
-        raise UserError("T032", f"no sample of {name} can be used{':' if num_bad else ''}{shown}{more}",
-                        where=f"data.source: {files.source.source}",
-                        fix="name data with at least one sample of the type given by the source")  # fmt: skip
+        raise UserError(
+            "T032.no-sample",
+            where=f"data.source: {files.source.source}",
+            name=name,
+            value=":" if num_bad else "",
+            shown=shown,
+            more=more,
+        )
     if too_many:
         allowed = ceil_share(num_bad, total)
-        raise UserError("T031", f"{num_bad:,} of {total:,} samples of {name} are bad, and the allowed fraction is "
-                        f"{max_bad:g}:{shown}{more}", where="data.samples.max_bad",
-                        fix="correct them (image paths are relative to data.samples.images, or to the file that names "
-                        f"them), or set data.samples.max_bad to {allowed:g}")  # fmt: skip
+        raise UserError(
+            "T031.samples-bad-allowed",
+            where="data.samples.max_bad",
+            num_bad=num_bad,
+            total=total,
+            name=name,
+            max_bad=max_bad,
+            shown=shown,
+            more=more,
+            allowed=allowed,
+        )
 
 
 def _takes_no_images(what: str, where: str) -> UserError:
-    fix = "use a model of family vlm, or data without images"
-    return UserError("T051", f"{what}, and this model takes no images", where=where, fix=fix)
+    return UserError("T051.model-takes", where=where, text=what)
 
 
 def _fingerprint(files: SourceFiles, chat_tokenizer: ChatTokenizer, seq_len: int) -> str:

@@ -262,10 +262,8 @@ class SamplePart:
 
 
 def not_samples(path: Path, file: str) -> UserError:
-    return UserError("T033", f"this is not a folder of prepared samples: {file} is missing or unreadable",
-                     where=str(path), fix="delete the folder; the next run prepares it again")  # fmt: skip
+    return UserError("T033.not-folder-prepared", where=str(path), file=file)
 
 
 def _damaged(file: Path, what: str) -> UserError:
-    return UserError("T034", f"a file of the prepared samples is damaged: {what}", where=str(file),
-                     fix=f"delete {file.parent}; the next run prepares it again")  # fmt: skip
+    return UserError("T034.file-prepared-samples", where=str(file), text=what, parent=file.parent)

@@ -134,10 +134,7 @@ class ChatTokenizer:
         if template == "model":
             content = getattr(tokenizer, "content", None)
             if content is None or not content.templates:
-                raise UserError("T024", "the tokenizer comes without a chat template",
-                                where="data.samples.template: model",
-                                fix="name a model folder with a chat template in data.tokenizer, or choose one: "
-                                "data.samples.template=chatml")  # fmt: skip
+                raise UserError("T024.tokenizer-comes-without", where="data.samples.template: model")
             module = lazy_import.load("samples.model_template", "jinja2", where="data.samples.template")
             self.own_template = module.ModelTemplate(tokenizer, self.image_ids, self._image_token)
         self.template = self.own_template.name if self.own_template else choose_template(template, tokenizer)
@@ -343,9 +340,13 @@ def _image_ids(tokenizer: Tokenizer, rules: ImageRules) -> np.ndarray:
     name = next((each for each in IMAGE_TOKENS if tokenizer.special(each) is not None), None)
     if (token := tokenizer.ordinary_token(rules.image_token)) is not None or rules.image_token == tokenizer.end_id:
         hint = f": {name} is {tokenizer.special(name)}" if name else " that is not an ordinary token"
-        raise UserError("T036", f"token {rules.image_token} is the image token, but in this tokenizer it is "
-                        f"{'the end of a document' if token is None else repr(token)}", where="data.tokenizer",
-                        fix=f"set model.shape.image_token to an id{hint}")  # fmt: skip
+        raise UserError(
+            "T036.token-image-token",
+            where="data.tokenizer",
+            image_token=rules.image_token,
+            token="the end of a document" if token is None else repr(token),
+            hint=hint,
+        )
     before, after = rules.before, rules.after
     if name in IMAGE_DELIMITERS and not (before or after) and tokenizer.special(name) == rules.image_token:
         delimiters = [tokenizer.special(each) for each in IMAGE_DELIMITERS[name]]

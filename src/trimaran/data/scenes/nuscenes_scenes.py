@@ -7,7 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
-from trimaran.core import BOX_NUMBERS, GROUND, OBJECTS, RIG_NUMBERS, UNKNOWN_GROUND, SceneRules, Sensor, UserError
+from trimaran.core import (
+    BOX_NUMBERS,
+    GROUND,
+    OBJECTS,
+    RIG_NUMBERS,
+    UNKNOWN_GROUND,
+    SceneRules,
+    Sensor,
+    UserError,
+    templated,
+)
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.scenes.nuscenes_tables import (
     TABLES,
@@ -89,8 +99,7 @@ class NuscenesScenes:
                 ground = np.where(on_road, GROUND.index("road"), GROUND.index("terrain"))
                 ground = with_objects(ground, boxes, rules)
         except MissingFileError as error:
-            raise UserError("D015", "a scene has no map of the drivable surface: a file is missing", where=str(error),
-                            fix="restore it, or remove map.json: then the ground is not trained") from None  # fmt: skip
+            raise UserError("D015.scene-no-map", where=str(error)) from None
         except BadSampleError as error:
             raise BadSampleError(f"sample {sample.token}: {error}") from None
         return SimulatedScene(cameras, points, boxes, ground, radar, rig)
@@ -198,19 +207,18 @@ def open_nuscenes(folder: Path, rules: SceneRules, options: SceneOptions) -> Nus
     if options.version is not None:
         tables_at = folder / options.version
         if tables_at not in found:
-            raise wrong_table(f"there is no version {options.version}", folder)
+            raise wrong_table(templated("there is no version {version}", version=options.version), folder)
     elif len(found) > 1:
-        raise UserError("D016", f"there are several versions: {', '.join(each.name for each in found)}",
-                        where=str(folder), fix="set data.scenes.version to one of them")  # fmt: skip
+        raise UserError("D016.several-versions", where=str(folder), found=", ".join(each.name for each in found))
     else:
         tables_at = found[0]
     tables = read_tables(tables_at, rules.sensors, CATEGORIES)
     if not tables.samples:
         raise wrong_table("there is no sample", tables_at)
     if rules.cameras not in (0, len(CAMERAS)):
-        raise UserError("D016", f"nuScenes has {len(CAMERAS)} cameras, and the model {rules.cameras}",
-                        where=str(tables_at),
-                        fix=f"set model.shape.cameras to {len(CAMERAS)}, or to 0")  # fmt: skip
+        raise UserError(
+            "D016.nuscenes-cameras-model", where=str(tables_at), num_cameras=len(CAMERAS), cameras=rules.cameras
+        )
     for each in tables.recordings.values() if rules.cameras else ():
         if tables.calibrations[each.calibration].modality == "camera":
             if min(each.size) <= 0:

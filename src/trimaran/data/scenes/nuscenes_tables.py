@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL.PngImagePlugin import PngImageFile
 
-from trimaran.core import UserError, check_regular_file, read_regular_text
+from trimaran.core import UserError, check_regular_file, read_regular_text, templated
 from trimaran.data.quarantine import BadSampleError
 from trimaran.data.scenes.recorded_scenes import read_sensor_file
 
@@ -90,11 +90,13 @@ def read_tables(folder: Path, sensors: Collection[str], categories: Collection[s
     """Return the tables in `folder`, for the given sensors and categories of boxes. Raises UserError."""
     for table in TABLES:
         if not (folder / f"{table}.json").is_file():
-            raise wrong_table(f"the table {table}.json is missing", folder)
+            raise wrong_table(templated("the table {table}.json is missing", table=table), folder)
     try:
         return _tables(folder, sensors, categories)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise wrong_table(f"a table refers to what is not there, or lacks a field: {error!r}", folder) from None
+        raise wrong_table(
+            templated("a table refers to what is not there, or lacks a field: {error!r}", error=error), folder
+        ) from None
 
 
 def _tables(folder: Path, sensors: Collection[str], categories: Collection[str]) -> NuscenesTables:
@@ -187,10 +189,10 @@ def _rows(folder: Path, table: str, reduce: Callable[[dict[str, Any]], Any]) -> 
     try:
         check_regular_file(path)
         if path.stat().st_size > MAX_TABLE_BYTES:
-            raise ValueError(f"it is larger than {MAX_TABLE_BYTES:,} bytes")
+            raise ValueError(templated("it is larger than {max_table_bytes:,} bytes", max_table_bytes=MAX_TABLE_BYTES))
         rows = json.loads(read_regular_text(path), object_hook=lambda row: reduce(row) if "token" in row else row)
     except (OSError, json.JSONDecodeError, RecursionError) as error:
-        raise wrong_table(f"the table cannot be read: {error}", path) from None
+        raise wrong_table(templated("the table cannot be read: {error}", error=error), path) from None
     if not isinstance(rows, list):
         raise wrong_table("the table is not a list of records", path)
     return [row for row in rows if row is not None]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from trimaran.core import UserError, check_regular_file, read_regular_text
+from trimaran.core import UserError, check_regular_file, read_regular_text, templated
 from trimaran.core.input_rules import (
     BOX_NUMBERS,
     CAMERA_METRES,
@@ -59,8 +59,9 @@ class SceneOptions:
         except MissingFileError as error:
             if sensor in self.optional:
                 return empty
-            raise UserError("D015", f"a scene has no {SENSOR_NAMES[sensor]}: a file is missing", where=str(error),
-                            fix=f"restore the file, or set data.scenes.optional to [{sensor}]") from None  # fmt: skip
+            raise UserError(
+                "D015.scene-no-file", where=str(error), sensor_names=SENSOR_NAMES[sensor], sensor=sensor
+            ) from None
 
 
 def read_sensor_file(path: Path) -> bytes:
@@ -244,7 +245,7 @@ def open_index(folder: Path, rules: SceneRules, options: SceneOptions) -> Record
     try:
         check_regular_file(folder / INDEX)
         if (folder / INDEX).stat().st_size > MAX_INDEX_BYTES:
-            raise ValueError(f"it is larger than {MAX_INDEX_BYTES:,} bytes")
+            raise ValueError(templated("it is larger than {max_index_bytes:,} bytes", max_index_bytes=MAX_INDEX_BYTES))
         text = read_regular_text(folder / INDEX)
         tree = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:

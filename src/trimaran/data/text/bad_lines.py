@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trimaran.core import UserError
+from trimaran.core import UserError, templated
 
 MAX_LISTED = 10_000  # bad lines that are kept with their reasons
 MAX_SUGGESTED = 0.2  # no larger fraction of bad lines is suggested
@@ -54,9 +54,15 @@ class BadLines:
         first = self._first[code]
         verb = "is" if self.num_bad == 1 else "are"
         plural = "" if self.num_lines == 1 else "s"
-        what = (
-            f"{first.what}; {self.num_bad:,} of {self.num_lines:,} {self._kind}{plural} {verb} bad, "
-            f"and the allowed fraction is {self._max_bad:g}"
+        what = templated(
+            "{first}; {num_bad:,} of {num_lines:,} {kind}{plural} {verb} bad, and the allowed fraction is {max_bad:g}",
+            first=first.what,
+            num_bad=self.num_bad,
+            num_lines=self.num_lines,
+            kind=self._kind,
+            plural=plural,
+            verb=verb,
+            max_bad=self._max_bad,
         )
         allowed = ceil_share(self.num_bad, self.num_lines)
         leave_out = f"set data.samples.max_bad to {allowed:g} to leave out {self._kind}s like it"

@@ -28,8 +28,7 @@ def read_rows(path: Path, files: list[Path], field: str, bad: BadLines) -> Itera
     tables = [file for file in files if data_suffix(file) in BUILDERS]
     tables = tables or [file for file in files if data_suffix(file) in CSV_SUFFIXES]
     if not tables:
-        raise UserError("T018", "there is neither a saved dataset nor a parquet or JSON file", where=str(path),
-                        fix="name a folder written by save_to_disk, or one with .parquet or .json files")  # fmt: skip
+        raise UserError("T018.neither-saved-dataset", where=str(path))
     for number, file in enumerate(tables):
         if data_suffix(file) not in CSV_SUFFIXES:
             try:
@@ -44,7 +43,7 @@ def read_rows(path: Path, files: list[Path], field: str, bad: BadLines) -> Itera
         for line, row, _ in csv_rows(file, lambda position: 0.0):
             where = f"{file}:{line}"
             if isinstance(row, BadSampleError):
-                bad.add(UserError("T018", f"this row cannot be read: {row}", where=where, fix="correct the row"))
+                bad.add(UserError("T018.row-cannot-read", where=where, row=row))
             else:
                 yield counted_text(row, field, where, bad), number / len(tables)
 
@@ -75,8 +74,7 @@ def _open_saved(path: Path) -> datasets.Dataset:
         return dataset
     names = [str(name) for name in dataset]
     if "train" not in names and len(names) > 1:
-        raise UserError("T018", f"the dataset has no split 'train', but {', '.join(names)}", where=str(path),
-                        fix=f"name one of them: data.path = {path / names[0]}")  # fmt: skip
+        raise UserError("T018.dataset-no-split", where=str(path), names=", ".join(names), path=path / names[0])
     return dataset["train" if "train" in names else names[0]]
 
 
@@ -101,5 +99,4 @@ def _texts(rows: Any, field: str, path: Path, bad: BadLines) -> Iterator[str]:
 
 def _unreadable(path: Path, error: Exception) -> UserError:
     first_line = (getattr(error, "strerror", None) or str(error)).partition("\n")[0]
-    return UserError("T018", f"`datasets` cannot read this: {first_line}", where=str(path),
-                     fix="check the file, or convert it to JSONL")  # fmt: skip
+    return UserError("T018.datasets-cannot-read", where=str(path), first_line=first_line)

@@ -31,8 +31,9 @@ class JsonTokenizer:
         try:
             self._file = read_regular_bytes(path, follow_links=True)
         except OSError as error:
-            raise UserError("T011", f"the tokenizer cannot be read: {error.strerror}", where=f"data.tokenizer: {path}",
-                            fix="name a tokenizer.json, a model folder, or `bytes`") from None  # fmt: skip
+            raise UserError(
+                "T011.tokenizer-cannot-read", where=f"data.tokenizer: {path}", reason=error.strerror
+            ) from None
         self._tokenizer = parse_tokenizer(self._file, path)
         self._index(end_token)
 
@@ -40,13 +41,14 @@ class JsonTokenizer:
         vocabulary, added = self.vocabulary(), self._tokenizer.get_added_tokens_decoder()
         candidates = [token for token in ([end_token] if end_token is not None else END_TOKENS) if token in vocabulary]
         if not candidates and end_token is not None:
-            what = f"the tokenizer has no token '{end_token}'{did_you_mean(end_token, vocabulary)}"
-            raise UserError("T012", what, where=str(self._path),
-                            fix="name a token of its vocabulary as the end of a document")  # fmt: skip
+            raise UserError(
+                "T012.tokenizer-no-token",
+                where=str(self._path),
+                end_token=end_token,
+                guess=did_you_mean(end_token, vocabulary),
+            )
         if not candidates:
-            raise UserError("T012", "the tokenizer has none of the usual end-of-document tokens",
-                            where=str(self._path), fix="name it and use the packed shards: trimaran data pack "
-                            "--end-token TOKEN")  # fmt: skip
+            raise UserError("T012.tokenizer-none-usual", where=str(self._path))
         self._end_token = candidates[0]
         self.vocab_size, self.end_id = max(vocabulary.values()) + 1, vocabulary[self._end_token]  # ids may have gaps
         self._special = {str(each.content): number for number, each in added.items()}
@@ -119,8 +121,7 @@ def parse_tokenizer(file: bytes, path: Path) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(file)
     except Exception as error:  # the library raises nothing more specific
-        raise UserError("T011", f"this is not a tokenizers JSON file: {error}", where=f"data.tokenizer: {path}",
-                        fix="name the tokenizer.json of a fast tokenizer") from None  # fmt: skip
+        raise UserError("T011.not-tokenizers-json", where=f"data.tokenizer: {path}", error=error) from None
     # Files from the hub often truncate and pad to a model's length; packing needs the exact tokens.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -132,9 +133,7 @@ class ModelTokenizer(JsonTokenizer):
 
     def __init__(self, folder: Path, end_token: str | None = None) -> None:
         if not has_tokenizer(folder):
-            raise UserError("T011", "the folder holds no tokenizer: no tokenizer.json and no vocabulary",
-                            where=f"data.tokenizer: {folder}",
-                            fix="name a model folder with a tokenizer, or a tokenizer.json")  # fmt: skip
+            raise UserError("T011.folder-holds", where=f"data.tokenizer: {folder}")
         self._path, self.content = folder, read_tokenizer_folder(folder)
         if TOKENIZER_FILE not in self.content.files:
             lazy_import.require("transformers", where=f"data.tokenizer: {folder}")

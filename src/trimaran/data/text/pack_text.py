@@ -24,15 +24,13 @@ Item = TypeVar("Item")
 def pack(section: DataSection, out: Path, *, end_token: str | None = None, progress: Progress | None = None) -> Path:
     """Return `out` after packing `section` into it. It must be missing or an empty folder."""
     if section.source == "shards":
-        raise UserError("T016", "the source is packed shards already", where="data.source",
-                        fix="pack another source, or use the shards directly")  # fmt: skip
+        raise UserError("T016.source-packed-shards", where="data.source")
     try:
         if out.exists() and not (out.is_dir() and not any(out.iterdir())):
             raise FileExistsError
         pack_files(section, find_files(section), load_tokenizer(section.tokenizer, end_token=end_token), out, progress)
     except FileExistsError:
-        raise UserError("T016", "this path already exists", where=str(out),
-                        fix="name a folder that does not exist yet") from None  # fmt: skip
+        raise UserError("T016.path-already-exists", where=str(out)) from None
     return out
 
 
@@ -46,13 +44,11 @@ def pack_files(
                 if progress is not None:
                     progress(f"packing {section.source}", fraction_read)
             if not writer.num_documents:
-                raise UserError("T009", "the data has no text", where=f"data.path: {section.path}",
-                                fix="name data with at least one non-empty document")  # fmt: skip
+                raise UserError("T009.data-no-text", where=f"data.path: {section.path}")
     except FileExistsError:
         raise
     except OSError as error:
-        raise UserError("T017", f"the packed shards cannot be written: {error.strerror}", where=str(path),
-                        fix="choose a folder on a disk with free space that you may write to") from None  # fmt: skip
+        raise UserError("T017.packed-shards", where=str(path), reason=error.strerror) from None
 
 
 def _write_texts(section: DataSection, files: list[Path], tokenizer: Tokenizer, writer: ShardWriter) -> Iterator[float]:

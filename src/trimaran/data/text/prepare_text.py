@@ -64,17 +64,24 @@ def _check_shards(section: DataSection, path: Path) -> None:
     shards = TokenShards.open(path)
     num_bad, num_lines, max_bad = shards.meta.num_bad, shards.meta.num_lines, section.samples.max_bad
     if num_bad > max_bad * num_lines:
-        raise UserError("T031", f"{num_bad:,} of {num_lines:,} lines were left out of these shards because they are "
-                        f"bad, and the allowed fraction is {max_bad:g}", where=str(path / BAD),
-                        fix=f"correct them, or set data.samples.max_bad to {ceil_share(num_bad, num_lines):g}"
-                        )  # fmt: skip
+        raise UserError(
+            "T031.lines-left-out",
+            where=str(path / BAD),
+            num_bad=num_bad,
+            num_lines=num_lines,
+            max_bad=max_bad,
+            ceil_share=ceil_share(num_bad, num_lines),
+        )
     count_sequences(shards, section.seq_len)
     if section.source == "shards" and section.tokenizer is not None:
         requested = load_tokenizer(section.tokenizer)
         if not is_same_tokenizer(requested, shards.tokenizer):
-            raise UserError("T019", f"the shards were packed with another tokenizer, of {shards.vocab_size:,} ids; "
-                            f"the named one has {requested.vocab_size:,}", where="data.tokenizer",
-                            fix="leave data.tokenizer out: the shards include their tokenizer")  # fmt: skip
+            raise UserError(
+                "T019.shards-packed-with",
+                where="data.tokenizer",
+                vocab_size=shards.vocab_size,
+                requested_vocab_size=requested.vocab_size,
+            )
 
 
 def _fingerprint(section: DataSection, files: list[Path], tokenizer: Tokenizer) -> str:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from trimaran.core import SOURCES, DataSection, UserError, did_you_mean, open_regular_file
+from trimaran.core import SOURCES, DataSection, UserError, did_you_mean, open_regular_file, templated
 from trimaran.data.quarantine import BadSampleError
 
 CSV_SUFFIXES = (".csv", ".tsv")
@@ -53,9 +53,7 @@ def find_files(section: DataSection) -> list[Path]:
     if section.source not in SOURCES:
         return []
     if section.source in GENERATED_SOURCES and section.path is not None:
-        raise UserError("T002", f"data.path is set, but the source {section.source} reads no path",
-                        where=f"data.path: {section.path}", fix="set data.source to the type of data.path: "
-                        "text, jsonl, chat, shards or datasets")  # fmt: skip
+        raise UserError("T002.data-path-set", where=f"data.path: {section.path}", source=section.source)
     if section.source == "python-stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         files = [file for file in _walk(root, NOT_STDLIB) if file.suffix == ".py"]
@@ -77,8 +75,7 @@ def find_files(section: DataSection) -> list[Path]:
                 return files
     suffixes = SUFFIXES.get(section.source, (("",),))[0]
     kind = "Python file" if section.source == "python-stdlib" else f"{suffixes[0]} file".strip()
-    raise UserError("T005", f"there is no non-empty {kind}", where=str(root),
-                    fix="name a file or a folder with text")  # fmt: skip
+    raise UserError("T005.no-non-empty", where=str(root), kind=kind)
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -89,8 +86,7 @@ def is_saved_dataset(path: Path) -> bool:
 def named_path(section: DataSection) -> Path:
     """Return `data.path`. Raises unless it is an existing file or folder."""
     if section.path is None:
-        raise UserError("T001", f"the source {section.source} needs a path", where="data.path",
-                        fix="set data.path to a file or folder, or data.source to python-stdlib")  # fmt: skip
+        raise UserError("T001.source-needs-path", where="data.path", source=section.source)
     path = Path(section.path)
     if section.source == "megatron" and not path.exists() and Path(f"{path}.idx").is_file():
         return Path(f"{path}.idx")  # Megatron's tools name its files without their suffixes
@@ -98,13 +94,21 @@ def named_path(section: DataSection) -> Path:
         if path.is_file() or path.is_dir():
             return path
         if path.exists():
-            raise UserError("T004", "this is neither a file nor a folder", where=f"data.path: {path}",
-                            fix="name a regular file or a folder")  # fmt: skip
+            raise UserError("T004.neither-file-nor", where=f"data.path: {path}")
         existing = next(parent for parent in path.absolute().parents if parent.is_dir())
         missing = path.absolute().relative_to(existing).parts[0]
-        what = f"'{missing}' does not exist in {existing}{did_you_mean(missing, os.listdir(existing))}"
+        what = templated(
+            "'{missing}' does not exist in {existing}{guess}",
+            missing=missing,
+            existing=existing,
+            guess=did_you_mean(missing, os.listdir(existing)),
+        )
         if os.path.lexists(existing / missing):
-            what = f"'{missing}' in {existing} is a broken link, or a file where a folder should be"
+            what = templated(
+                "'{missing}' in {existing} is a broken link, or a file where a folder should be",
+                missing=missing,
+                existing=existing,
+            )
     raise UserError("T003", what, where=f"data.path: {path}",
                     fix="correct data.path; it is relative to the working directory")  # fmt: skip
 
@@ -149,8 +153,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError("T004", f"this cannot be read: {error.strerror}", where=error.filename or str(path),
-                        fix="check the name, the permissions and the disk") from None  # fmt: skip
+        raise UserError("T004.cannot-read", where=error.filename or str(path), reason=error.strerror) from None
 
 
 def files_with_progress(files: Sequence[Path]) -> Iterator[tuple[Path, FractionAt]]:
@@ -222,8 +225,7 @@ def open_text_file(path: Path) -> Iterator[TextFile]:
             try:
                 zstandard = importlib.import_module("zstandard")
             except ImportError:
-                raise UserError("T013", "a .zst file needs the package 'zstandard', which is not installed",
-                                where=str(path), fix="run: pip install zstandard") from None  # fmt: skip
+                raise UserError("T013.zst-file", where=str(path)) from None
             raw, zstd_errors = ZstdReader(zstandard.ZstdDecompressor(), file), (zstandard.ZstdError,)
         stream = io.BufferedReader(raw)
         damage: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile, *zstd_errors)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from trimaran.core import DataSection, UserError, did_you_mean, read_regular_text
+from trimaran.core import DataSection, UserError, did_you_mean, read_regular_text, templated
 from trimaran.core.plugins import SOURCES, find_plugin, load_plugin, plugin_errors
 from trimaran.data import lazy_import
 from trimaran.data.row_fields import answer_fields, field_of, learns_rejected, preference_error
@@ -40,15 +40,20 @@ def plugin_documents(data: DataSection) -> Iterator[str]:
     documents: Any = iter(())
     number = 0
     while True:
-        with plugin_errors(partial(source_failed, data, f"document {number + 1}")):
+        with plugin_errors(partial(source_failed, data, templated("document {number}", number=number + 1))):
             documents = documents if number else iter(source.documents(data))
             text = next(documents, None)
         number += 1
         if text is None:
             return
         if not isinstance(text, str):
-            raise UserError("T076", f"document {number} of the source {data.source} is a {type(text).__name__}, not a "
-                            "text", where=f"data.source: {data.source}", fix="let documents() yield str")  # fmt: skip
+            raise UserError(
+                "T076.document-source",
+                where=f"data.source: {data.source}",
+                number=number,
+                source=data.source,
+                kind=type(text).__name__,
+            )
         if text:
             yield text
 
@@ -64,8 +69,7 @@ def plugin_fingerprint(data: DataSection) -> list[str]:
 def source_failed(data: DataSection, what: str, kind: str, message: str) -> UserError:
     """Return the error about a source that raised one of this kind, with this message."""
     where = f"data.path: {data.path}" if data.path else f"data.source: {data.source}"
-    return UserError("T075", f"the source {data.source} failed at {what}: {kind}: {message}", where=where,
-                     fix="check data.path, and what the plug-in says about it")  # fmt: skip
+    return UserError("T075.source-failed", where=where, source=data.source, text=what, kind=kind, message=message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +207,7 @@ def _decode_line(line: bytes, where: str) -> str:
             return line.decode()
         except UnicodeDecodeError as error:
             what = f"byte 0x{line[error.start]:02x} at column {error.start + 1:,}, which is not UTF-8"
-    raise UserError("T006", f"this line is not UTF-8 text: {what}", where=where,
-                    fix="convert the file (iconv -t UTF-8) or move it out of data.path")  # fmt: skip
+    raise UserError("T006.line-not-utf", where=where, text=what)
 
 
 def _line_text(line: bytes, field: str, where: str, bad: BadLines) -> str:
@@ -216,13 +219,11 @@ def _line_text(line: bytes, field: str, where: str, bad: BadLines) -> str:
     except UserError as error:
         bad.add(error)
     except (ValueError, RecursionError) as error:
-        bad.add(UserError("T007", f"this line is not JSON: {error}", where=where,
-                          fix="write one JSON object per line, or use data.source = text"))  # fmt: skip
+        bad.add(UserError("T007.line-not-json", where=where, error=error))
     else:
         if isinstance(row, dict):
             return counted_text(row, field, where, bad)
-        bad.add(UserError("T007", f"this line is a JSON {type(row).__name__} and not an object", where=where,
-                          fix=f'write lines like {{"{field}": "..."}}'))  # fmt: skip
+        bad.add(UserError("T007.line-json", where=where, kind=type(row).__name__, field=field))
     return ""
 
 
@@ -245,18 +246,21 @@ def row_text(row: dict, field: str, where: str) -> str:
     text = field_of(row, field)
     if (text is None or isinstance(text, list)) and (answers := answer_fields(row)):
         names = " and ".join(f"'{name}'" for name in answers)
-        raise UserError("T078", f"the field '{field}' holds no text, but {names} {'are' if answers[1:] else 'is'} a "
-                        "conversation", where=where, fix="set data.source to chat, which learns only the answers"
-                        )  # fmt: skip
+        raise UserError(
+            "T078.field-holds", where=where, field=field, names=names, plural="are" if answers[1:] else "is"
+        )
     if text is None and field not in row:
-        raise UserError("T008", f"there is no field '{field}'{did_you_mean(field, row)}", where=where,
-                        fix=f"set data.text_field to one of {', '.join(row) or 'the existing fields'}")  # fmt: skip
+        raise UserError(
+            "T008.no-field",
+            where=where,
+            field=field,
+            guess=did_you_mean(field, row),
+            row=", ".join(row) or "the existing fields",
+        )
     if not isinstance(text, str):
-        raise UserError("T008", f"the field '{field}' holds a {type(text).__name__} and not a string", where=where,
-                        fix="set data.text_field to the field that holds the text, or drop the row")  # fmt: skip
+        raise UserError("T008.field-holds", where=where, field=field, kind=type(text).__name__)
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise UserError("T008", f"the field '{field}' holds an unpaired surrogate, which is not valid text",
-                        where=where, fix="correct the row or drop it")  # fmt: skip
+        raise UserError("T008.field-holds-unpaired", where=where, field=field)
     return text
 
 

@@ -26,9 +26,7 @@ TokenRun = tuple[np.ndarray, bool, float]
 def check_token_files(section: DataSection, files: list[Path], tokenizer: Tokenizer) -> None:
     """Raise if a file is damaged, or if its first tokens cannot be those of the tokenizer."""
     if section.tokenizer is None:
-        raise UserError("T079", f"the source {section.source} holds token ids, and nothing names their tokenizer",
-                        where="data.tokenizer", fix="set data.tokenizer to the model folder or the JSON file that "
-                        "they were made with")  # fmt: skip
+        raise UserError("T079.source-holds-token", where="data.tokenizer", source=section.source)
     for file in files:
         if section.source == "megatron":
             if not file.with_suffix(".bin" if file.suffix == ".idx" else ".idx").is_file():
@@ -121,8 +119,7 @@ def _open_megatron(file: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
 def _open_raw(file: Path, tokenizer: Tokenizer) -> np.ndarray:
     """Return the tokens of a raw file: 16 bits each, or 32 if there are more ids, or every other half is zero."""
     if (file.parent / "meta.pkl").is_file():
-        raise UserError("T079", "meta.pkl beside this file has its vocabulary, which is that of no tokenizer",
-                        where=str(file), fix="use the text itself: data.source=text")  # fmt: skip
+        raise UserError("T079.meta-pkl-beside", where=str(file))
     data = _bytes_of(file)
     magic, _, num_tokens = np.frombuffer(data[:12].tobytes().ljust(12, b"\0"), "<i4").tolist()
     if magic in LLM_C_DTYPES:
@@ -150,11 +147,10 @@ def _bytes_of(file: Path) -> np.ndarray:
 def _check_ids(ids: np.ndarray, tokenizer: Tokenizer, file: Path) -> None:
     outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)][:1].tolist()
     if outside:
-        raise UserError("T081", f"the token {outside[0]:,} is not in the tokenizer, which has {tokenizer.vocab_size:,} "
-                        "ids", where=str(file), fix="set data.tokenizer to the tokenizer that the file was made with"
-                        )  # fmt: skip
+        raise UserError(
+            "T081.token-not-tokenizer", where=str(file), outside=outside[0], vocab_size=tokenizer.vocab_size
+        )
 
 
 def _damaged(file: Path, what: str) -> UserError:
-    return UserError("T080", f"this token file cannot be read: {what}", where=str(file),
-                     fix="copy or make the file again; see docs/guides/data.md for what is read")  # fmt: skip
+    return UserError("T080.token-file", where=str(file), text=what)

@@ -168,8 +168,7 @@ class TokenShards:
         except ValidationError as error:
             mistake = error.errors(include_url=False)[0]
             reason = f"{'.'.join(map(str, mistake['loc'])) or 'the object'} in {META}: {mistake['msg']}"
-        raise UserError("T014", f"this is not a folder of packed shards: {reason}", where=str(path),
-                        fix="create one with: trimaran data pack")  # fmt: skip
+        raise UserError("T014.not-folder-packed", where=str(path), reason=reason)
 
     @cached_property
     def bad(self) -> list[dict[str, str]]:
@@ -215,8 +214,7 @@ class TokenShards:
 
 
 def _damaged(file: Path, what: str) -> UserError:
-    return UserError("T015", f"a file of the packed shards is damaged: {what}", where=str(file),
-                     fix=f"delete {file.parent} and pack the data again")  # fmt: skip
+    return UserError("T015.file-packed-shards", where=str(file), text=what, parent=file.parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,5 +267,6 @@ def count_sequences(shards: TokenShards, seq_len: int) -> int:
     if count := (shards.num_tokens - 1) // seq_len:
         return count
     shorter = f", or set data.seq_len to at most {shards.num_tokens - 1}" if shards.num_tokens > 2 else ""
-    raise UserError("T010", f"the data has {shards.num_tokens:,} tokens, but one sequence needs {seq_len + 1:,}",
-                    where="data.seq_len", fix=f"add data{shorter}")  # fmt: skip
+    raise UserError(
+        "T010.data-tokens", where="data.seq_len", num_tokens=shards.num_tokens, seq_len=seq_len + 1, shorter=shorter
+    )

@@ -113,8 +113,7 @@ def _text(files: Mapping[str, bytes], name: str, folder: Path) -> str:
 
 
 def unusable(what: str, file: Path) -> UserError:
-    return UserError("T023", f"the model's tokenizer cannot be used: {what}", where=str(file),
-                     fix="copy the file from the model again, or name another tokenizer in data.tokenizer")  # fmt: skip
+    return UserError("T023.model-tokenizer", where=str(file), text=what)
 
 
 class Tokenizer(Protocol):
@@ -229,8 +228,7 @@ def load_tokenizer(path: str | None, *, end_token: str | None = None) -> Tokeniz
         kind = module.ModelTokenizer if Path(path).is_dir() else module.JsonTokenizer
         return kind(Path(path), end_token)
     if end_token is not None:
-        raise UserError("T012", "the byte-level tokenizer has its own end-of-document token", where="end token",
-                        fix="leave the end token out, or name a tokenizers JSON file in data.tokenizer")  # fmt: skip
+        raise UserError("T012.byte-level-tokenizer", where="end token")
     return ByteTokenizer()
 
 
@@ -241,21 +239,17 @@ def open_tokenizer(description: Mapping[str, str], folder: Path) -> Tokenizer:
     end_token = description.get("end_token")
     file = folder if description.get("kind") == "model" else folder / TOKENIZER_FILE
     if not isinstance(end_token, str):
-        raise UserError("T011", "the description of the tokenizer has no kind or no end token", where=str(folder),
-                        fix="pack the data or train the run again; this folder was damaged")  # fmt: skip
+        raise UserError("T011.description-tokenizer", where=str(folder))
     tokenizer = load_tokenizer(str(file), end_token=end_token)
     if tokenizer.describe().get("sha256") != description.get("sha256"):
-        raise UserError("T015", "the tokenizer saved with these shards is not the one they were packed with",
-                        where=str(file), fix="pack the data again: trimaran data pack")  # fmt: skip
+        raise UserError("T015.tokenizer-saved", where=str(file))
     return tokenizer
 
 
 def check_vocabulary(num_ids: int, vocabulary: int | None) -> None:
     """Raise if data with ids below `num_ids` does not fit a model with `vocabulary` ids; None: not known."""
     if vocabulary is not None and num_ids > vocabulary:
-        raise UserError("T020", f"the data has {num_ids:,} token ids, the model has {vocabulary:,}",
-                        where="data.tokenizer", fix=f"set model.shape.vocab to {num_ids}, "
-                        "or use the model's own tokenizer")  # fmt: skip
+        raise UserError("T020.data-token-ids", where="data.tokenizer", num_ids=num_ids, vocabulary=vocabulary)
 
 
 def is_same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:

@@ -98,8 +98,7 @@ class ConnectionServer:
             fix = "name an address of this machine: --address IP"
             if error.errno == errno.EADDRINUSE:
                 fix = "end the process that listens there, or name another port on all nodes: --head HOST:PORT"
-            raise UserError("S022", f"the run's channel cannot listen there: {why}", where=f"{host}:{port}",
-                            fix=fix) from None  # fmt: skip
+            raise UserError("S022.run-channel", where=f"{host}:{port}", fix=fix, why=why) from None
         listener.setblocking(False)
         self._listener = listener
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -167,9 +167,7 @@ class HeadClient:
                     return HeadAnswer(**answer)
                 why = "it is not ready"
             except RefusedError as error:
-                raise UserError("L023", f"the head runs another run, {error.run}, or has another token",
-                                where=self.holder.address, fix="start all nodes with the same TRIMARAN_RUN_TOKEN or "
-                                "--token-file, and each run with its own --head HOST:PORT") from None  # fmt: skip
+                raise UserError("L023.head-runs", where=self.holder.address, run=error.run) from None
             except OSError as error:
                 why = str(error)
             if time.monotonic() >= until:
@@ -200,11 +198,9 @@ def create_as_head_has_it(path: Path, answer: HeadAnswer) -> RunDirectory:
         run = open_run(path)
         holder = read_holder(run)
         if holder is not None and (holder.created, holder.pid) == (answer.created, answer.pid):
-            raise UserError("L022", "this node and the head have the same run directory: the disk is shared",
-                            where=str(path), fix="leave out --own-disk on all nodes")  # fmt: skip
+            raise UserError("L022.node-head-same", where=str(path))
         if changed := fixed_field_changes(run.read_recipe(), parse_recipe(answer.recipe, name="the head's recipe")):
-            raise UserError("L024", f"the head runs another run: {', '.join(changed)} differ", where=str(path),
-                            fix="name a new run directory on this node, or the head of this run")  # fmt: skip
+            raise UserError("L024.head-runs", where=str(path), changed=", ".join(changed))
         return run
     source = RunDirectory(path.absolute().with_name(f".{path.name}-{secrets.token_hex(4)}"))
     source.path.mkdir(mode=0o700, parents=True)

@@ -167,8 +167,7 @@ class Participant:
         if end.code is not None:
             return end.code
         if end.name_taken and time.monotonic() - self._since > NAME_TAKEN_SECONDS:
-            raise UserError("S025", f"another node of this name takes part in run {holder.run}",
-                            where=self._agent.node.name, fix="start only one supervisor on each node")  # fmt: skip
+            raise UserError("S025.another-node-name", where=self._agent.node.name, run=holder.run)
         if not end.name_taken:
             self._note_lost_coordinator(end)
         time.sleep(RETRY_SECONDS)

@@ -63,8 +63,7 @@ def resized(plan: Plan, recipe: Recipe, world_size: int) -> Plan | None:
     spec, outline = spec_of(recipe.model), outline_if_known(recipe.model, recipe.data)
     facts = cached_facts(recipe.model, os.environ)
     if facts is None and recipe.model.kind.is_hf:  # it is not known what our trainer can do; the axes of `plan` work
-        unknown = UserError("M026", "whether the model supports this axis is not known", where="plan.mesh",
-                            fix="plan the run for this number of ranks: `trimaran plan`")  # fmt: skip
+        unknown = UserError("M026.whether-model-supports", where="plan.mesh")
         facts = HfFacts(
             without_tp=unknown if plan.mesh.tp == 1 else None,
             without_cp=unknown if plan.mesh.cp == 1 else None,

@@ -47,8 +47,7 @@ def find_own_address(
     look_up, until = look_up or resolve, time.monotonic() + wait_seconds
     while not (found := [address for host in hosts for address in look_up(host)]) and hosts:
         if time.monotonic() >= until:
-            raise UserError("L020", f"this machine knows no address of {', '.join(hosts)}", where="--head, --peers",
-                            fix="name hosts that it can resolve, or IP addresses")  # fmt: skip
+            raise UserError("L020.machine-knows", where="--head, --peers", hosts=", ".join(hosts))
         time.sleep(RETRY_SECONDS)
     for address in [*found, *([holder] if holder else [])]:
         if (source := source_towards(address)) and (not is_loopback(source) or address == holder):
@@ -95,9 +94,7 @@ def default_address(
     found = dict((interfaces or interface_addresses)())
     if len(found) > 1:
         listed = ", ".join(f"{address} ({name})" for name, address in found.items())
-        raise UserError("L020", f"this machine has no default route and several addresses: {listed}",
-                        where="--address auto", fix="name another node: --peers HOST; or this node's: --address IP"
-                        )  # fmt: skip
+        raise UserError("L020.machine-no-default", where="--address auto", listed=listed)
     return next(iter(found.values()), "127.0.0.1")
 
 
@@ -135,15 +132,12 @@ def given_token(environment: MutableMapping[str, str], file: Path | None, *, is_
             time.sleep(POLL_SECONDS)
         try:
             if file.stat().st_mode & 0o007:
-                raise UserError("L023", "other users can read or change the token file", where=where,
-                                fix=f"make it private: chmod 600 {file}")  # fmt: skip
+                raise UserError("L023.other-users", where=where, file=file)
             token = read_regular_text(file, follow_links=True).strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError("L023", f"the token file cannot be read: {error}", where=where,
-                            fix="copy it from the head, readable only by you") from None  # fmt: skip
+            raise UserError("L023.token-file", where=where, error=error) from None
     if token and len(token) < MIN_CHARACTERS:
-        raise UserError("L023", f"the run's token is shorter than {MIN_CHARACTERS} characters", where=where,
-                        fix="make one: python -c 'import secrets; print(secrets.token_urlsafe(32))'")  # fmt: skip
+        raise UserError("L023.run-token-shorter", where=where, min_characters=MIN_CHARACTERS)
     return token
 
 
@@ -153,8 +147,7 @@ def needed_token(token: str, run: RunDirectory) -> str:
         return token
     if (run.lease / "token").is_file():
         return run_token(run)
-    raise UserError("L023", "this node has no token of the run", where=f"--token-file, {RUN_TOKEN}",
-                    fix="give every node the head's token: the file lease/token in its run directory")  # fmt: skip
+    raise UserError("L023.node-no-token", where=f"--token-file, {RUN_TOKEN}")
 
 
 def keep_token(run: RunDirectory, token: str) -> None:
@@ -188,14 +181,11 @@ class NodeOptions:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.nodes:
-            raise UserError("S024", f"{self.min_nodes} of {self.nodes} nodes is not a valid minimum",
-                            where="--min-nodes", fix="use a number from 1 to --nodes")  # fmt: skip
+            raise UserError("S024.nodes-not-valid", where="--min-nodes", min_nodes=self.min_nodes, nodes=self.nodes)
         if not self.min_nodes <= self.num_at_start <= self.nodes:
-            raise UserError("S024", f"{self.start_nodes} nodes are not a valid number to start with",
-                            where="--start-nodes", fix="use a number from --min-nodes to --nodes")  # fmt: skip
+            raise UserError("S024.nodes-not-valid-number", where="--start-nodes", start_nodes=self.start_nodes)
         if self.own_disk and not self.head:
-            raise UserError("L022", "without a shared disk every node has to know the one that coordinates",
-                            where="--own-disk", fix="name it on all nodes: --head HOST:PORT")  # fmt: skip
+            raise UserError("L022.without-shared-disk", where="--own-disk")
 
     @property
     def num_at_start(self) -> int:
@@ -209,8 +199,7 @@ class NodeOptions:
         for name, addresses in psutil.net_if_addrs().items():
             if any(each.address.partition("%")[0] == address for each in addresses):
                 return name
-        raise UserError("S022", "this machine has no such address", where=f"--address {self.address}",
-                        fix="name an address of this machine, as `ip address` lists them")  # fmt: skip
+        raise UserError("S022.machine-no", where=f"--address {self.address}")
 
     @property
     def is_head(self) -> bool:
@@ -300,8 +289,7 @@ def split_head(text: str) -> tuple[str, int]:
     host = named and (named[1] or named[3] or named[5])
     port = int((named and (named[2] or named[4])) or HEAD_PORT)
     if not host or not 0 < port < 2**16:
-        raise UserError("L022", f"'{text}' is not a host and a port", where="--head",
-                        fix="write HOST, HOST:PORT or [IPV6]:PORT")  # fmt: skip
+        raise UserError("L022.not-host-port", where="--head", text=text)
     return host, port
 
 

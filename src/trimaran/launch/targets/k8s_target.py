@@ -100,15 +100,13 @@ class KubernetesTarget:
             found, where = api.get(kind.version, kind.kind, name), f"{kind.kind}/{name}"
             state = describe(found, api.pods(name), kind) if found is not None else None
             if state is not None and state.state in ("running", "queued"):
-                raise UserError("L043", f"the job has not ended: {state.native}", where=where,
-                                fix="stop it first, or wait until it ends")  # fmt: skip
+                raise UserError("L043.job-not-ended", where=where, native=state.native)
             if found is not None:
                 api.delete(kind.version, kind.kind, name)
             until = time.monotonic() + DELETE_SECONDS
             while found is not None and (api.get(kind.version, kind.kind, name) is not None or api.pods(name)):
                 if time.monotonic() > until:
-                    raise UserError("L043", "the pods of the job have not ended", where=where,
-                                    fix=f"see kubectl get pods --selector={INSTANCE}={name}")  # fmt: skip
+                    raise UserError("L043.pods-job", where=where, instance=INSTANCE, name=name)
                 time.sleep(POLL_SECONDS)
         return _submit(Path(job.folder), job.details)
 
@@ -171,27 +169,24 @@ def _submit(folder: Path, details: dict[str, Any]) -> tuple[str, dict[str, Any]]
 
 def _read_documents(path: Path) -> list[Any]:
     """Return the objects of a launch file, which a person may have edited; raise UserError if it is no manifest."""
-    fix = "launch the run again, which writes the file anew"
     try:
         documents = [each for each in yaml.safe_load_all(path.read_bytes()) if each is not None]
     except OSError as error:
-        raise UserError("L044", f"the manifest cannot be read: {error.strerror}", where=str(path), fix=fix) from None
+        raise UserError("L044.manifest-cannot-read", where=str(path), reason=error.strerror) from None
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError("L044", f"this is not YAML: {error.problem}", where=f"{path}{line}", fix=fix) from None
+        raise UserError("L044.not-yaml", where=f"{path}{line}", problem=error.problem) from None
     except (yaml.YAMLError, ValueError):
-        raise UserError("L044", "this is not YAML", where=str(path), fix=fix) from None
+        raise UserError("L044.not-yaml-launch", where=str(path)) from None
     if not documents or not all(isinstance(each, dict) and "kind" in each for each in documents):
-        raise UserError("L044", "there is no Kubernetes object in it", where=str(path), fix=fix)
+        raise UserError("L044.no-kubernetes-object", where=str(path))
     return documents
 
 
 def _image_error(site: KubernetesSite) -> UserError | None:
     if site.image:
         return None
-    return UserError("L040", "Kubernetes needs the container image of the pods", where="k8s.image",
-                     fix="--site image=REGISTRY/trimaran:TAG, or image in the site file; see the Dockerfile"
-                     )  # fmt: skip
+    return UserError("L040.kubernetes-needs-container", where="k8s.image")
 
 
 def _manifest_checks(request: LaunchRequest) -> list[SiteCheck]:
@@ -200,31 +195,24 @@ def _manifest_checks(request: LaunchRequest) -> list[SiteCheck]:
     num_bytes: Any = sum(len(text.encode()) for each in documents for text in each.get("data", {}).values())
     outside = too_large = unreachable = None
     if runs not in PurePosixPath(request.run_dir).parents:
-        outside = UserError("L041", f"the run directory is not on the volume of the runs, which is mounted at {runs}",
-                            where=str(request.run_dir), fix=f"--run-dir {runs}/NAME, or set k8s.runs")  # fmt: skip
+        outside = UserError("L041.run-directory", where=str(request.run_dir), runs=runs)
     if num_bytes > MAX_RECIPE_BYTES:
-        too_large = UserError("L057", f"recipe and plan are larger than {show_bytes(MAX_RECIPE_BYTES)}, which a "
-                              "ConfigMap that `kubectl apply` creates may not be", where="recipe.yaml",
-                              fix="name data files by a pattern instead of one by one")  # fmt: skip
+        too_large = UserError(
+            "L057.recipe-plan-larger", where="recipe.yaml", max_recipe_bytes=show_bytes(MAX_RECIPE_BYTES)
+        )
     if site.pod_monitor and server.port and server.host in LOOPBACK:
-        unreachable = UserError("L058", f"the metrics are served at {server.host}, which Prometheus cannot reach in a "
-                                "pod", where="telemetry.prometheus.host", fix="--set telemetry.prometheus.host=0.0.0.0,"
-                                " or --site pod_monitor=false")  # fmt: skip
+        unreachable = UserError("L058.metrics-served-prometheus", where="telemetry.prometheus.host", host=server.host)
     checks = [
         SiteCheck(name="run directory", found=str(request.run_dir), error=outside),
         SiteCheck(name="recipe and plan", found=show_bytes(num_bytes), error=too_large),
         SiteCheck(name="metrics", found=str(server.port or "none"), error=unreachable),
     ]
     mistakes = [  # without the secret itself
-        UserError("L054", f"the value of {name} is in the manifest, where everyone who may list pods can read it",
-                  where=f"k8s.env.{name}", fix="put it into a Secret, and refer to it: valueFrom: {secretKeyRef: "
-                  "{name: ..., key: ...}}")
+        UserError("L054.value-manifest-where", where=f'k8s.env.{name}', name=name)
         for name, value in site.env.items() if SECRET_VALUE.search(value)
     ]  # fmt: skip
     if "@" not in site.image and site.image.rpartition("/")[2].partition(":")[2] in ("", "latest"):
-        what = f"the image '{site.image}' has no fixed version: a replaced pod may get another"
-        fix = "name a tag other than latest, or a digest"
-        mistakes.append(UserError("L056", what, where="k8s.image", fix=fix))
+        mistakes.append(UserError("L056.image-no-fixed", where="k8s.image", image=site.image))
     if mistakes:
         return [*checks, *(SiteCheck(name="manifest", found=each.what, error=each) for each in mistakes)]
     return [*checks, SiteCheck(name="manifest", found=f"{site.kind} {job_name(request.name)}")]
@@ -255,8 +243,7 @@ def _path_errors(request: LaunchRequest) -> list[UserError]:
         if name in READ_FOR_PLAN:
             fix = (f"put it on the volume {request.site.volume_claim}, mount that at {request.site.runs} here too, as "
                    f"the plan needs the file, and name it there: --set {name}={there}")  # fmt: skip
-        what = f"{name} is a path of this machine, which the pods do not have"
-        found.append(UserError("S054", what, where=str(path), fix=fix))
+        found.append(UserError("S054.path-machine-pods", where=str(path), fix=fix, name=name))
     return found
 
 
@@ -292,9 +279,13 @@ class Api:
         try:
             return self._client.resources.get(api_version=version, kind=kind)
         except ResourceNotFoundError:
-            raise UserError("L059", f"the cluster has no {kind} ({version})", where="the cluster's API",
-                            fix=f"install what provides it, or leave it out: {LEAVE_OUT.get(kind, 'k8s.kind')}"
-                            ) from None  # fmt: skip
+            raise UserError(
+                "L059.cluster",
+                where="the cluster's API",
+                kind=kind,
+                version=version,
+                leave_out=LEAVE_OUT.get(kind, "k8s.kind"),
+            ) from None
 
     def create(self, tree: Mapping[str, Any], *, dry_run: bool = False) -> bool:
         """Create an object; return False if there is one of this name."""
@@ -361,20 +352,18 @@ def _refused(error: Any, kind: str, name: str) -> UserError:
     summary = error.summary() if hasattr(error, "summary") else str(error.reason)
     what = " ".join(str(summary).split())
     fix = "ask for the permission: kubectl auth can-i create jobs" if error.status in (401, 403) else "see the message"
-    return UserError("L042", f"Kubernetes refuses it ({error.status}): {what}", where=f"{kind}/{name}", fix=fix)
+    return UserError("L042.kubernetes-refuses", where=f"{kind}/{name}", fix=fix, status=error.status, text=what)
 
 
 def _unreachable(host: str, error: Exception) -> UserError:
-    return UserError("L042", f"the API server does not answer: {type(error).__name__}", where=host,
-                     fix="try `kubectl get nodes`; name another context: --site context=NAME")  # fmt: skip
+    return UserError("L042.api-server", where=host, kind=type(error).__name__)
 
 
 @contextmanager
 def open_api(context: str, namespace: str = "") -> Iterator[Api]:
     """Return the API server of a context of the kubeconfig."""
     if find_spec("kubernetes") is None:
-        raise UserError("L042", "the package kubernetes is not installed", where="--on k8s",
-                        fix="pip install 'trimaran[k8s]', or submit job.yaml with kubectl")  # fmt: skip
+        raise UserError("L042.package-kubernetes", where="--on k8s")
     from kubernetes import config  # noqa: PLC0415
     from kubernetes.client import ApiClient, Configuration  # noqa: PLC0415
     from kubernetes.client.exceptions import ApiException  # noqa: PLC0415
@@ -388,8 +377,7 @@ def open_api(context: str, namespace: str = "") -> Iterator[Api]:
         active = next((each for each in contexts if each["name"] == context), current)
         namespace = namespace or active["context"].get("namespace") or "default"
     except config.ConfigException as error:
-        raise UserError("L042", f"no usable kubeconfig: {error}", where="KUBECONFIG, or ~/.kube/config",
-                        fix="set KUBECONFIG, or name a context: --site context=NAME") from None  # fmt: skip
+        raise UserError("L042.no-usable-kubeconfig", where="KUBECONFIG, or ~/.kube/config", error=error) from None
     settings.retries = False
     with ApiClient(settings) as client, tempfile.TemporaryDirectory(prefix="trimaran-k8s-") as folder:
         try:
@@ -418,9 +406,7 @@ def _try_out(api: Api, documents: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _exists(kind: str, name: str) -> UserError:
-    return UserError("L043", f"there is already a {kind} of this name", where=f"{kind}/{name}",
-                     fix=f"choose another run directory, or remove it: kubectl delete {kind.lower()} {name}"
-                     )  # fmt: skip
+    return UserError("L043.already-name", where=f"{kind}/{name}", kind=kind, kind_2=kind.lower(), name=name)
 
 
 def check_cluster(site: KubernetesSite, request: LaunchRequest | None) -> list[SiteCheck]:
@@ -449,9 +435,7 @@ def _find_claim(api: Api, site: KubernetesSite) -> str:
     if claim is not None and "ReadWriteMany" in modes:
         return f"{site.volume_claim}, {within(claim, 'status', 'phase') or 'Pending'}"
     what = f"has access mode {', '.join(modes)}" if claim is not None else "does not exist"
-    raise UserError("L059", f"the volume claim {site.volume_claim} {what}; pods on all nodes mount it",
-                    where="k8s.volume_claim", fix="name a claim with ReadWriteMany, or a class to create it in: "
-                    "--site storage_class=NAME")  # fmt: skip
+    raise UserError("L059.volume-claim-pods", where="k8s.volume_claim", volume_claim=site.volume_claim, text=what)
 
 
 def describe(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], kind: JobKind) -> JobState:

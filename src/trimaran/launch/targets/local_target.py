@@ -57,16 +57,14 @@ class LocalTarget:
             return [SiteCheck(name="devices", found=str(here))]
         wanted, is_gpu, error = request.cluster, not request.cluster.device.traits.shares_cores, None
         if is_gpu and (here.device.kind != wanted.device.kind or here.world_size < wanted.world_size):
-            error = UserError("A007", f"the run needs {wanted}, but this machine is {here}", where="cluster",
-                              fix="launch with --set cluster=auto, or on other machines: --on ssh")  # fmt: skip
+            error = UserError("A007.run-needs-but-machine", where="cluster", wanted=wanted, here=here)
         folder = next(each for each in (request.run_dir, *request.run_dir.parents) if each.is_dir())
         status, refusal = os.statvfs(folder), None
         free = f"{show_bytes(status.f_bavail * status.f_frsize)} free at {folder}"
         try:
             NamedTemporaryFile(dir=folder).close()
         except OSError as failure:
-            refusal = UserError("D003", f"the run directory cannot be written: {failure.strerror}", where=str(folder),
-                                fix="choose a folder you may write to, with free space: --run-dir DIR")  # fmt: skip
+            refusal = UserError("D003.run-directory", where=str(folder), reason=failure.strerror)
         checks = [
             SiteCheck(name="devices", found=str(here), error=error),
             SiteCheck(name="disk", found=free, error=refusal),
@@ -77,9 +75,9 @@ class LocalTarget:
             try:
                 socket.create_server((address, 0)).close()
             except OSError as failure:
-                refused = UserError("L012", f"a node cannot listen at {address}: {failure.strerror}",
-                                    where="this machine",
-                                    fix=f"add the address: ip address add {address}/8 dev lo")  # fmt: skip
+                refused = UserError(
+                    "L012.node-cannot-listen", where="this machine", address=address, reason=failure.strerror
+                )
                 addresses = [address]
                 break
         if addresses:
@@ -133,8 +131,7 @@ class LocalTarget:
 def addresses_of(request: LaunchRequest) -> list[str]:
     """Return the loopback address of each node."""
     if request.num_nodes > MAX_NODES:
-        raise UserError("L011", f"{request.num_nodes} nodes are too many for one machine", where="cluster",
-                        fix=f"use at most {MAX_NODES} nodes with --on local")  # fmt: skip
+        raise UserError("L011.nodes-too-many", where="cluster", num_nodes=request.num_nodes, max_nodes=MAX_NODES)
     return [f"127.0.0.{FIRST_ADDRESS + node}" for node in range(request.num_nodes)]
 
 
@@ -169,8 +166,9 @@ def _start(process: DetachedProcess) -> tuple[str, dict[str, Any]]:
     script = str(process.folder / SCRIPT)
     found = process.start(["bash", script])
     if "error" in found or found["state"] == "none":
-        raise UserError("L028", f"the script was not started: {found.get('error', 'no process')}",
-                        where=f"bash {script}", fix=f"see {process.log}")  # fmt: skip
+        raise UserError(
+            "L028.script-not-started", where=f"bash {script}", found=found.get("error", "no process"), log=process.log
+        )
     return f"{found.get('pid', 0)}-{found.get('started', 0)}", {}
 
 

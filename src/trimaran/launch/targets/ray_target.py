@@ -91,9 +91,7 @@ class RayTarget:
         if site.address == LOCAL:
             error = None
             if request is not None and not request.cluster.device.traits.shares_cores and request.num_nodes > 1:
-                error = UserError("L061", "a local Ray cluster cannot give the GPUs of this machine to "
-                                  f"{request.num_nodes} nodes", where="address of ray",
-                                  fix="name a cluster: --site address=http://HEAD:8265")  # fmt: skip
+                error = UserError("L061.local-ray-cluster", where="address of ray", num_nodes=request.num_nodes)
             return [*checks, SiteCheck(name="cluster", found="a local one is started", error=error)]
         try:
             return [*checks, *_check_cluster(request, site)]
@@ -190,23 +188,17 @@ def _check_cluster(request: LaunchRequest | None, site: RaySection) -> list[Site
     """Return the checks of a running cluster: it answers, it asks for a token, and it has enough nodes."""
     address = site.address or os.environ.get("RAY_ADDRESS", "")
     if not address:
-        raise UserError("L061", "no Ray cluster is named", where="address of ray",
-                        fix="--site address=http://HEAD:8265, or set RAY_ADDRESS; --site address=local starts a "
-                        "cluster on this machine")  # fmt: skip
+        raise UserError("L061.no-ray-cluster", where="address of ray")
     try:
         version = import_module("ray.job_submission").JobSubmissionClient(address).get_version()
     except Exception as error:
-        raise UserError("L061", f"the Ray cluster does not answer: {_first_line(error)}", where=address,
-                        fix="check the address and port (8265) of its head node, and RAY_AUTH_TOKEN or "
-                        "RAY_AUTH_TOKEN_PATH") from None  # fmt: skip
+        raise UserError("L061.ray-cluster", where=address, first_line=_first_line(error)) from None
     if not address.startswith("http"):
         has_token = os.environ.get("RAY_AUTH_MODE") == "token"
     else:  # send a request without one
         answer = import_module("requests").get(f"{address.rstrip('/')}/api/jobs/", timeout=10)
         has_token = answer.status_code in (401, 403)
-    error = UserError("L062", "the Ray cluster has no token authentication: who reaches its ports can run commands",
-                      where=address, fix="start it with RAY_AUTH_MODE=token, or accept it: "
-                      "--site allow_unauthenticated=true")  # fmt: skip
+    error = UserError("L062.ray-cluster", where=address)
     is_refused = not has_token and not site.allow_unauthenticated
     checks = [
         SiteCheck(name="cluster", found=f"{address} (job API {version})"),
@@ -226,9 +218,7 @@ def _check_nodes(address: str, request: LaunchRequest) -> SiteCheck:
     fit = [node for node in alive if all(node.resources_total.get(name, 0) >= each for name, each in needed.items())]
     text = ", ".join(f"{value:g} {name}" for name, value in needed.items())
     found = f"{len(fit)} of {len(alive)} nodes have {text}"
-    error = UserError("L063", f"the run needs {request.min_nodes} nodes with {text}; {found}", where=address,
-                      fix="use fewer nodes in `cluster`, add nodes, or --site autoscale=true if they start on "
-                      "demand")  # fmt: skip
+    error = UserError("L063.run-needs-nodes", where=address, min_nodes=request.min_nodes, text=text, found=found)
     is_enough = len(fit) >= request.min_nodes or request.site.autoscale
     return SiteCheck(name="nodes", found=found, error=None if is_enough else error)
 
@@ -273,7 +263,7 @@ def _client(job: JobRecord) -> Any:
 
 
 def _missing() -> UserError:
-    return UserError("L060", "the ray package is not installed", where="--on ray", fix="pip install 'trimaran[ray]'")
+    return UserError("L060.ray-package", where="--on ray")
 
 
 def _tool_error(what: str) -> UserError:

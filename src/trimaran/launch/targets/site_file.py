@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
-from trimaran.core import TextError, UserError, did_you_mean, load_yaml, read_regular_bytes
+from trimaran.core import TextError, UserError, did_you_mean, load_yaml, read_regular_bytes, templated
 from trimaran.launch.targets.target import TARGET_CLASSES, target_names
 from trimaran.machine import first_error
 
@@ -56,23 +56,25 @@ def read_site_file(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise UserError("L003", f"the site file cannot be read: {error.strerror}", where=str(path),
-                        fix="check its permissions, or name another in TRIMARAN_TARGETS") from None  # fmt: skip
+        raise UserError("L003.site-file-cannot-read", where=str(path), reason=error.strerror) from None
     try:
         tree = load_yaml(raw) if len(raw) <= MAX_SITE_BYTES else None
     except TextError as error:
-        where = f"{path}, line {error.line}" if error.line else str(path)
-        raise UserError("L003", f"this is not YAML: {error.what}", where=where,
-                        fix=f"start from: {EXAMPLE}") from None  # fmt: skip
+        where = templated("{path}, line {line}", path=path, line=error.line) if error.line else str(path)
+        raise UserError("L003.not-yaml", where=where, error=error.what, example=EXAMPLE) from None
     if tree is None and not raw.strip():
         return {}
     if not isinstance(tree, dict):
-        raise UserError("L003", "the site file is not a mapping of targets", where=str(path),
-                        fix=f"start from: {EXAMPLE}")  # fmt: skip
+        raise UserError("L003.site-file", where=str(path), example=EXAMPLE)
     for name in tree:
         if name not in TARGET_CLASSES and name not in (known := target_names()):
-            raise UserError("L003", f"there is no target '{name}'{did_you_mean(str(name), known)}", where=str(path),
-                            fix=f"the targets are {', '.join(known)}")  # fmt: skip
+            raise UserError(
+                "L003.no-target",
+                where=str(path),
+                name=name,
+                guess=did_you_mean(str(name), known),
+                known=", ".join(known),
+            )
     return tree
 
 
@@ -82,16 +84,21 @@ def site_section(
     """Return the section of a target, with `settings` on top: `FIELD=VALUE`, the value in YAML unless it is a text."""
     given = tree.get(target) or {}
     if not isinstance(given, dict):
-        raise UserError("L003", f"the section '{target}' is not a mapping", where=where, fix=f"start from: {EXAMPLE}")
+        raise UserError("L003.section-not-mapping", where=where, target=target, example=EXAMPLE)
     values = dict(given)
     for setting in settings:
         name, separator, text = setting.partition("=")
         if not separator:
-            raise UserError("L004", f"'{setting}' is not FIELD=VALUE", where="--site",
-                            fix=f"write --site FIELD=VALUE; fields of {target}: {_names(model)}")  # fmt: skip
+            raise UserError("L004.not-field-value", where="--site", setting=setting, target=target, names=_names(model))
         if name not in model.model_fields:
-            raise UserError("L004", f"{target} has no field '{name}'{did_you_mean(name, model.model_fields)}",
-                            where="--site", fix=f"the fields are {_names(model)}")  # fmt: skip
+            raise UserError(
+                "L004.no-field",
+                where="--site",
+                target=target,
+                name=name,
+                guess=did_you_mean(name, model.model_fields),
+                names=_names(model),
+            )
         values[name] = _value(text, is_text=model.model_fields[name].annotation is str)
     try:
         return model.model_validate(values)

@@ -86,12 +86,10 @@ class SkyTarget:
         if request is None:
             return checks
         storage = site.volume or site.bucket
-        lost = UserError("L072", "nothing keeps the run when its nodes are gone", where="volume or bucket of sky",
-                         fix="--site bucket=s3://NAME, or --site volume=NAME")  # fmt: skip
+        lost = UserError("L072.nothing-keeps-run", where="volume or bucket of sky")
         checks.append(SiteCheck(name="storage", found=storage or "none", error=None if storage else lost))
         program = site.setup or site.image_id
-        bare = UserError("L073", "nothing installs Trimaran on the nodes", where="setup or image_id of sky",
-                         fix="--site setup='pip install WHEEL', or --site image_id=docker:IMAGE")  # fmt: skip
+        bare = UserError("L073.nothing-installs-trimaran", where="setup or image_id of sky")
         checks.append(SiteCheck(name="program", found=program or "none", error=None if program else bare))
         return checks
 
@@ -246,7 +244,7 @@ def _submit(details: dict[str, Any], folder: Path) -> tuple[str, dict[str, Any]]
     text = _run(command[1:], folder=folder, variables=token)
     named = re.search(r"Job ID: *(\d+)", text)
     if named is None:
-        raise UserError("L071", "`sky jobs launch` named no job", where=str(folder), fix="see `sky jobs queue`")
+        raise UserError("L071.sky-jobs-launch", where=str(folder))
     return named[1], dict(details)
 
 
@@ -260,16 +258,14 @@ def _run(arguments: Sequence[str], *, folder: Path | None = None, variables: dic
             check=False, timeout=TOOL_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise UserError("L071", f"`sky {arguments[0]}` took more than {TOOL_SECONDS:.0f} s", where="sky",
-                        fix="see `sky api status`") from None  # fmt: skip
+        raise UserError("L071.sky-took", where="sky", arguments=arguments[0], tool_seconds=TOOL_SECONDS) from None
     if done.returncode:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise UserError("L071", f"`sky {' '.join(arguments[:2])}` failed: {(lines or ['no reason'])[-1][:300]}",
-                        where="sky", fix="`sky check` says which clouds it can use")  # fmt: skip
+        raise UserError(
+            "L071.sky-failed", where="sky", arguments=" ".join(arguments[:2]), lines=(lines or ["no reason"])[-1][:300]
+        )
     return done.stdout + done.stderr
 
 
 def _missing() -> UserError:
-    return UserError("L070", "the command sky is not on the path", where="--on sky",
-                     fix="pip install skypilot in its own environment, or write the files with --dry-run "
-                     "--out DIR")  # fmt: skip
+    return UserError("L070.command-sky", where="--on sky")

@@ -173,8 +173,7 @@ def script_lines(request: LaunchRequest, *, excluded: str = "") -> str:
     """Return the batch script. `excluded` are the nodes to avoid, as Slurm lists them."""
     site: SlurmSite = request.site
     if any(ord(character) < 32 for character in str(request.run_dir)):
-        raise UserError("L038", "the path of the run has a line break or another control character",
-                        where=f"--run-dir {str(request.run_dir)!r}", fix="choose a path without it")  # fmt: skip
+        raise UserError("L038.path-run-line", where=f"--run-dir {str(request.run_dir)!r}")
     needed = stop_time(request)
     nodes = "1 node" if request.num_nodes == 1 else f"{request.num_nodes} nodes"
     if request.min_nodes < request.max_nodes:

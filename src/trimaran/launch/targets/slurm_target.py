@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trimaran.core import EXIT_AGAIN, UserError, did_you_mean
+from trimaran.core import EXIT_AGAIN, UserError, did_you_mean, templated
 from trimaran.launch.targets.slurm_end import read_ends
 from trimaran.launch.targets.slurm_script import (
     SCRIPT,
@@ -57,19 +57,21 @@ def run_slurm(
             command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False
         )
     except FileNotFoundError:
-        raise UserError("L030", f"the command {command[0]} is not installed here", where="--on slurm",
-                        fix="launch from a login node, or copy the launch files there") from None  # fmt: skip
+        raise UserError("L030.command-not-installed", where="--on slurm", command=command[0]) from None
     except subprocess.TimeoutExpired:
-        raise UserError("L031", f"{command[0]} has not answered for {seconds:g} s", where="--on slurm",
-                        fix="check slurmctld with `scontrol ping`") from None  # fmt: skip
+        raise UserError("L031.not-answered", where="--on slurm", command=command[0], seconds=seconds) from None
 
 
 def ask_slurm(*command: str) -> str:
     """Return the output of one of Slurm's commands; raise UserError if it fails."""
     done = run_slurm(*command)
     if done.returncode != 0:
-        raise UserError("L031", f"{command[0]}: {first_line(done.stderr) or done.returncode}", where="--on slurm",
-                        fix="check slurmctld with `scontrol ping`, and SLURM_CONF")  # fmt: skip
+        raise UserError(
+            "L031.refused",
+            where="--on slurm",
+            command=command[0],
+            first_line=first_line(done.stderr) or done.returncode,
+        )
     return done.stdout.strip()
 
 
@@ -94,8 +96,7 @@ def show_jobs(job_ids: Sequence[str]) -> list[dict[str, str]]:
         if done.returncode == 0:
             found += [parse_fields(line) for line in done.stdout.splitlines() if line.startswith("JobId=")]
         elif UNKNOWN_JOB not in done.stderr:
-            raise UserError("L031", f"scontrol: {first_line(done.stderr)}", where="--on slurm",
-                            fix="check slurmctld with `scontrol ping`")  # fmt: skip
+            raise UserError("L031.scontrol", where="--on slurm", first_line=first_line(done.stderr))
     return found
 
 
@@ -117,15 +118,12 @@ class SlurmTarget:
     def check(self, request: LaunchRequest | None, site: SlurmSite) -> list[SiteCheck]:
         """Return what was checked; the later checks need that the earlier ones have passed."""
         if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-            error = UserError("L030", f"Slurm's commands are not installed here: {', '.join(missing)}",
-                              where="--on slurm",
-                              fix="launch from a login node, or write the files with --dry-run")  # fmt: skip
+            error = UserError("L030.slurm-commands", where="--on slurm", missing=", ".join(missing))
             return [SiteCheck(name="commands", found=error.what, error=error)]
         done = run_slurm("scontrol", "ping")
         if "UP" not in done.stdout:
             said = first_line(done.stderr) or first_line(done.stdout) or "scontrol ping: no answer"
-            error = UserError("L031", f"slurmctld does not answer: {said}", where="--on slurm",
-                              fix="check `scontrol ping`, munge, and SLURM_CONF")  # fmt: skip
+            error = UserError("L031.slurmctld-not-answer", where="--on slurm", said=said)
             return [SiteCheck(name="slurmctld", found=error.what, error=error)]
         checks = [SiteCheck(name="slurmctld", found=first_line(done.stdout)), _check_partition(request, site)]
         if site.account:
@@ -135,9 +133,7 @@ class SlurmTarget:
         if request is not None:
             needed, limit, error = stop_time(request), time_seconds(site.time), None
             if limit is not None and limit <= needed.lead_seconds:
-                error = UserError("L035", f"slurm.time is {limit:g} s, and a stop alone takes {needed}",
-                                  where="slurm.time",
-                                  fix="allow more time, so that the run can also train")  # fmt: skip
+                error = UserError("L035.slurm-time-stop", where="slurm.time", limit=limit, needed=needed)
             checks += [SiteCheck(name="time to save", found=str(needed), error=error), _check_disk(request.run_dir)]
             if all(each.error is None for each in checks):
                 checks.append(ask_check("sbatch --test-only", lambda: _try_submission(request, self.render(request))))
@@ -211,8 +207,11 @@ class SlurmTarget:
         found = show_jobs(_job_ids(job))
         states = [each.get("JobState", "") for each in found]
         if not any(state in QUEUED or state in RUNNING for state in states):
-            raise UserError("L039", f"the job has ended ({', '.join(states) or 'Slurm does not know it any more'})",
-                            where=f"job {job.native_id}", fix="`trimaran jobs` shows how it ended")  # fmt: skip
+            raise UserError(
+                "L039.job-ended",
+                where=f"job {job.native_id}",
+                states=", ".join(states) or "Slurm does not know it any more",
+            )
         for each in found:
             if each.get("JobState", "") in QUEUED:
                 _ask_for_job(job, "scancel", _name_of(each))
@@ -260,8 +259,9 @@ def _submit(folder: Path, *options: str, many: int, chain: str) -> tuple[str, di
         if done.returncode != 0:
             if jobs:  # a part of a chain is none
                 run_slurm("scancel", *jobs)
-            raise UserError("L037", f"sbatch refused the job: {first_line(done.stderr)}", where=str(folder / SCRIPT),
-                            fix="correct the section slurm of targets.yaml, or pass --site FIELD=VALUE")  # fmt: skip
+            raise UserError(
+                "L037.sbatch-refused-job-correct", where=str(folder / SCRIPT), first_line=first_line(done.stderr)
+            )
         jobs.append(done.stdout.strip().partition(";")[0])  # ID;CLUSTER
     return jobs[0], {"jobs": jobs, "chain": chain}
 
@@ -269,8 +269,9 @@ def _submit(folder: Path, *options: str, many: int, chain: str) -> tuple[str, di
 def _ask_for_job(job: JobRecord, *command: str) -> None:
     done = run_slurm(*command)
     if done.returncode != 0:
-        raise UserError("L039", f"{command[0]}: {first_line(done.stderr)}", where=f"job {job.native_id}",
-                        fix="check that the job is yours: `squeue --me`")  # fmt: skip
+        raise UserError(
+            "L039.refused", where=f"job {job.native_id}", command=command[0], first_line=first_line(done.stderr)
+        )
 
 
 def stands_for_chain(fields: Mapping[str, str]) -> tuple[int, int]:
@@ -294,7 +295,9 @@ def _check_partition(request: LaunchRequest | None, site: SlurmSite) -> SiteChec
         known = sorted(set(ask_slurm("sinfo", "--noheader", "--format=%R").split()))
         what = f"there is no partition '{site.partition}'{did_you_mean(site.partition, known)}"
         what = what if site.partition else "the cluster has no default partition"
-        error = UserError("L032", what, where="slurm.partition", fix=f"use one of {', '.join(known)}")
+        error = UserError(
+            "L032", what, where="slurm.partition", fix=templated("use one of {known}", known=", ".join(known))
+        )
         return SiteCheck(name="partition", found=error.what, error=error)
     name = partition["PartitionName"]
     found = f"{name}, {partition.get('TotalNodes', '?')} nodes, at most {partition.get('MaxTime', '?')}"
@@ -304,21 +307,23 @@ def _check_partition(request: LaunchRequest | None, site: SlurmSite) -> SiteChec
     limits = [int(each) for key in ("TotalNodes", "MaxNodes") if (each := partition.get(key, "")).isdigit()]
     longest, asked = time_seconds(partition.get("MaxTime", "")), time_seconds(site.time)
     if partition.get("State", "UP") != "UP":
-        error = UserError("L033", f"partition {name} is {partition['State']}", where=where, fix="use another one")
+        error = UserError("L033.partition", where=where, name=name, state=partition["State"])
     elif limits and request.min_nodes > min(limits):
-        error = UserError("L033", f"partition {name} allows {min(limits)} nodes, and the run needs {request.min_nodes}",
-                          where=where, fix="use a smaller cluster, or another partition")  # fmt: skip
+        error = UserError(
+            "L033.partition-allows-nodes", where=where, name=name, least=min(limits), min_nodes=request.min_nodes
+        )
     elif longest is not None and asked is not None and asked > longest:
-        error = UserError("L033", f"partition {name} allows {partition['MaxTime']}, and slurm.time is {site.time}",
-                          where="slurm.time", fix="use a shorter time: the run goes on in the next job")  # fmt: skip
+        error = UserError(
+            "L033.partition-allows-slurm", where="slurm.time", name=name, maxtime=partition["MaxTime"], time=site.time
+        )
     elif not request.cluster.device.traits.shares_cores:
         listed = ask_slurm("sinfo", "--noheader", f"--partition={name}", "--format=%G")
         nodes = [re.findall(r"(?:^|,)gpu(?::[^:(,]+)?:(\d+)", line) for line in listed.splitlines()]
         gpus = max((sum(map(int, counts)) for counts in nodes), default=0)
         if gpus < request.ranks_per_node:
-            error = UserError("L033", f"nodes of partition {name} have {gpus} GPUs, and the run needs "
-                              f"{request.ranks_per_node} on each", where=where,
-                              fix="use another partition, or a cluster with fewer devices per node")  # fmt: skip
+            error = UserError(
+                "L033.nodes-partition-gpus", where=where, name=name, gpus=gpus, ranks_per_node=request.ranks_per_node
+            )
     return SiteCheck(name="partition", found=found, error=error)
 
 
@@ -331,16 +336,19 @@ def _find_account(account: str) -> str:
     if not known:
         return f"{account}; the cluster does not tell whether it is valid"
     if account not in known:
-        raise UserError("L034", f"you have no account '{account}'{did_you_mean(account, known)}",
-                        where="slurm.account", fix=f"use one of {', '.join(known)}")  # fmt: skip
+        raise UserError(
+            "L034.you-no-account",
+            where="slurm.account",
+            account=account,
+            guess=did_you_mean(account, known),
+            known=", ".join(known),
+        )
     return account
 
 
 def _find_pyxis(image: str) -> str:
     if "--container-image" not in run_slurm("srun", "--help").stdout:
-        raise UserError("L036", "srun has no --container-image: the pyxis plugin is not installed",
-                        where="slurm.container_image",
-                        fix="leave container_image empty and name a Python with Trimaran in slurm.python")  # fmt: skip
+        raise UserError("L036.srun-no-container", where="slurm.container_image")
     return f"pyxis, {image}"
 
 
@@ -365,6 +373,5 @@ def _try_submission(request: LaunchRequest, files: LaunchFiles) -> str:
         done = run_slurm("sbatch", "--test-only", str(script), folder=Path(folder), seconds=SUBMIT_SECONDS)
     said = first_line(done.stderr)
     if done.returncode != 0:
-        raise UserError("L037", f"sbatch refused the job: {said}", where=f"{request.name}, {SCRIPT}",
-                        fix="correct the section slurm of targets.yaml, or pass --site FIELD=VALUE")  # fmt: skip
+        raise UserError("L037.sbatch-refused-job", where=f"{request.name}, {SCRIPT}", said=said)
     return said

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 import trimaran
-from trimaran.core import Bytes, UserError, show_bytes
+from trimaran.core import Bytes, UserError, show_bytes, templated
 from trimaran.launch.supervise.node_options import is_loopback
 from trimaran.launch.targets.host_probe import existing, source_digest
 from trimaran.launch.targets.ssh_session import HostSession, SshAccess, SshHost
@@ -66,9 +66,12 @@ class HostsCheck:
         for session, found in self.facts.items():
             missing = [name for name in ("trimaran", "torch") if not found["source" if name == "trimaran" else name]]
             if missing:
-                error = UserError("L027", f"{' and '.join(missing)} is not installed for {found['executable']}",
-                                  where=session.host.spec, fix="install it there, or name the Python that has it: "
-                                  "--site python=/path/to/python")  # fmt: skip
+                error = UserError(
+                    "L027.not-installed",
+                    where=session.host.spec,
+                    missing=" and ".join(missing),
+                    executable=found["executable"],
+                )
                 return SiteCheck(name="versions", found=f"{missing[0]} is missing", error=error)
         first = self.sessions[0]
         for session in self.sessions[1:]:
@@ -78,16 +81,25 @@ class HostsCheck:
                     what = f"{shown} is {theirs} on {session.host.label} and {ours} on {first.host.label}"
                     if name == "source":
                         what = f"{session.host.label} has other source files of Trimaran than {first.host.label}"
-                    error = UserError("L027", what, where=session.host.spec,
-                                      fix=f"install the same versions on all hosts: pip install torch=="
-                                      f"{self.facts[first]['torch']}, and the same Trimaran")  # fmt: skip
+                    error = UserError(
+                        "L027",
+                        what,
+                        where=session.host.spec,
+                        fix=templated(
+                            "install the same versions on all hosts: pip install torch=={torch}, and the same Trimaran",
+                            torch=self.facts[first]["torch"],
+                        ),
+                    )
                     return SiteCheck(name="versions", found="they differ", error=error)
         found = self.facts[self.sessions[0]]
         text = f"Python {found['python']}, torch {found['torch']}, Trimaran {found['trimaran'] or '?'} on all hosts"
         if found["trimaran"] and found["trimaran"] != trimaran.__version__:
-            error = UserError("L027", f"Trimaran is {found['trimaran']} on the hosts and {trimaran.__version__} here",
-                              where=self.sessions[0].host.spec,
-                              fix="use the same version here and there: the plan is made here")  # fmt: skip
+            error = UserError(
+                "L027.trimaran-hosts-here",
+                where=self.sessions[0].host.spec,
+                trimaran=found["trimaran"],
+                version=trimaran.__version__,
+            )
             return SiteCheck(name="versions", found=text, error=error)
         note = "" if found["source"] == source_digest("trimaran") else "; its source files here are others"
         return SiteCheck(name="versions", found=text + note)
@@ -117,7 +129,14 @@ class HostsCheck:
         what = f"{worst.host.label} is {abs(skew):.1f} s {direction} {self.sessions[0].host.label}"
         if abs(skew) <= MAX_SKEW_SECONDS:
             return SiteCheck(name="clocks", found=f"{what}; logs are hard to compare")
-        error = UserError("H012", what, where=worst.host.spec, fix="start chrony or ntpd there")
+        error = UserError(
+            "H012.refused",
+            where=worst.host.spec,
+            host=worst.host.label,
+            skew=abs(skew),
+            direction=direction,
+            host_label=self.sessions[0].host.label,
+        )
         return SiteCheck(name="clocks", found=what, error=error)
 
     def disk(self, run_dir: Path, kind: str) -> SiteCheck:
@@ -125,9 +144,9 @@ class HostsCheck:
         for session, found in self.facts.items():
             if found["free_bytes"] < MIN_FREE_BYTES:
                 free = show_bytes(Bytes(found["free_bytes"]))
-                error = UserError("L014", f"only {free} are free at {found['folder']} on {session.host.label}",
-                                  where=session.host.spec, fix="free disk space, or name another disk: --run-dir DIR"
-                                  )  # fmt: skip
+                error = UserError(
+                    "L014.free", where=session.host.spec, free=free, folder=found["folder"], host=session.host.label
+                )
                 return SiteCheck(name="disk", found=f"{free} free", error=error)
         least = show_bytes(Bytes(min(found["free_bytes"] for found in self.facts.values())))
         error = self._disk_error(run_dir, kind)
@@ -143,9 +162,13 @@ class HostsCheck:
 
         for session, found in self.facts.items():  # one after another: they may write to the same folder
             if why := session.ask("write", path=path_of(session), text=name).get("error"):
-                return UserError("L014", f"{session.host.label} cannot write to {found['folder']}: {why}",
-                                 where=session.host.spec, fix="name a folder that this user may write to: --run-dir DIR"
-                                 )  # fmt: skip
+                return UserError(
+                    "L014.cannot-write",
+                    where=session.host.spec,
+                    host=session.host.label,
+                    folder=found["folder"],
+                    why=why,
+                )
             if kind == "shared":
                 session.ask("remove", path=path_of(session))
         if kind == "shared":
@@ -153,9 +176,7 @@ class HostsCheck:
             try:
                 (folder / name).write_text(name, encoding="utf-8")
             except OSError as error:
-                raise UserError("D003", f"the run directory cannot be written: {error.strerror}", where=str(folder),
-                                fix="choose a folder you may write to, with free space: --run-dir DIR"
-                                ) from None  # fmt: skip
+                raise UserError("D003.run-directory", where=str(folder), reason=error.strerror) from None
             try:
                 return self._unseen(str(folder / name), seen_by="this machine", kind=kind)
             finally:
@@ -175,13 +196,14 @@ class HostsCheck:
         unseen = [session.host.label for session in others if not seen[session]]
         if kind != "own" and unseen:
             other = "hosts" if kind == "shared" and len(unseen) == len(self.sessions) > 1 else "own"
-            return UserError("L014", f"{', '.join(unseen)} do not see {folder} of {seen_by}: it is not a shared disk",
-                             where="--run-dir", fix="name a folder on a disk that is mounted everywhere, or say that "
-                             f"there is none: --site disk={other}")  # fmt: skip
+            return UserError(
+                "L014.not-see", where="--run-dir", unseen=", ".join(unseen), folder=folder, seen_by=seen_by, other=other
+            )
         shared = [session.host.label for session in others if seen[session]]
         if kind == "own" and shared:
-            return UserError("L014", f"{', '.join(shared)} see {folder} of {seen_by}, but disk is `own`",
-                             where="--run-dir", fix="say that the hosts share it: --site disk=hosts")  # fmt: skip
+            return UserError(
+                "L014.see-but-disk", where="--run-dir", shared=", ".join(shared), folder=folder, seen_by=seen_by
+            )
         return None
 
     def network(self, port: int = 0) -> list[SiteCheck]:
@@ -192,10 +214,7 @@ class HostsCheck:
         for session, address in addresses.items():
             if not address:
                 why = "; ".join(routes[session]["unknown"]) or "there is no route to them"
-                error = UserError("L013", f"{session.host.label} does not know the other hosts: {why}",
-                                  where=session.host.spec,
-                                  fix="name hosts so that they are known on each other, or their addresses: --hosts "
-                                  "10.0.0.1,10.0.0.2")  # fmt: skip
+                error = UserError("L013.not-know", where=session.host.spec, host=session.host.label, why=why)
                 return [SiteCheck(name="addresses", found="not known", error=error)]
         shown = ", ".join(f"{session.host.label} {address}" for session, address in addresses.items())
         checks = [SiteCheck(name="addresses", found=shown)]
@@ -207,9 +226,13 @@ class HostsCheck:
         for session, answer in listening.items():
             if "error" in answer:
                 where = f"{addresses[session]}:{port}" if session is head and port else addresses[session]
-                error = UserError("L013", f"{session.host.label} cannot listen at {where}: {answer['error']}",
-                                  where=session.host.spec, fix="end what uses the port there, or name another network"
-                                  )  # fmt: skip
+                error = UserError(
+                    "L013.cannot-listen",
+                    where=session.host.spec,
+                    host=session.host.label,
+                    place=where,
+                    error=answer["error"],
+                )
                 return [*checks, SiteCheck(name="ports", found=where, error=error)]
             ports[session] = answer["port"]
         reached = self._ports(addresses, ports)
@@ -228,9 +251,14 @@ class HostsCheck:
                     continue
                 where = f"{addresses[other]}:{ports[other]}"
                 what = f"{session.host.label} cannot reach {other.host.label} at {where}: {why}"
-                error = UserError("L013", what, where=session.host.spec, fix="open all ports between the hosts in "
-                                  "their firewalls, or name them by addresses of a network that they share"
-                                  )  # fmt: skip
+                error = UserError(
+                    "L013.cannot-reach",
+                    where=session.host.spec,
+                    host=session.host.label,
+                    other=other.host.label,
+                    place=where,
+                    why=why,
+                )
                 return SiteCheck(name="ports", found=what, error=error)
         total = sum(map(len, found.values()))
         return SiteCheck(name="ports", found=f"all {total} connections that were tried work")

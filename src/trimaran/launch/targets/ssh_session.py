@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from trimaran.core import UserError, read_regular_bytes
+from trimaran.core import UserError, read_regular_bytes, templated
 from trimaran.launch.targets import host_probe
 from trimaran.launch.targets.target import NO_CONNECTION
 
@@ -68,28 +68,24 @@ def read_hostfile(path: Path) -> list[str]:
         raw = read_regular_bytes(path, follow_links=True, limit_bytes=MAX_FILE_BYTES + 1)
         text = raw.decode("utf-8") if len(raw) <= MAX_FILE_BYTES else "\0"
     except OSError as error:
-        raise UserError("L010", f"the hostfile cannot be read: {error.strerror}", where=str(path),
-                        fix="name a file with one host on each line, or the hosts: --hosts a,b") from None  # fmt: skip
+        raise UserError("L010.hostfile-cannot-read", where=str(path), reason=error.strerror) from None
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise UserError("L010", "this is not a hostfile", where=str(path),
-                        fix="write one host on each line, such as `gpu-1 slots=8`")  # fmt: skip
+        raise UserError("L010.not-hostfile", where=str(path))
     lines = ((number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), start=1))
     hosts = []
     for number, line in lines:
         name, _, rest = line.replace("\t", " ").partition(" ")
         if not name:
             continue
-        where, unknown = f"{path}, line {number}", SETTING.sub("", rest).strip()
+        where, unknown = templated("{path}, line {number}", path=path, number=number), SETTING.sub("", rest).strip()
         if unknown:
-            raise UserError("L010", f"{unknown!r} is not known in a hostfile", where=where,
-                            fix="write a line as `HOST`, `HOST slots=N` or `USER@HOST:PORT slots=N`")  # fmt: skip
+            raise UserError("L010.not-known-hostfile", where=where, unknown=unknown)
         host, slots = parse_host(name, where=where), dict(SETTING.findall(rest)).get("slots", "")
         hosts.append(replace(host, slots=int(slots or host.slots)))
     if not hosts:
-        raise UserError("L010", "the hostfile names no host", where=str(path),
-                        fix="write one host on each line, such as `gpu-1 slots=8`")  # fmt: skip
+        raise UserError("L010.hostfile-names", where=str(path))
     return [host.spec for host in hosts]
 
 
@@ -97,13 +93,12 @@ def parse_host(text: str, *, where: str = "--hosts") -> SshHost:
     """Return the host that `text` names; raise UserError if it is not `[USER@]HOST[:PORT]`."""
     match = HOST.fullmatch(text)
     if match is None:
-        raise UserError("L010", f"{text!r} is not a host", where=where, fix=FORM)
+        raise UserError("L010.not-host", where=where, text=text)
     port = int(match["port"] or 0)
     if match["port"] and port < LOWEST_PORT:
-        raise UserError("L010", f"port {port} of '{text}' is not one of ssh", where=where,
-                        fix="write the number of slots as `HOST slots=N` in a hostfile")  # fmt: skip
+        raise UserError("L010.port-not-ssh", where=where, port=port, text=text)
     if port > 65535:
-        raise UserError("L010", f"'{text}' has no valid port", where=where, fix=FORM)
+        raise UserError("L010.no-valid-port", where=where, text=text)
     host = match["bracketed"] or match["name"] or match["bare"]
     return SshHost(host=host, user=match["user"] or "", port=port, slots=int(match["slots"] or 0))
 
@@ -114,8 +109,7 @@ def parse_hosts(specs: Sequence[str], *, where: str = "--hosts") -> tuple[SshHos
     labels = [host.label for host in hosts]
     for label in labels:
         if labels.count(label) > 1:
-            raise UserError("L010", f"the host '{label}' is named twice", where=where,
-                            fix="name each host once; one supervisor runs all ranks of a host")  # fmt: skip
+            raise UserError("L010.host-named-twice", where=where, label=label)
     return hosts
 
 
@@ -212,15 +206,15 @@ class HostSession:
         try:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            return UserError("L026", f"{self.host.label} did not answer in time", where=self.host.spec,
-                             fix=f"look at its load and disks: ssh {self.host.host} uptime")  # fmt: skip
+            return UserError(
+                "L026.did-not-answer", where=self.host.spec, host=self.host.label, host_host=self.host.host
+            )
         self._stderr.seek(0)
         said = self._stderr.read().decode(errors="replace").strip()
         if code == NO_CONNECTION:
             return connection_error(self.host, said)
         last = said.splitlines()[-1] if said else f"exit code {code}"
-        return UserError("L027", f"Python does not run on {self.host.label}: {last}", where=self.host.spec,
-                         fix="name the Python that has Trimaran there: --site python=/path/to/python")  # fmt: skip
+        return UserError("L027.python-not-run", where=self.host.spec, host=self.host.label, last=last)
 
 
 def connection_error(host: SshHost, said: str) -> UserError:
@@ -230,8 +224,8 @@ def connection_error(host: SshHost, said: str) -> UserError:
             named = host.host if not host.port else f"-p {host.port} {host.host}"
             if words.startswith("remote") and host.port:
                 named = shlex.quote(f"[{host.host}]:{host.port}")
-            return UserError("L026", f"{host.label} cannot be reached: {what}", where=host.spec,
-                             fix=fix.format(host=named))  # fmt: skip
+            return UserError(
+                "L026.cannot-reached-2", where=host.spec, fix=fix.format(host=named), host=host.label, text=what
+            )
     last = said.splitlines()[-1] if said else "ssh gave no reason"
-    return UserError("L026", f"{host.label} cannot be reached: {last}", where=host.spec,
-                     fix=f"see why: ssh -v {host.host}")  # fmt: skip
+    return UserError("L026.cannot-reached", where=host.spec, host=host.label, last=last, host_host=host.host)

@@ -419,14 +419,16 @@ def used_hosts(request: LaunchRequest, hosts: tuple[SshHost, ...]) -> tuple[SshH
     chosen = {*good, *bad[: max(request.num_nodes - len(good), 0)]}
     used = tuple(host for host in hosts if host in chosen)
     if len(used) < request.num_nodes:
-        raise UserError("L011", f"hosts named: {len(used)}; hosts that the run needs: {request.num_nodes}",
-                        where="--hosts", fix="name more: --hosts a,b or --hosts HOSTFILE; or "
-                        "plan for fewer: --set cluster=NODESxRANKSxDEVICE")  # fmt: skip
+        raise UserError("L011.hosts-named-hosts", where="--hosts", num_used=len(used), num_nodes=request.num_nodes)
     small = [host for host in used if host.slots and host.slots < request.ranks_per_node]
     if small:
-        raise UserError("L011", f"{small[0].label} has {small[0].slots} slots, but {request.ranks_per_node} ranks "
-                        "run on each host", where="--hosts",
-                        fix="name other hosts, or plan for fewer ranks on each: --set cluster=...")  # fmt: skip
+        raise UserError(
+            "L011.slots-but-ranks",
+            where="--hosts",
+            small_label=small[0].label,
+            slots=small[0].slots,
+            ranks_per_node=request.ranks_per_node,
+        )
     return used
 
 
@@ -461,22 +463,17 @@ def _start(folder: Path) -> tuple[str, dict[str, Any]]:
 def _call(folder: Path, option: str) -> subprocess.CompletedProcess[str]:
     script = folder / SCRIPT
     if not script.is_file():
-        raise UserError("L028", "the script of this job is gone", where=str(script),
-                        fix="launch the run again, with --run-dir RUN of this job")  # fmt: skip
+        raise UserError("L028.script-job-gone", where=str(script))
     try:
         return subprocess.run(["bash", str(script), option], stdin=subprocess.DEVNULL, capture_output=True,
                               text=True, errors="replace", timeout=SCRIPT_SECONDS, check=False)  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError("L028", f"the script did not run: {error}", where=f"bash {script} {option}",
-                        fix="run it by hand to see why") from None  # fmt: skip
+        raise UserError("L028.script-did", where=f"bash {script} {option}", error=error) from None
 
 
 def _failed(folder: Path, option: str, answer: subprocess.CompletedProcess[str]) -> UserError:
     said = " / ".join(answer.stderr.strip().splitlines()[-3:]) or f"exit code {answer.returncode}"
-    return UserError("L028", f"the hosts could not be told: {said}",
-                     where=shlex.join(["bash", str(folder / SCRIPT), option]),
-                     fix="run that command to see what each host answers; `trimaran launch --check` looks at all of "
-                     "them")  # fmt: skip
+    return UserError("L028.hosts-could", where=shlex.join(["bash", str(folder / SCRIPT), option]), said=said)
 
 
 def _states(text: str) -> dict[str, dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel
 
-from trimaran.core import EXIT_AGAIN, EXIT_DONE, Plan, Recipe, Seconds, UserError, did_you_mean
+from trimaran.core import EXIT_AGAIN, EXIT_DONE, Plan, Recipe, Seconds, UserError, did_you_mean, templated
 from trimaran.core.plugins import installed_plugins, load_plugin, plugin_names
 from trimaran.core.regular_files import read_regular_bytes, write_atomically
 from trimaran.launch.supervise.detached import DetachedProcess
@@ -189,9 +189,8 @@ def open_target(name: str) -> Target:
             return load_plugin("launch target", name)
         known = target_names()
         meant = next((each for each, aliases in ALIASES.items() if name.casefold() in aliases.split()), "")
-        near = f" (did you mean '{meant}'?)" if meant else did_you_mean(name, known)
-        raise UserError("L001", f"there is no target '{name}'{near}", where="--on",
-                        fix=f"name one of {', '.join(known)}")  # fmt: skip
+        near = templated(" (did you mean '{meant}'?)", meant=meant) if meant else did_you_mean(name, known)
+        raise UserError("L001.no-target", where="--on", name=name, near=near, known=", ".join(known))
     module, _, kind = TARGET_CLASSES[name].partition(":")
     return getattr(import_module(module), kind)()
 
@@ -353,5 +352,4 @@ def find_record(folder: Path, wanted: str) -> JobRecord:
         if wanted in (job.id, job.native_id, job.name, job.run_dir):
             return job
     known = [job.id for job in jobs]
-    raise UserError("L002", f"there is no job '{wanted}'{did_you_mean(wanted, known)}", where="trimaran jobs",
-                    fix="`trimaran jobs` lists the jobs that were launched from this account")  # fmt: skip
+    raise UserError("L002.no-job", where="trimaran jobs", wanted=wanted, guess=did_you_mean(wanted, known))

@@ -94,8 +94,13 @@ def preset_changes(facts: FabricFacts, environment: Mapping[str, str]) -> list[V
 def check_fabric(name: str) -> None:
     """Raise unless `name` is a fabric or `auto`."""
     if name not in (*FABRICS, "auto"):
-        raise UserError("H021", f"'{name}' is not a fabric{did_you_mean(name, FABRICS)}", where="--fabric",
-                        fix=f"use auto or one of {', '.join(FABRICS)}")  # fmt: skip
+        raise UserError(
+            "H021.not-fabric",
+            where="--fabric",
+            name=name,
+            guess=did_you_mean(name, FABRICS),
+            fabrics=", ".join(FABRICS),
+        )
 
 
 @cache

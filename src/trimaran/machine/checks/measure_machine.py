@@ -60,9 +60,13 @@ class RendezvousOptions:
         host, _, port = self.address.rpartition(":")
         valid = 0 <= self.node < self.nodes and self.nodes > 1 and host and port.isdigit() and 0 < int(port) < 1 << 16
         if not valid:
-            raise UserError("H020", f"--nodes {self.nodes} --node {self.node} --address '{self.address}' do not fit "
-                            "together", where="trimaran doctor", fix="on node I of N: --nodes N --node I (from 0) "
-                            "--address HOST:PORT, where HOST is node 0 and PORT is free there")  # fmt: skip
+            raise UserError(
+                "H020.nodes-node-address",
+                where="trimaran doctor",
+                nodes=self.nodes,
+                node=self.node,
+                address=self.address,
+            )
 
 
 def measure_devices(probe: ProbeProcess, cluster: Cluster) -> MachineMeasurements:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from trimaran.core import did_you_mean
+from trimaran.core import did_you_mean, templated
 from trimaran.machine.checks.machine_facts import CheckInfo, CheckResult, Facts, Problem, version_of
 from trimaran.machine.host_limits import openmp_threads
 
@@ -215,8 +215,12 @@ def wrong_algorithms(environment: Mapping[str, str]) -> list[Problem]:
         for part in environment.get(name, "").split(";"):
             function, colon, words = part.rpartition(":")
             if colon and function.strip().lower() not in NCCL_FUNCTIONS:
-                found.append(Problem(f"{name}: NCCL has no function '{function.strip()}'",
-                                     f"use one of {', '.join(NCCL_FUNCTIONS)}"))  # fmt: skip
+                found.append(
+                    Problem(
+                        f"{name}: NCCL has no function '{function.strip()}'",
+                        templated("use one of {nccl_functions}", nccl_functions=", ".join(NCCL_FUNCTIONS)),
+                    )
+                )
             for word in words.strip().removeprefix("^").split(","):
                 if word.strip() and word.strip().lower() not in {each.lower() for each in known}:
                     what = f"{name}: NCCL does not know '{word.strip()}'{did_you_mean(word.strip(), known)}"

@@ -134,9 +134,7 @@ def refuse_shared_parts(name: str, full: Sequence[str], outside: Sequence[str]) 
     """Raise UserError if an adapter trains the parameters `full`, or changes linear layers `outside` the text model."""
     if full or outside:
         what = f"trains {full[0]} in full" if full else f"changes {outside[0]}, which all sequences share"
-        raise UserError("E009", f"the adapter {name!r} {what}", where="adapters",
-                        fix="serve it alone, merged into its base, or train it on linear layers of the language "
-                        "model only")  # fmt: skip
+        raise UserError("E009.adapter", where="adapters", name=name, text=what)
 
 
 def _updated(x: Tensor, base: Tensor, update: AdapterUpdate, bias: Tensor | None) -> Tensor:

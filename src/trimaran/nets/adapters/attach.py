@@ -50,9 +50,13 @@ def adapter_layout(network: Network, section: AdapterSection) -> AdapterLayout:
         parameters = {id(each) for module in matching for each in module.parameters()}
         if not parameters:
             known = [*network.towers, *last_parts(modules)]
-            raise UserError("M051", f"no module with parameters is called {pattern!r}{did_you_mean(pattern, known)}",
-                            where="model.adapter.train",
-                            fix=f"modules are called {listed(last_parts(modules))}")  # fmt: skip
+            raise UserError(
+                "M051.no-module",
+                where="model.adapter.train",
+                pattern=pattern,
+                guess=did_you_mean(pattern, known),
+                modules=listed(last_parts(modules)),
+            )
         wanted |= parameters
     names = network.module.named_parameters(remove_duplicate=False)
     trained = frozenset(name for name, each in names if id(each) in wanted and each.requires_grad)
@@ -88,13 +92,11 @@ def _matching(network: Network, section: AdapterSection, linears: dict[str, nn.L
     if section.targets == ALL_LINEAR:
         found = frozenset(name for name, each in linears.items() if each is not head)
         if not found:
-            raise UserError("M054", "no layer of these towers is a torch.nn.Linear", where="model.adapter.targets",
-                            fix="choose other towers, or train the model in full: remove model.adapter")  # fmt: skip
+            raise UserError("M054.no-layer-towers", where="model.adapter.targets")
         return found
     refuse_unknown_targets(section.targets, linears)
     found = frozenset(name for name in linears for pattern in section.targets if is_named(name, pattern))
     owned = [id(each) for _, each in network.module.named_parameters(remove_duplicate=False)]
     if any(linears[name] is head and owned.count(id(linears[name].weight)) > 1 for name in found):
-        raise UserError("M053", "the head is tied to the embedding, and an adapter would change only the head",
-                        where="model.adapter.targets", fix="leave the head out of targets")  # fmt: skip
+        raise UserError("M053.head-tied-embedding", where="model.adapter.targets")
     return found

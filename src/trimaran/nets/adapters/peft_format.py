@@ -110,8 +110,7 @@ def refuse_inexpressible(network: Network, section: AdapterSection) -> None:
 
 
 def _inexpressible(what: str, field: str) -> UserError:
-    return UserError("K050", f"this adapter cannot be saved in PEFT's format: {what}", where=f"model.adapter.{field}",
-                     fix="name the other parts too, or leave this one out")  # fmt: skip
+    return UserError("K050.adapter-cannot-saved", where=f"model.adapter.{field}", text=what)
 
 
 def peft_config(section: AdapterSection, tensors: Mapping[str, Tensor], modules: Iterable[str]) -> dict[str, Any]:
@@ -199,9 +198,13 @@ def load_peft_adapter(network: Network, folder: Path, section: AdapterSection, w
         if not (folder / PEFT_CONFIG).is_file() or not (folder / PEFT_WEIGHTS).is_file():
             is_pickled = (folder / PICKLED_WEIGHTS).exists()
             pickled = f"; {PICKLED_WEIGHTS} is a pickle, which is not read" if is_pickled else ""
-            raise UserError("K051", f"this is not a PEFT adapter: {PEFT_CONFIG} or {PEFT_WEIGHTS} is missing{pickled}",
-                            where=str(folder), fix="name a folder that `save_pretrained` of PEFT, `trimaran export` "
-                            "or a run with an adapter has written")  # fmt: skip
+            raise UserError(
+                "K051.not-peft-adapter",
+                where=str(folder),
+                peft_config=PEFT_CONFIG,
+                peft_weights=PEFT_WEIGHTS,
+                pickled=pickled,
+            )
         config = read_json(folder / PEFT_CONFIG, limit_bytes=MAX_CONFIG_BYTES)
         try:
             check_regular_file(folder / PEFT_WEIGHTS, follow_links=True)  # in a Hugging Face cache every file is a link
@@ -246,8 +249,7 @@ def _refuse_other_adapter(opened: PeftFolder, network: Network, layout: AdapterL
     config = opened.config
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or config.get("fan_in_fan_out"):
         kind = f"peft_type={config.get('peft_type')}, bias={config.get('bias', 'none')}"
-        raise UserError("K051", f"only adapters with peft_type=LORA and bias=none are read, and this one has {kind}",
-                        where=str(opened.path / PEFT_CONFIG), fix="use another adapter")  # fmt: skip
+        raise UserError("K051.adapters-with-peft", where=str(opened.path / PEFT_CONFIG), kind=kind)
     wanted = {
         "kind": (section.kind, "dora" if config.get("use_dora") else "lora"),
         "rank": (section.rank, config.get("r")),
@@ -256,17 +258,27 @@ def _refuse_other_adapter(opened: PeftFolder, network: Network, layout: AdapterL
     }
     for field, (here, there) in wanted.items():
         if here != there:
-            raise UserError("K052", f"the adapter in {opened.path} has {field} {there}, and the recipe {here}",
-                            where=f"model.adapter.{field}", fix=f"set model.adapter.{field} to {there}")  # fmt: skip
+            raise UserError(
+                "K052.adapter-recipe",
+                where=f"model.adapter.{field}",
+                opened=opened.path,
+                field=field,
+                there=there,
+                here=here,
+            )
     suffixes = SUFFIXES if section.kind == "dora" else SUFFIXES[:-1]
     targets = {network.hf_parameter(name + WEIGHT).name.removesuffix(WEIGHT) for name in layout.targets}
     expected = {PREFIX + name + suffix for name in targets for suffix in suffixes}
     expected |= {PREFIX + network.hf_parameter(name).name for name in layout.trained}
     lists = {"missing": sorted(expected - opened.names.keys()), "unexpected": sorted(opened.names.keys() - expected)}
     if problems := [f"{what}: {first_few(names)}" for what, names in lists.items() if names]:
-        raise UserError("K052", f"the adapter in {opened.path} is not the one of this recipe; {'; '.join(problems)}",
-                        where="model.adapter.path", fix="set model.adapter.targets, towers and train as in its "
-                        f"{PEFT_CONFIG}")  # fmt: skip
+        raise UserError(
+            "K052.adapter-not-recipe",
+            where="model.adapter.path",
+            opened=opened.path,
+            problems="; ".join(problems),
+            peft_config=PEFT_CONFIG,
+        )
 
 
 def _fill_layer(
@@ -299,5 +311,11 @@ def _fill(parameter: Tensor, value: Tensor) -> None:
 
 
 def _other_shape(opened: PeftFolder, name: str, what: str) -> UserError:
-    return UserError("K052", f"the adapter in {opened.path} has {name} with {what}, which does not fit the recipe",
-                     where="model.adapter.path", fix=f"compare model.adapter with its {PEFT_CONFIG}")  # fmt: skip
+    return UserError(
+        "K052.adapter-with",
+        where="model.adapter.path",
+        opened=opened.path,
+        name=name,
+        text=what,
+        peft_config=PEFT_CONFIG,
+    )

@@ -144,8 +144,7 @@ class HfNetwork(Network):
     def serving_plan(self, degree: int) -> Mapping[str, str]:
         styles = self.tensor_plan(degree)
         if any(style.startswith("foreign-") for style in styles.values()):
-            raise UserError("M026", f"{type(self.module).__name__} has packed projections or stacked experts, "
-                            "which only training splits", where="plan.mesh.tp", fix="set tp to 1")  # fmt: skip
+            raise UserError("M026.packed-projections-stacked", where="plan.mesh.tp", kind=type(self.module).__name__)
         return {name: style for name, style in styles.items() if style in SERVED_STYLES}
 
     def has_cache(self, device: torch.device) -> bool:
@@ -333,8 +332,7 @@ def blocks_of(module: nn.Module) -> tuple[nn.Module, ...]:
 
 def hf_config(path: Path, *, trust_remote_code: bool) -> Any:
     if transformers is None:
-        raise UserError("M023", "Hugging Face models need the transformers package", where="model.family",
-                        fix="pip install 'trimaran[hf]'")  # fmt: skip
+        raise UserError("M023.hugging-face-models", where="model.family")
     transformers.utils.logging.disable_progress_bar()  # a rank writes to a log
     folder = model_folder(str(path))
     try:
@@ -387,8 +385,7 @@ def load_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> nn.Modul
     except Exception as error:  # any error of transformers or of the model's own code
         raise _not_loaded(error, path) from error
     if missing:  # transformers would continue with random values in their place
-        raise UserError("M021", f"the weights do not match the model; missing: {', '.join(missing[:3])}",
-                        where=str(path), fix="use the config.json that belongs to the weights")  # fmt: skip
+        raise UserError("M021.weights-not-match", where=str(path), missing=", ".join(missing[:3]))
     model.config.use_cache = False
     return model
 
@@ -396,8 +393,5 @@ def load_hf_model(path: Path, *, trust_remote_code: bool, seed: int) -> nn.Modul
 def _not_loaded(error: Exception, path: Path) -> UserError:
     first_line = str(error).strip().split("\n")[0]
     if "trust_remote_code" in str(error):
-        return UserError("M025", "this model needs its own Python code to run", where=str(path),
-                         fix="read that code, then set model.trust_remote_code=true")  # fmt: skip
-    return UserError("M024", f"transformers cannot load this model: {first_line}", where=str(path),
-                     fix="see whether transformers alone loads the folder; another version may know its "
-                     "architecture")  # fmt: skip
+        return UserError("M025.model-needs-own", where=str(path))
+    return UserError("M024.transformers-cannot-load", where=str(path), first_line=first_line)

@@ -178,11 +178,8 @@ def longest_packed_row(module: Any) -> int:
 
 
 def mixes_documents(reason: str, architecture: str) -> UserError:
-    return UserError("M058", f"{architecture} does not keep the documents of a row apart: it {reason}",
-                     where="data", fix="set data.samples.batching to pad; for text, data.isolate_documents to "
-                     "false")  # fmt: skip
+    return UserError("M058.not-keep-documents", where="data", architecture=architecture, reason=reason)
 
 
 def _cp_unsupported(module: nn.Module, reason: str) -> UserError:
-    fix = "set cp to 1; plan.recompute=full and a smaller micro-batch save memory for long sequences"
-    return UserError("M028", f"{type(module).__name__} {reason}", where="plan.mesh.cp", fix=fix)
+    return UserError("M028.refused", where="plan.mesh.cp", kind=type(module).__name__, reason=reason)

@@ -245,8 +245,7 @@ def _initialise(unsharded: nn.Module, parts: list[tuple[str, nn.Module]], seed: 
 
 
 def _uninitialised(name: str) -> UserError:
-    return UserError("M029", f"the model's code does not initialise {name}", where="model.path",
-                     fix="save the model with its weights, and name that folder")  # fmt: skip
+    return UserError("M029.model-code", where="model.path", name=name)
 
 
 class WrittenStorages(TorchDispatchMode):

@@ -44,7 +44,6 @@ def refuse_other_kind(config: Any, loader: Any, path: Path) -> None:
     has_language_model = kind in ("", VISION, AUDIO) or (kind == MASKED and getattr(config, "is_decoder", False))
     if built and has_language_model:
         return
-    what = f"{saved or config.model_type} is {kind or 'no model of language'}, not a causal language model"
     # How a model of this kind can be trained.
     if kind == VISION and not vlm_difference(config):
         fix = "set model.family to vlm"
@@ -54,7 +53,13 @@ def refuse_other_kind(config: Any, loader: Any, path: Path) -> None:
         fix = f"{OWN_LOOP}, or save its decoder alone as {built}"
     else:
         fix = f"{OWN_LOOP}, or name the language model that it was made from" if built else OWN_LOOP
-    raise UserError("M091", what, where=str(path), fix=fix)
+    raise UserError(
+        "M091.not-causal-language",
+        where=str(path),
+        fix=fix,
+        saved=saved or config.model_type,
+        kind=kind or "no model of language",
+    )
 
 
 def refuse_later_tokens(module: Any, architecture: str, *, is_noncausal: bool) -> None:
@@ -72,8 +77,7 @@ def refuse_later_tokens(module: Any, architecture: str, *, is_noncausal: bool) -
     fix = f"{OWN_LOOP}, with the masks and labels that it was made for"
     if setting:
         fix = f"set {setting} in config.json to train it as a decoder, or {fix}"
-    raise UserError("M092", f"the tokens of {architecture} attend to later tokens: {reason}", where="model.path",
-                    fix=fix)  # fmt: skip
+    raise UserError("M092.tokens-attend-later", where="model.path", fix=fix, architecture=architecture, reason=reason)
 
 
 def refuse_without_head(module: Any, found: Sequence[str], problem: str, path: Path) -> None:

@@ -180,8 +180,7 @@ def meta_copy(module: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def no_pipeline(module: nn.Module, reason: str) -> UserError:
-    return UserError("M069", f"{type(module).__name__} {reason}", where="plan.mesh.pp",
-                     fix="set pp to 1 and shard the parameters instead: plan.mesh.dp_shard")  # fmt: skip
+    return UserError("M069.refused", where="plan.mesh.pp", kind=type(module).__name__, reason=reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

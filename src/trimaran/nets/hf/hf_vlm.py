@@ -280,5 +280,4 @@ def network_of_hf(module: nn.Module, spec: Spec | None) -> HfNetwork:
 
 
 def _no_images(network: HfNetwork, reason: str) -> UserError:
-    return UserError("M035", f"{network.architecture} cannot be trained with images: {reason}", where="model.path",
-                     fix="use family vlm, or train its language model alone")  # fmt: skip
+    return UserError("M035.cannot-trained", where="model.path", architecture=network.architecture, reason=reason)

@@ -45,8 +45,7 @@ def load_vlm_weights(module: Vlm, folder: Path, report_progress: Callable[[], No
         if module.spec.tied and head is not None and embedding is not None:
             first, other = (file.get_slice(name)[:1] for file, name in (head, embedding))
             if not torch.equal(first, other):
-                raise UserError("M075", "config.json ties the head to the embedding, but the weights of both differ",
-                                where=str(folder), fix="set tie_word_embeddings to false in config.json")  # fmt: skip
+                raise UserError("M075.config-json-ties", where=str(folder))
         if is_on_meta(module):
             return
         for name, parameter in parameters.items():

@@ -171,8 +171,7 @@ def apply_compression(network: Network, plan: Plan, ranks: RankMesh) -> None:
     for kind in settings.layers:
         if kind not in found:
             has = ", ".join(sorted(each for each in found if each)) or "none of the known kinds"
-            raise UserError("P003", f"compression of the layers {kind} is not possible: the model has no such layers",
-                            where="plan.comm.compression.layers", fix=f"it has {has}")  # fmt: skip
+            raise UserError("P003.compression-layers", where="plan.comm.compression.layers", kind=kind, has=has)
     compressor = GradientCompressor(network.module, settings, ranks.data.get_group(), axis=data_axis(plan))
     setattr(network.module, COMPRESSOR_ATTRIBUTE, compressor)
     network.module.register_comm_hook(compressor, GradientCompressor.send)  # pyrefly: ignore[not-callable]

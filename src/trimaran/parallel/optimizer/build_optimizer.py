@@ -157,8 +157,7 @@ class LossScale:
                 self.value, self._good_steps = min(self.value * 2, MAX_SCALE), 0
             return True
         if self.value <= MIN_SCALE:
-            raise UserError("P030", "the gradients are not finite in fp16, even without a loss scale",
-                            where="plan.precision", fix="use bf16, which has the range of fp32, or fp32")  # fmt: skip
+            raise UserError("P030.gradients-not-finite", where="plan.precision")
         self.value, self._good_steps = self.value / 2, 0
         return False
 

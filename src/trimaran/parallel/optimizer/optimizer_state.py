@@ -280,10 +280,15 @@ def _position(parameter: Tensor, value: Tensor, state: str, name: str) -> tuple[
         return tuple(parameter.shape), tuple(each.start for each in here)
     if value.ndim == 0 or not is_dtensor(parameter):
         return tuple(value.shape), (0,) * value.ndim
-    raise UserError("K031", f"the optimizer's state {state} of {name} has shape {list(value.shape)}, but this rank's "
-                    f"shard of the parameter has {list(size)} of {list(parameter.shape)}", where="optimizer",
-                    fix="use an optimizer whose states have the shape of their parameters, such as AdamW or SGD, or "
-                    "prepare(sharding='none')")  # fmt: skip
+    raise UserError(
+        "K031.optimizer-state-shape",
+        where="optimizer",
+        state=state,
+        name=name,
+        value_shape=list(value.shape),
+        size=list(size),
+        parameter_shape=list(parameter.shape),
+    )
 
 
 def _state_and_name(shard: TensorShard) -> tuple[str, str]:
@@ -298,5 +303,4 @@ def check_moment_format(shard: TensorShard, index: TensorIndex) -> None:
         return
     here, there = (FORMAT_BY_DTYPE.get(each, each) for each in (meta_of(shard).dtype, entry.meta.dtype))
     if here != there:
-        raise UserError("K030", f"the checkpoint has the optimizer's moments in {there}, this run keeps them in {here}",
-                        where="train.optimizer.states", fix=f"set train.optimizer.states to {there}")  # fmt: skip
+        raise UserError("K030.checkpoint-optimizer-moments", where="train.optimizer.states", there=there, here=here)

@@ -27,8 +27,13 @@ def emit(tool: str, plan: Plan, question: Question) -> Emission:
     What only changes the speed, such as compiled blocks in a tool without them, becomes a note.
     """
     if tool not in EMITTERS:
-        raise UserError("P060", f"there is no emitter for '{tool}'{did_you_mean(tool, EMITTERS)}", where="--emit",
-                        fix=f"use {', '.join(EMITTERS)}")  # fmt: skip
+        raise UserError(
+            "P060.no-emitter",
+            where="--emit",
+            tool=tool,
+            guess=did_you_mean(tool, EMITTERS),
+            emitters=", ".join(EMITTERS),
+        )
     if plan.micro_batches:
         raise refusal(tool, "data ranks with different numbers of rows", "it gives every rank the same",
                       where="plan.micro_batches", fix="leave it out, and name equal devices")  # fmt: skip

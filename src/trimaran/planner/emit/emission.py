@@ -58,11 +58,15 @@ def refuse_unless(tool: str, plan: Plan, takes: Mapping[str, Takes]) -> None:
 def refuse_settings(tool: str, train: TrainSection, *, states: Iterable[str] = ("fp32",)) -> None:
     """Raise when the tool does not support the precision of the moments, or precisions of single modules."""
     if train.optimizer.states not in (takes := tuple(states)):
-        raise UserError("P063", f"{tool} cannot express moments in {train.optimizer.states} for this plan",
-                        where="train.optimizer.states", fix=f"set it to {either(takes)}")  # fmt: skip
+        raise UserError(
+            "P063.cannot-express-moments",
+            where="train.optimizer.states",
+            tool=tool,
+            states=train.optimizer.states,
+            takes=either(takes),
+        )
     if train.precision:
-        raise UserError("P063", f"{tool} cannot express single modules in a precision of their own",
-                        where="train.precision", fix="leave it out")  # fmt: skip
+        raise UserError("P063.cannot-express-single", where="train.precision", tool=tool)
 
 
 def refuse_cpu(tool: str, cluster: Cluster) -> None:
@@ -74,14 +78,12 @@ def refuse_cpu(tool: str, cluster: Cluster) -> None:
 
 def refusal(tool: str, what: str, why: str, *, where: str, fix: str) -> UserError:
     """Return the error for a plan that the tool cannot express."""
-    return UserError("P061", f"{tool} cannot express {what}: {why}", where=where,
-                     fix=f"{fix}, or emit for another tool")  # fmt: skip
+    return UserError("P061.cannot-express", where=where, tool=tool, text=what, why=why, way=fix)
 
 
 def unknown_model(tool: str, what: str, why: str, *, where: str = "model") -> UserError:
     """Return the error for a model that the tool does not have."""
-    return UserError("P062", f"{tool} has no model for {what}: {why}", where=where,
-                     fix="emit for accelerate, deepspeed or hf-trainer, which take any model")  # fmt: skip
+    return UserError("P062.no-model", where=where, tool=tool, text=what, why=why)
 
 
 def torchrun(cluster: Cluster, *program: str) -> str:

@@ -27,19 +27,23 @@ def refuse_fewer_layers(recipe: Recipe, spec: Spec | None, plan: Plan, layers: i
     where, fix = "--layers", "rehearse the whole rank: leave out --layers"
     decoder = None if recipe.model.kind.is_hf else decoder_of(spec)
     if decoder is None:
-        raise UserError("P091", "only a decoder can be rehearsed with fewer layers", where=where, fix=fix)
+        raise UserError("P091.decoder-can-rehearsed", where=where, fix=fix)
     if decoder.prediction_layers:
-        raise UserError("P091", "a decoder with multi-token prediction cannot be rehearsed with fewer layers: its "
-                        "stages differ", where=where, fix=fix)  # fmt: skip
+        raise UserError("P091.decoder-with-multi", where=where, fix=fix)
     most = decoder.layers // plan.num_stages // 2
     if layers > most:
         least = f"name at most {most}, or leave out --layers" if most else fix
-        raise UserError("P091", f"{layers} and {2 * layers} layers in a stage are not fewer than the "
-                        f"{decoder.layers / plan.num_stages:g} of the model", where=where, fix=least)  # fmt: skip
+        raise UserError(
+            "P091.layers-stage",
+            where=where,
+            fix=least,
+            layers=layers,
+            layers_2=2 * layers,
+            layers_3=decoder.layers / plan.num_stages,
+        )
     every = plan.recompute if isinstance(plan.recompute, int) else 1
     if layers % every:
-        raise UserError("P091", f"every {every}. layer is recomputed, and {layers} is not a multiple", where=where,
-                        fix=f"name a multiple of {every}")  # fmt: skip
+        raise UserError("P091.every-layer-recomputed", where=where, every=every, layers=layers)
 
 
 def with_layers(recipe: Recipe, plan: Plan, layers: int, folder: Path) -> tuple[Recipe, Plan]:

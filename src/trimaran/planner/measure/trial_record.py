@@ -201,15 +201,12 @@ def locked_folder(folder: Path, about: dict[str, object]) -> Iterator[TrialStore
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise UserError("D003", f"the results cannot be written: {error.strerror}", where=str(folder),
-                        fix="name a folder you may write to: --folder DIR") from None  # fmt: skip
+        raise UserError("D003.results-cannot-written", where=str(folder), reason=error.strerror) from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError("A040", "another `trimaran tune` measures in this folder", where=str(folder),
-                            fix="wait for it: two at once would measure each other; or name another folder with "
-                            "--folder DIR") from None  # fmt: skip
+            raise UserError("A040.another-trimaran-tune", where=str(folder)) from None
         (folder / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         store = TrialStore(folder)
         store.read()

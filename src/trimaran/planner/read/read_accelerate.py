@@ -182,5 +182,4 @@ def read_pins(path: Path) -> ReadConfig:
         return read_deepspeed(path)
     if names & FIELDS:
         return read_accelerate(path)
-    raise UserError("P070", "this is neither accelerate's configuration nor DeepSpeed's", where=str(path),
-                    fix="name a file that `accelerate config` wrote, or a ds_config.json")  # fmt: skip
+    raise UserError("P070.neither-accelerate-configuration", where=str(path))

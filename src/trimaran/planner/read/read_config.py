@@ -162,7 +162,7 @@ class FieldReader:
         self._tree = {}
 
     def wrong(self, name: str, what: str) -> UserError:
-        return UserError("P070", f"{self._path}{name}: {what}", where=self.file, fix="correct the file")
+        return UserError("P070.refused", where=self.file, path=self._path, name=name, text=what)
 
     def contradiction(self, what: str, fix: str) -> UserError:
         return UserError("P071", what, where=self.file, fix=fix)
@@ -173,15 +173,12 @@ def load_tree(path: Path) -> dict[str, Any]:
     try:
         raw = read_regular_bytes(path, follow_links=True, limit_bytes=MAX_BYTES + 1)
     except OSError as error:
-        raise UserError("P070", f"the file cannot be read: {error.strerror}", where=str(path),
-                        fix="name accelerate's YAML or DeepSpeed's JSON") from None  # fmt: skip
+        raise UserError("P070.file-cannot-read", where=str(path), reason=error.strerror) from None
     try:
         tree = (load_json if path.suffix == ".json" else load_yaml)(raw) if len(raw) <= MAX_BYTES else None
     except TextError as error:
         where = ", ".join(filter(None, (str(path), error.place)))
-        raise UserError("P070", f"this is neither YAML nor JSON: {error.what}", where=where,
-                        fix="correct the file") from None  # fmt: skip
+        raise UserError("P070.neither-yaml-nor", where=where, error=error.what) from None
     if not isinstance(tree, dict):
-        raise UserError("P070", "the file is not a mapping of fields", where=str(path),
-                        fix="name accelerate's YAML or DeepSpeed's JSON")  # fmt: skip
+        raise UserError("P070.file-not-mapping", where=str(path))
     return {str(name): value for name, value in tree.items()}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from trimaran.core import Plan, Recipe, UserError
+from trimaran.core import Plan, Recipe, UserError, templated
 from trimaran.core.engine_rules import no_fp8_layers
 from trimaran.core.plan import TowerPlan
 from trimaran.models import ModelSpec, Spec, language_of, vision_of
@@ -81,9 +81,7 @@ def check_hf_model(plan: Plan, spec: Spec | None) -> None:
     """Raise for axes along which a Hugging Face model with images is not split. For others its code decides."""
     for axis in ("pp", "ep", "tp", "cp") if vision_of(spec) is not None else ():
         if getattr(plan.mesh, axis) > 1:
-            raise UserError("P013", f"a Hugging Face model with images cannot be split by {axis}: Trimaran does not "
-                            "change its forward", where=f"plan.mesh.{axis}", fix="use dp_shard or dp_replicate, or "
-                            "family vlm, which supports every axis")  # fmt: skip
+            raise UserError("P013.hugging-face-model", where=f"plan.mesh.{axis}", axis=axis)
     check_expert_ranks(plan)
 
 
@@ -92,12 +90,10 @@ def check_regather(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
     if not plan.comm.regather or plan.mesh.tp == 1:
         return
     if not recipe.model.kind.splits_sequence:
-        raise UserError("P058", f"the tensor parallelism of a model of family {recipe.model.family} gathers no inputs",
-                        where="plan.comm.regather", fix="leave it out")  # fmt: skip
+        raise UserError("P058.tensor-parallelism-model", where="plan.comm.regather", family=recipe.model.family)
     language = language_of(spec)
     if plan.compile and language is not None and language.block.experts is not None:
-        raise UserError("P058", "torch does not compile a block of experts that gathers its inputs again",
-                        where="plan.comm.regather", fix="leave it out, or set compile to false")  # fmt: skip
+        raise UserError("P058.torch-not-compile", where="plan.comm.regather")
 
 
 def check_tensor(plan: Plan, spec: Spec) -> None:
@@ -105,25 +101,21 @@ def check_tensor(plan: Plan, spec: Spec) -> None:
     tp, vision = plan.mesh.tp, spec.vision
     whole = [tower for tower in spec.tower_names if tower_degree(tower, plan) == 1]
     if tp > 1 and vision is not None and vision.block.qk_norm and "vision" not in whole:
-        raise UserError("P054", f"the vision tower of {spec.name} normalises all heads together, so tp {tp} "
-                        "cannot split it",
-                        where="plan.towers.vision.tp", fix="set it to 1: every rank then holds the full tower "
-                        "and processes other images")  # fmt: skip
+        raise UserError("P054.vision-tower-normalises", where="plan.towers.vision.tp", spec=spec.name, tp=tp)
     sizes = spec.tensor_sizes(whole)
     works = degrees(math.gcd(*sizes.values()), world_size=plan.mesh.world_size)
     for name, size in sizes.items():
         if size % tp:
-            raise UserError("P008", f"tp {tp} does not divide the {size:,} {name} of {spec.name}",
-                            where="plan.mesh.tp", fix=f"use tp of {works}")  # fmt: skip
+            raise UserError(
+                "P008.tp-not-divide-use", where="plan.mesh.tp", tp=tp, size=size, name=name, spec=spec.name, works=works
+            )
 
 
 def check_vocabulary(plan: Plan, spec: Spec) -> None:
     """Raise if a tensor-parallel rank would hold no row of the vocabulary."""
     tp, language = plan.mesh.tp, language_of(spec)
     if language is not None and not every_rank_has_rows(language.vocab, tp):
-        raise UserError("P008", f"tp {tp} leaves ranks without any of the {language.vocab:,} tokens of the vocabulary "
-                        f"of {spec.name}", where="plan.mesh.tp",
-                        fix=f"use a tp whose square is at most {language.vocab:,}")  # fmt: skip
+        raise UserError("P008.tp-leaves-ranks", where="plan.mesh.tp", tp=tp, vocab=language.vocab, spec=spec.name)
 
 
 def tower_degree(tower: str, plan: Plan) -> int:
@@ -142,9 +134,9 @@ def check_context(plan: Plan, spec: ModelSpec) -> None:
     if mesh.cp in works:
         return
     name, num = ("heads", heads) if heads % mesh.cp else ("KV heads", kv_heads)
-    raise UserError("P009", f"cp {mesh.cp} does not divide the {num} {name} of {spec.name} that a rank exchanges",
-                    where="plan.mesh.cp",
-                    fix=f"use cp of {either(works)}, or set comm.context to ring or gather")  # fmt: skip
+    raise UserError(
+        "P009.cp-not-divide", where="plan.mesh.cp", cp=mesh.cp, num=num, name=name, spec=spec.name, works=either(works)
+    )
 
 
 def check_positions(plan: Plan, recipe: Recipe, *, known: bool) -> None:
@@ -159,14 +151,25 @@ def check_positions(plan: Plan, recipe: Recipe, *, known: bool) -> None:
     if seq_len % chunks:
         per_rank = chunks // mesh.cp  # a sequence that this does not divide cannot be split at all
         works = degrees(1 if seq_len % per_rank else seq_len // per_rank, world_size=mesh.world_size)
-        raise UserError("P009", f"a sequence of {seq_len:,} does not split into the {chunks} equal chunks of cp "
-                        f"{mesh.cp}", where="data.seq_len", fix=f"set it to {multiples_around(seq_len, chunks)}, or "
-                        f"use cp of {works}")  # fmt: skip
+        raise UserError(
+            "P009.sequence-not-split",
+            where="data.seq_len",
+            seq_len=seq_len,
+            chunks=chunks,
+            cp=mesh.cp,
+            multiples_around=multiples_around(seq_len, chunks),
+            works=works,
+        )
     if known and recipe.model.kind.splits_sequence and seq_len // mesh.cp % mesh.tp:
         step = math.lcm(chunks, mesh.cp * mesh.tp)
-        raise UserError("P008", f"tp {mesh.tp} does not divide the {seq_len // mesh.cp:,} positions of a rank",
-                        where="data.seq_len", fix=f"set it to {multiples_around(seq_len, step)}, or use tp of "
-                        f"{degrees(seq_len // mesh.cp, world_size=mesh.world_size)}")  # fmt: skip
+        raise UserError(
+            "P008.tp-not-divide",
+            where="data.seq_len",
+            tp=mesh.tp,
+            seq_len=seq_len // mesh.cp,
+            multiples_around=multiples_around(seq_len, step),
+            degrees=degrees(seq_len // mesh.cp, world_size=mesh.world_size),
+        )
 
 
 def check_experts(plan: Plan, spec: ModelSpec) -> None:
@@ -175,19 +178,22 @@ def check_experts(plan: Plan, spec: ModelSpec) -> None:
     if experts is None and mesh.ep == 1:
         return
     if experts is None:
-        raise UserError("P010", f"ep {mesh.ep} needs experts, but {spec.name} has none", where="plan.mesh.ep",
-                        fix="set ep to 1, or choose a model with experts, such as tiny-moe")  # fmt: skip
+        raise UserError("P010.ep-needs-experts", where="plan.mesh.ep", ep=mesh.ep, spec=spec.name)
     if experts.num_experts % mesh.ep:
         works = degrees(math.gcd(experts.num_experts, mesh.expert_ranks), world_size=mesh.expert_ranks)
-        raise UserError("P010", f"ep {mesh.ep} does not divide the {experts.num_experts} experts of {spec.name}",
-                        where="plan.mesh.ep", fix=f"use ep of {works}")  # fmt: skip
+        raise UserError(
+            "P010.ep-not-divide",
+            where="plan.mesh.ep",
+            ep=mesh.ep,
+            num_experts=experts.num_experts,
+            spec=spec.name,
+            works=works,
+        )
     check_expert_ranks(plan, experts.num_experts)
     if experts.router.correction_rate and (local.is_on or not plan.engine_traits.is_synchronous):
-        raise UserError("P102", f"the routers of {spec.name} follow the loads of the global batch in every step, and "
-                        "these replicas train alone",
-                        where="plan.comm.local_steps" if local.is_on else "plan.engine",
-                        fix="set model.shape.experts.router.correction_rate to 0, which keeps the biases as they are, "
-                        "or train in step")  # fmt: skip
+        raise UserError(
+            "P102.routers-follow-loads", where="plan.comm.local_steps" if local.is_on else "plan.engine", spec=spec.name
+        )
 
 
 def check_expert_ranks(plan: Plan, num_experts: int = 0) -> None:
@@ -196,25 +202,20 @@ def check_expert_ranks(plan: Plan, num_experts: int = 0) -> None:
     if ranks % mesh.ep:
         over = "dp_shard x cp" if mesh.dp_shard > 1 else "dp_replicate x cp"
         works = degrees(math.gcd(num_experts, ranks), world_size=ranks)
-        raise UserError("P010", f"ep {mesh.ep} does not divide the {ranks} ranks of {over}", where="plan.mesh.ep",
-                        fix=f"use ep of {works}")  # fmt: skip
+        raise UserError(
+            "P010.ep-not-divide-ranks", where="plan.mesh.ep", ep=mesh.ep, ranks=ranks, over=over, works=works
+        )
 
 
 def check_prediction(plan: Plan, spec: ModelSpec) -> None:
     """Raise if layers that predict later tokens could not be trained: they need our trainer, and one stage."""
     layers, stages = spec.prediction_layers, plan.pipeline.stages
     if layers and plan.engine_traits.needs_logits:
-        raise UserError("P120", "DeepSpeed's engine does not train layers that predict later tokens",
-                        where="plan.engine", fix="set plan.engine to torch, or remove "
-                        "model.multi_token_prediction")  # fmt: skip
+        raise UserError("P120.deepspeed-engine", where="plan.engine")
     if layers and plan.mesh.pp > 1 and plan.pipeline.schedule == "zero-bubble":
-        raise UserError("P122", "zero-bubble does not train layers that predict later tokens: torch cannot split a "
-                        "backward in which the embedding and the head are used several times",
-                        where="plan.pipeline.schedule", fix="use 1f1b or interleaved")  # fmt: skip
+        raise UserError("P122.zero-bubble", where="plan.pipeline.schedule")
     if plan.mesh.pp > 1 and stages and stages[-1] < layers:
-        raise UserError("P121", f"the last stage has {stages[-1]} layers, and the {layers} that predict later tokens "
-                        "need the head", where="plan.pipeline.stages",
-                        fix=f"give the last stage at least {layers}, or leave the stages out")  # fmt: skip
+        raise UserError("P121.last-stage-layers", where="plan.pipeline.stages", stages=stages[-1], layers=layers)
 
 
 def check_stages(plan: Plan, spec: Spec) -> None:
@@ -225,23 +226,37 @@ def check_stages(plan: Plan, spec: Spec) -> None:
     if pp == 1 and not stages:
         return
     if pp == 1:
-        raise UserError("P011", f"{len(stages)} stages are listed, but pp is 1", where="plan.pipeline.stages",
-                        fix=f"set mesh.pp to {len(stages)}, or leave the stages out")  # fmt: skip
+        raise UserError("P011.stages-listed", where="plan.pipeline.stages", num_stages=len(stages))
     if stages and not takes_stages(schedule, len(stages) / pp):
         allowed = f"{pp}" if schedule not in MULTI_STAGE_SCHEDULES else f"{2 * pp}"
         allowed += f", {3 * pp} or more in steps of {pp}" if schedule == "interleaved" else ""
-        raise UserError("P011", f"{schedule} with pp {pp} does not allow {len(stages)} stages",
-                        where="plan.pipeline.stages", fix=f"list {allowed}, or leave them out")  # fmt: skip
+        raise UserError(
+            "P011.pp-not-allow",
+            where="plan.pipeline.stages",
+            schedule=schedule,
+            pp=pp,
+            num_stages=len(stages),
+            allowed=allowed,
+        )
     if plan.num_stages > parts:
         most = parts // (plan.num_stages // pp)
         fix = f"use pp of at most {most}" if most > 1 else "use a schedule with fewer stages, or a deeper model"
-        raise UserError("P011", f"{plan.num_stages} stages are more than the {parts} layers of {spec.name}",
-                        where="plan.mesh.pp", fix=fix)  # fmt: skip
+        raise UserError(
+            "P011.stages-more-layers",
+            where="plan.mesh.pp",
+            fix=fix,
+            num_stages=plan.num_stages,
+            parts=parts,
+            spec=spec.name,
+        )
     if stages and (sum(stages) != layers or min(stages) < 1):
-        raise UserError("P011", f"stages of {', '.join(map(str, stages))} layers do not add up to the {layers} of "
-                        f"{spec.name}", where="plan.pipeline.stages",
-                        fix="give every stage at least one layer and all of them together "
-                        f"{layers}, or leave them out")  # fmt: skip
+        raise UserError(
+            "P011.stages-layers",
+            where="plan.pipeline.stages",
+            stages=", ".join(map(str, stages)),
+            layers=layers,
+            spec=spec.name,
+        )
 
 
 def check_pipeline(plan: Plan, recipe: Recipe) -> None:
@@ -252,13 +267,18 @@ def check_pipeline(plan: Plan, recipe: Recipe) -> None:
     if not fills_pipeline(plan, count):
         batch_per_rank = recipe.train.global_batch // plan.mesh.dp
         works = [size for size in divisors(batch_per_rank, most=64) if fills_pipeline(plan, batch_per_rank // size)]
-        fix = f"set train.global_batch to {plan.mesh.dp * pp} or a multiple of it, or use a lower pp"
+        fix = templated("set train.global_batch to {dp} or a multiple of it, or use a lower pp", dp=plan.mesh.dp * pp)
         if works:
-            fix = f"set plan.micro_batch to {either(works)} and leave plan.grad_accum out"
-        why = f"fewer than its {pp} ranks" if count < pp else f"not a multiple of its {count // pp} rounds"
-        num = f"{count} micro-batches" if count > 1 else "one micro-batch"
-        raise UserError("P012", f"{schedule} with pp {pp} cannot run with {num}: {why}",
-                        where="plan.grad_accum", fix=fix)  # fmt: skip
+            fix = templated("set plan.micro_batch to {works} and leave plan.grad_accum out", works=either(works))
+        why = (
+            templated("fewer than its {pp} ranks", pp=pp)
+            if count < pp
+            else templated("not a multiple of its {count} rounds", count=count // pp)
+        )
+        num = templated("{count} micro-batches", count=count) if count > 1 else "one micro-batch"
+        raise UserError(
+            "P012.pp-cannot-run", where="plan.grad_accum", fix=fix, schedule=schedule, pp=pp, num=num, why=why
+        )
     if schedule != "zero-bubble":  # whose backward has two parts: for the input and for the weights
         return
     for field, off, why in (
@@ -266,8 +286,7 @@ def check_pipeline(plan: Plan, recipe: Recipe) -> None:
         ("recompute", "none", "each part of its backward would recompute the layer"),
     ):
         if getattr(plan, field) != off:
-            raise UserError("P018", f"zero-bubble does not support {field}: {why}", where=f"plan.{field}",
-                            fix=f"set {field} to {str(off).lower()}, or use another schedule")  # fmt: skip
+            raise UserError("P018.zero-bubble", where=f"plan.{field}", field=field, why=why, off=str(off).lower())
 
 
 def fills_pipeline(plan: Plan, num_micro_batches: int) -> bool:
@@ -303,14 +322,11 @@ def check_towers(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
     tp = plan.mesh.tp
     for name, own in plan.towers.items():
         if recipe.model.kind.is_hf and vision_of(spec) is None and own != TowerPlan():
-            raise UserError("P023", "towers of a Hugging Face model cannot have their own settings",
-                            where=f"plan.towers.{name}",
-                            fix="set plan.sharding and plan.recompute for the whole model")  # fmt: skip
+            raise UserError("P023.towers-hugging-face", where=f"plan.towers.{name}")
         where = f"plan.towers.{name}.sharding"
         if own.sharding not in (None, plan.sharding):
             if plan.engine_traits.shards_weights_itself:
-                raise UserError("P053", "DeepSpeed shards all towers alike", where=where,
-                                fix="leave it out, or set plan.engine to torch")  # fmt: skip
+                raise UserError("P053.deepspeed-shards", where=where)
             # If it and the first tower have tp 1, tensor-parallel ranks encode different images, and can hold shards.
             settings = (plan.towers.get(each, TowerPlan()) for each in (FIRST, name))
             splits_images = name != MAIN and all(each.tp == 1 < tp for each in settings)
@@ -318,17 +334,21 @@ def check_towers(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
                 fix = f"set plan.sharding to {own.sharding}, and that of the other towers to none"
                 if name != MAIN and tp > 1:
                     fix = f"{fix}, or give {name if name == FIRST else f'{FIRST} and {name}'} tp 1"
-                raise UserError("P053", f"tower {name} cannot be sharded while plan.sharding is none", where=where,
-                                fix=fix)  # fmt: skip
+                raise UserError("P053.tower-cannot-sharded", where=where, fix=fix, name=name)
             if plan.offload == "parameters":
-                raise UserError("P053", "offload parameters needs sharding parameters, but tower "
-                                f"{name} has {own.sharding}", where=where,
-                                fix="leave it out, or set plan.offload to optimizer")  # fmt: skip
+                raise UserError("P053.offload-parameters", where=where, name=name, sharding=own.sharding)
         works = [tp] if name == MAIN else sorted({1, tp})
         if own.tp is not None and own.tp not in works:
             why = "tp splits its sequence" if name == MAIN else "a tower is split over all tp ranks or not at all"
-            raise UserError("P054", f"tower {name} cannot have tp {own.tp} with mesh.tp {tp}: {why}",
-                            where=f"plan.towers.{name}.tp", fix=f"use {either(works)}, or leave it out")  # fmt: skip
+            raise UserError(
+                "P054.tower-cannot-tp",
+                where=f"plan.towers.{name}.tp",
+                name=name,
+                tp=own.tp,
+                tp_2=tp,
+                why=why,
+                works=either(works),
+            )
 
 
 def check_hf_facts(plan: Plan, recipe: Recipe, facts: HfFacts | None) -> None:
@@ -347,9 +367,12 @@ def check_hf_facts(plan: Plan, recipe: Recipe, facts: HfFacts | None) -> None:
     check_hf_axes(facts, tp=mesh.tp, cp=mesh.cp, pp=mesh.pp, ep=mesh.ep)
     num_layers, stages = facts.num_layers, plan.pipeline.stages
     if mesh.pp > 1 and num_layers and (plan.num_stages > num_layers or (stages and sum(stages) != num_layers)):
-        raise UserError("P011", f"{plan.num_stages} stages do not hold the {num_layers} layers of the model once",
-                        where="plan.pipeline.stages" if stages else "plan.mesh.pp",
-                        fix="use at most one stage for each layer, and leave plan.pipeline.stages out")  # fmt: skip
+        raise UserError(
+            "P011.stages-not-hold",
+            where="plan.pipeline.stages" if stages else "plan.mesh.pp",
+            num_stages=plan.num_stages,
+            num_layers=num_layers,
+        )
 
 
 def check_hf_axes(facts: HfFacts, *, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1) -> None:

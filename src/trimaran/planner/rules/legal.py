@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from trimaran.core import Plan, Recipe, UserError, did_you_mean
+from trimaran.core import Plan, Recipe, UserError, did_you_mean, joined, templated
 from trimaran.core.engine_rules import MIN_FP8_FEATURES, RECIPE_MULTIPLES, check_deepspeed, refused_recipe
 from trimaran.core.plugins import KINDS
 from trimaran.machine import Cluster
@@ -126,14 +126,29 @@ def check_mesh(plan: Plan, cluster: Cluster) -> None:
         return
     inner = mesh.tp * mesh.pp * mesh.cp
     if world_size % inner:
-        fix = f"set tp x pp x cp to {either(divisors(world_size, most=world_size))}, not {inner}"
+        fix = templated(
+            "set tp x pp x cp to {world_size}, not {inner}",
+            world_size=either(divisors(world_size, most=world_size)),
+            inner=inner,
+        )
     else:
         data = world_size // inner
         works = [f"{data // shard} x {shard}" for shard in divisors(data, most=data)]
-        others = f" with tp x pp x cp of {inner}" if inner > 1 else ""
-        fix = f"use dp_replicate x dp_shard of {either(works)}{others}, or leave one of them out"
-    raise UserError("P001", f"the mesh ({mesh}) has {mesh.world_size} ranks, {cluster} has {world_size}",
-                    where="plan.mesh", fix=fix)  # fmt: skip
+        others = templated(" with tp x pp x cp of {inner}", inner=inner) if inner > 1 else ""
+        fix = templated(
+            "use dp_replicate x dp_shard of {works}{others_2}, or leave one of them out",
+            works=either(works),
+            others_2=others,
+        )
+    raise UserError(
+        "P001.mesh-ranks",
+        where="plan.mesh",
+        fix=fix,
+        mesh=mesh,
+        world_size=mesh.world_size,
+        cluster=cluster,
+        world_size_2=world_size,
+    )
 
 
 def check_sharding(plan: Plan) -> None:
@@ -145,25 +160,27 @@ def check_sharding(plan: Plan) -> None:
     shards, sharding, reshard = plan.mesh.shards, plan.sharding, plan.comm.reshard
     shards_one_rank = plan.offload == "parameters" or plan.engine_traits.shards_one_rank
     if sharding != "none" and shards == 1 and not shards_one_rank:
-        raise UserError("P004", f"sharding {sharding} needs ranks to shard over, but dp_shard and cp are 1",
-                        where="plan.sharding", fix="set mesh.dp_shard above 1, or sharding to none")  # fmt: skip
+        raise UserError("P004.sharding-needs-ranks", where="plan.sharding", sharding=sharding)
     if sharding == "none" and plan.mesh.dp_shard > 1:
-        raise UserError("P004", f"dp_shard is {plan.mesh.dp_shard}, but sharding is none",
-                        where="plan.mesh.dp_shard", fix="set sharding to parameters, or use dp_replicate")  # fmt: skip
+        raise UserError("P004.dp-shard", where="plan.mesh.dp_shard", dp_shard=plan.mesh.dp_shard)
     if isinstance(reshard, int) and (sharding != "parameters" or shards % reshard):
         works = [each for each in divisors(shards, most=shards) if each > 1] if sharding == "parameters" else []
         fix = f"use {either(works)}, or auto" if works else "use auto, or set sharding to parameters"
-        raise UserError("P019", f"weights cannot be resharded over {reshard} ranks with sharding {sharding} "
-                        f"over {shards}", where="plan.comm.reshard", fix=fix)  # fmt: skip
+        raise UserError(
+            "P019.weights-cannot-resharded",
+            where="plan.comm.reshard",
+            fix=fix,
+            reshard=reshard,
+            sharding=sharding,
+            shards=shards,
+        )
 
 
 def check_comm(plan: Plan, steps: int) -> None:
     """Raise unless the plan allows compressed gradients, or gradients that are not sent in every step."""
     comm, mesh = plan.comm, plan.mesh
     if not comm.overlap and mesh.world_size > 1 and not plan.reduces_after_backward:
-        raise UserError("P003", f"comm.overlap false needs full replicas, but this plan splits the model ({plan})",
-                        where="plan.comm.overlap", fix="use dp_replicate alone, with sharding none, or leave it "
-                        "out")  # fmt: skip
+        raise UserError("P003.comm-overlap-false", where="plan.comm.overlap", plan=plan)
     check_local_steps(plan, steps)
     check_compression(plan)
 
@@ -174,14 +191,14 @@ def check_precision(plan: Plan, spec: Spec | None, cluster: Cluster) -> None:
         has = {*ALWAYS_SUPPORTED[device.kind], *device.peak_flops}
         if plan.precision not in has:
             works = either([each for each in PRECISIONS if each in has])
-            raise UserError("P014", f"{device.name} does not support {plan.precision}", where="plan.precision",
-                            fix=f"use {works}, or leave it out")  # fmt: skip
+            raise UserError(
+                "P014.not-support", where="plan.precision", device=device.name, precision=plan.precision, works=works
+            )
     check_fp8_recipe(plan, cluster)
     if plan.precision != "fp8" or spec is None:
         return
     if (language := language_of(spec)) is None:
-        raise UserError("P015", f"fp8 is for the matmuls of a language model, and {spec.name} has none",
-                        where="plan.precision", fix="use bf16")  # fmt: skip
+        raise UserError("P015.fp8-matmuls-language", where="plan.precision", spec=spec.name)
     check_fp8(plan, language)
 
 
@@ -199,13 +216,11 @@ def check_fp8_recipe(plan: Plan, cluster: Cluster) -> None:
         }
         for why, holds in reasons.items():
             if holds:
-                raise UserError("P113", f"weights cannot be gathered in fp8: {why}", where="plan.fp8.all_gather",
-                                fix="leave it out")  # fmt: skip
+                raise UserError("P113.weights-cannot-gathered", where="plan.fp8.all_gather", why=why)
     if recipe == "tensor":
         return
     if plan.precision != "fp8":
-        raise UserError("P113", f"fp8.recipe is {recipe}, but precision is {plan.precision}", where="plan.fp8.recipe",
-                        fix="set plan.precision to fp8, or leave the recipe out")  # fmt: skip
+        raise UserError("P113.fp8-recipe", where="plan.fp8.recipe", recipe=recipe, precision=plan.precision)
     for device in cluster.devices:
         if not device.name.startswith(RECIPE_DEVICES[recipe]):
             raise refused_recipe(recipe, device.name)
@@ -221,11 +236,18 @@ def check_fp8(plan: Plan, spec: ModelSpec) -> None:
     slices = {"hidden size": spec.hidden} | {name: width // tp for name, width in widths.items()}
     for name, width in slices.items():
         if width % multiple:
-            raise UserError("P015", f"fp8 needs multiples of {multiple}, but the {name} of {spec.name} is "
-                            f"{width} on each rank", where="plan.precision", fix="use bf16, or a lower tp")  # fmt: skip
+            raise UserError(
+                "P015.fp8-needs-multiples",
+                where="plan.precision",
+                multiple=multiple,
+                name=name,
+                spec=spec.name,
+                width=width,
+            )
     if min(spec.hidden, max(widths.values())) < MIN_FP8_FEATURES:
-        raise UserError("P015", f"fp8 needs layers of at least {MIN_FP8_FEATURES} features, and {spec.name} has none",
-                        where="plan.precision", fix="use bf16")  # fmt: skip
+        raise UserError(
+            "P015.fp8-needs-layers", where="plan.precision", min_fp8_features=MIN_FP8_FEATURES, spec=spec.name
+        )
 
 
 def check_module_precision(recipe: Recipe, spec: Spec | None) -> None:
@@ -238,12 +260,15 @@ def check_memory(plan: Plan, spec: Spec | None) -> None:
     """Raise when recompute or offload do not fit the model or the sharding."""
     check_disk(plan)
     if plan.offload == "parameters" and plan.sharding != "parameters":
-        raise UserError("P016", f"offload parameters needs sharding parameters, but sharding is {plan.sharding}",
-                        where="plan.offload", fix="set sharding to parameters, or offload to optimizer")  # fmt: skip
+        raise UserError("P016.offload-parameters", where="plan.offload", sharding=plan.sharding)
     if spec is not None and isinstance(plan.recompute, int) and plan.recompute > spec.layers:
-        raise UserError("P017", f"recompute {plan.recompute} is more than the {spec.layers} layers of {spec.name}",
-                        where="plan.recompute",
-                        fix=f"use 1 to {spec.layers}, full, selective, elementwise or none")  # fmt: skip
+        raise UserError(
+            "P017.recompute-more-layers",
+            where="plan.recompute",
+            recompute=plan.recompute,
+            layers=spec.layers,
+            spec=spec.name,
+        )
 
 
 def check_disk(plan: Plan) -> None:
@@ -258,17 +283,14 @@ def check_disk(plan: Plan) -> None:
     }
     for why, holds in reasons.items():
         if holds:
-            raise UserError("P109", f"tensors cannot be offloaded to {plan.disk.path}: {why}", where="plan.disk.path",
-                            fix="name a full path, and use engine torch, or leave it out")  # fmt: skip
+            raise UserError("P109.tensors-cannot-offloaded", where="plan.disk.path", disk=plan.disk.path, why=why)
 
 
 def check_compiled(plan: Plan, cluster: Cluster) -> None:
     """Raise where torch cannot compile what the plan asks for."""
     recomputes = plan.recompute == "full" or isinstance(plan.recompute, int)
     if plan.compile and recomputes and plan.mesh.tp > 1 and not cluster.device.traits.compiles_recomputed_slices:
-        raise UserError("P020", f"torch cannot compile blocks with tp and recompute {plan.recompute} for a CPU",
-                        where="plan.compile",
-                        fix="set compile to false, or recompute to selective, elementwise or none")  # fmt: skip
+        raise UserError("P020.torch-cannot-compile", where="plan.compile", recompute=plan.recompute)
 
 
 def check_loss(plan: Plan, spec: Spec | None, outline: Outline | None = None) -> None:
@@ -284,8 +306,7 @@ def check_loss(plan: Plan, spec: Spec | None, outline: Outline | None = None) ->
     }
     for why, holds in reasons.items():
         if holds:
-            raise UserError("P056", f"loss {plan.loss} is not possible: {why}", where="plan.loss",
-                            fix="set plan.loss to logits, or leave it out")  # fmt: skip
+            raise UserError("P056.loss-not-possible-set", where="plan.loss", loss=plan.loss, why=why)
 
 
 def check_objective(plan: Plan, recipe: Recipe) -> None:
@@ -293,14 +314,13 @@ def check_objective(plan: Plan, recipe: Recipe) -> None:
     objective, is_perception = recipe.objective, recipe.model.kind.reads == "scenes"
     is_built_in = objective.name in KINDS["objective"].reserved
     if objective.name not in ("auto", "perception" if is_perception else "language") and is_built_in:
-        raise UserError("K079", f"the objective {objective.name} is not for the family {recipe.model.family}",
-                        where="objective.name", fix="leave it at auto")  # fmt: skip
+        raise UserError(
+            "K079.objective-not-family", where="objective.name", objective=objective.name, family=recipe.model.family
+        )
     if objective.label_smoothing and is_perception:
-        raise UserError("K079", "a perception model has no labels to smooth", where="objective.label_smoothing",
-                        fix="leave it out: it is of next-token prediction")  # fmt: skip
+        raise UserError("K079.perception-model", where="objective.label_smoothing")
     if plan.loss != "logits" and not is_built_in:
-        raise UserError("P056", f"loss {plan.loss} is not possible: the objective {objective.name} of a plug-in needs "
-                        "logits", where="plan.loss", fix="set plan.loss to logits, or leave it out")  # fmt: skip
+        raise UserError("P056.loss-not-possible", where="plan.loss", loss=plan.loss, objective=objective.name)
 
 
 def check_batch(plan: Plan, global_batch: int) -> None:
@@ -310,33 +330,46 @@ def check_batch(plan: Plan, global_batch: int) -> None:
     dp, batch_per_rank = plan.mesh.dp, global_batch // plan.mesh.dp
     at_once = plan.rows_at_once if plan.rows_by_rank else dp * plan.micro_batch
     works = [size for size in divisors(batch_per_rank, most=64) if fills_pipeline(plan, batch_per_rank // size)]
-    fix = f"set train.global_batch to {plan.global_batch}"
-    product = f"{dp} data ranks x micro_batch {plan.micro_batch}"
+    fix = templated("set train.global_batch to {global_batch}", global_batch=plan.global_batch)
+    product = templated("{dp} data ranks x micro_batch {size}", dp=dp, size=plan.micro_batch)
     if plan.rows_by_rank:
-        product, works = f"micro_batches of {at_once} rows together", []
+        product, works = templated("micro_batches of {rows} rows together", rows=at_once), []
     if global_batch % at_once == 0:
-        fix += f", or plan.grad_accum to {global_batch // at_once}"
+        fix = joined([fix, templated("plan.grad_accum to {count}", count=global_batch // at_once)])
     elif global_batch % dp == 0 and works:
-        fix += f", or plan.micro_batch to {either(works)} and leave plan.grad_accum out"
-    what = f"global_batch is {global_batch}, but {product} x grad_accum {plan.grad_accum} is {plan.global_batch}"
-    raise UserError("P002", what, where="train.global_batch", fix=fix)
+        text = templated("plan.micro_batch to {sizes} and leave plan.grad_accum out", sizes=either(works))
+        fix = joined([fix, text])
+    raise UserError(
+        "P002.global-batch",
+        where="train.global_batch",
+        fix=fix,
+        global_batch=global_batch,
+        product=product,
+        grad_accum=plan.grad_accum,
+        plan_global_batch=plan.global_batch,
+    )
 
 
 def check_sequence(seq_len: int, spec: Spec | None) -> None:
     """Raise when sequences are longer than the model has positions for."""
     spec = language_of(spec)
     if spec is not None and seq_len > spec.max_seq_len:
-        raise UserError("P005", f"seq_len is {seq_len:,}, but {spec.name} supports at most {spec.max_seq_len:,}",
-                        where="data.seq_len", fix=f"set data.seq_len to {spec.max_seq_len} or less, "
-                        f"or model.shape.max_seq_len to {seq_len}")  # fmt: skip
+        raise UserError(
+            "P005.seq-len", where="data.seq_len", seq_len=seq_len, spec=spec.name, max_seq_len=spec.max_seq_len
+        )
 
 
 def check_outline_sequence(question: Question) -> None:
     """Raise when sequences are longer than a model that is known by its outline has positions for."""
     outline, seq_len = question.outline, question.recipe.data.seq_len
     if outline is not None and not outline.main.positions and 0 < outline.max_seq_len < seq_len:
-        raise UserError("P005", f"seq_len is {seq_len:,}, but {outline.name} supports at most {outline.max_seq_len:,}",
-                        where="data.seq_len", fix=f"set data.seq_len to {outline.max_seq_len} or less")  # fmt: skip
+        raise UserError(
+            "P005.seq-len-but-supports",
+            where="data.seq_len",
+            seq_len=seq_len,
+            outline=outline.name,
+            max_seq_len=outline.max_seq_len,
+        )
 
 
 def check_tower_names(plan: Plan, question: Question) -> None:
@@ -361,9 +394,7 @@ def check_divisors(plan: Plan, question: Question) -> None:
             continue
         opaque = [block.name for tower in outline.towers for block, _ in tower.runs if isinstance(block, Opaque)]
         if axis != "ep" and opaque:
-            raise UserError("P021", f"{axis} cannot split {opaque[0]}, an opaque block",
-                            where=f"plan.mesh.{axis}", fix="use dp_shard or pp, or describe the model by its "
-                            "config.json")  # fmt: skip
+            raise UserError("P021.cannot-split-opaque", where=f"plan.mesh.{axis}", axis=axis, opaque=opaque[0])
         for name, size in split_sizes(outline, plan, seq_len, axis):
             if size % degree:
                 works = degrees(math.gcd(*(each for _, each in split_sizes(outline, plan, seq_len, axis))),
@@ -378,16 +409,27 @@ def check_depth(plan: Plan, question: Question) -> None:
     assert outline is not None
     pp, stages, schedule = plan.mesh.pp, plan.pipeline.stages, plan.pipeline.schedule
     if pp == 1 and stages:
-        raise UserError("P011", f"{len(stages)} stages are listed, but pp is 1", where="plan.pipeline.stages",
-                        fix=f"set mesh.pp to {len(stages)}, or leave the stages out")  # fmt: skip
+        raise UserError("P011.stages-listed", where="plan.pipeline.stages", num_stages=len(stages))
     if pp > 1 and plan.num_stages > outline.layers:
-        raise UserError("P011", f"{plan.num_stages} stages are more than the {outline.layers} blocks of "
-                        f"{outline.name}", where="plan.mesh.pp", fix="use a lower pp, or fewer stages")  # fmt: skip
+        raise UserError(
+            "P011.stages-more-blocks",
+            where="plan.mesh.pp",
+            num_stages=plan.num_stages,
+            layers=outline.layers,
+            outline=outline.name,
+        )
     wrong = sum(stages) != outline.layers or 0 in stages or not takes_stages(schedule, len(stages) / pp)
     if pp > 1 and stages and wrong:
-        raise UserError("P011", f"{len(stages)} stages of {sum(stages)} blocks do not add up to the "
-                        f"{outline.layers} of {outline.name} for {schedule} with pp {pp}", where="plan.pipeline.stages",
-                        fix="leave them out: the planner splits by cost")  # fmt: skip
+        raise UserError(
+            "P011.stages-blocks",
+            where="plan.pipeline.stages",
+            num_stages=len(stages),
+            total=sum(stages),
+            layers=outline.layers,
+            outline=outline.name,
+            schedule=schedule,
+            pp=pp,
+        )
 
 
 def split_sizes(outline: Outline, plan: Plan, seq_len: int, axis: str) -> Iterator[tuple[str, int]]:

@@ -59,15 +59,12 @@ def check_async(plan: Plan, recipe: Recipe) -> None:
     """Raise unless `engine: async` can run the plan: whole replicas, whose only exchange is with the servers."""
     if plan.engine != "async":
         if plan.comm.async_sgd != AsyncSgd():
-            raise UserError("P095", f"comm.async_sgd is for engine async, and this plan has engine {plan.engine}",
-                            where="plan.comm.async_sgd",
-                            fix="set plan.engine to async, or leave out async_sgd")  # fmt: skip
+            raise UserError("P095.comm-async-sgd", where="plan.comm.async_sgd", engine=plan.engine)
         return
     mesh = plan.mesh
     if mesh.dp_replicate == 1 or mesh.world_size > mesh.dp_replicate or mesh.ep > 1 or plan.sharding != "none":
-        what = f"engine async needs whole replicas, at least two, and this plan has another split ({plan})"
         fix = "set mesh.dp_replicate to the number of devices, with sharding none"
-        raise UserError("P095", what, where="plan.mesh", fix=fix)
+        raise UserError("P095.engine-async", where="plan.mesh", fix=fix, plan=plan)
     refusals = {
         "plan.precision": (plan.precision not in ("fp32", "bf16"), "with fp16 or fp8, workers would have scales of "
                            "their own", "use bf16 or fp32"),
@@ -93,7 +90,7 @@ def check_async(plan: Plan, recipe: Recipe) -> None:
     for where, (is_wrong, why, fix) in refusals.items():
         if is_wrong:
             fix = f"{fix}, or set plan.engine to torch"
-            raise UserError("P095", f"engine async cannot run this: {why}", where=where, fix=fix)
+            raise UserError("P095.engine-async-cannot-run", where=where, fix=fix, why=why)
 
 
 SHARDED_KINDS = ("fp16", "bf16", "int8")
@@ -105,27 +102,19 @@ def check_compression(plan: Plan) -> None:
     if settings.kind == "none":
         return
     if not plan.comm.overlap:
-        raise UserError("P003", "compression has its own way of reducing gradients",
-                        where="plan.comm.overlap", fix="leave out overlap")  # fmt: skip
+        raise UserError("P003.compression-own-way", where="plan.comm.overlap")
     is_split = not plan.engine_traits.uses_fsdp or mesh.pp > 1 or mesh.ep > 1
     if is_split or (plan.sharding == "none" and mesh.tp > 1) or any(each.sharding for each in plan.towers.values()):
-        raise UserError("P003", f"comm.compression needs full replicas or shards, but this plan splits the model in "
-                        f"another way ({plan})", where="plan.comm.compression", fix="use dp_replicate alone with "
-                        "sharding none, or dp_shard with sharding, without pp and ep; or leave it out")  # fmt: skip
+        raise UserError("P003.comm-compression", where="plan.comm.compression", plan=plan)
     if plan.sharding == "none":
         return
     if settings.kind not in SHARDED_KINDS or settings.keeps_residual:
         what = f"{settings.kind} with error feedback" if settings.kind in SHARDED_KINDS else settings.kind
-        raise UserError("P003", f"{what} needs full replicas: under sharding no rank has room for what it has not sent "
-                        "of the whole gradient", where="plan.comm.compression",
-                        fix="use int8, bf16 or fp16 without error feedback, or dp_replicate alone with sharding "
-                        "none")  # fmt: skip
+        raise UserError("P003.needs-full-replicas", where="plan.comm.compression", text=what)
     if settings.layers:
-        raise UserError("P003", "under sharding all gradients of a block are reduced together, so layers cannot be "
-                        "chosen", where="plan.comm.compression.layers", fix="leave out layers")  # fmt: skip
+        raise UserError("P003.under-sharding", where="plan.comm.compression.layers")
     if mesh.tp > 1 and mesh.dp_replicate > 1:
-        raise UserError("P003", "gradients of tensor-parallel shards cannot be compressed between replicas",
-                        where="plan.comm.compression", fix="use dp_shard alone beside tp, or leave it out")  # fmt: skip
+        raise UserError("P003.gradients-tensor-parallel", where="plan.comm.compression")
 
 
 def check_micro_batches(plan: Plan) -> None:

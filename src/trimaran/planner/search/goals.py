@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from trimaran.core import Plan, Recipe, UserError, show_bytes
+from trimaran.core import Plan, Recipe, UserError, joined, show_bytes, templated
 from trimaran.cost import Memory, predict
 from trimaran.machine import Cluster
 from trimaran.models import HfFacts, Outline, Spec, decoder_of, outline_of, refuse_adapter, with_adapter
@@ -213,12 +213,29 @@ def no_fit_error(answer: PlanAnswer) -> UserError:
     smallest, device = answer.misses[0].plan, answer.cluster.device.name
     assert smallest.prediction is not None
     term, size = max(smallest.prediction.memory.items(), key=lambda item: item[1])
-    more = f"add devices: {answer.smallest} is enough" if answer.smallest else "add devices"
-    fixes = [more, *(str(hint.values["hint"]) for hint in answer.hints), "choose a smaller model"]
-    owners = {"device memory": f"{device}, the most for {term} ({show_bytes(size)})"}
-    over = " and ".join(
-        f"{show_bytes(each.over)} too big for the {show_bytes(each.most)} of {owners.get(each.what, each.what)}"
-        for each in shortages(smallest.prediction, answer.cluster)
+    more = (
+        templated("add devices: {smallest} is enough", smallest=answer.smallest) if answer.smallest else "add devices"
     )
-    what = f"no plan fits: the smallest ({smallest}) is {over}"
-    return UserError("P007", what, where="cluster", fix=f"{', '.join(fixes[:-1])}, or {fixes[-1]}")
+    fixes = [
+        more,
+        *(text for hint in answer.hints if isinstance(text := hint.values["hint"], str)),
+        "choose a smaller model",
+    ]
+    owners = {
+        "device memory": templated(
+            "{device}, the most for {term} ({size})", device=device, term=term, size=show_bytes(size)
+        )
+    }
+    over = joined(
+        [
+            templated(
+                "{over} too big for the {most} of {owners}",
+                over=show_bytes(each.over),
+                most=show_bytes(each.most),
+                owners=owners.get(each.what, each.what),
+            )
+            for each in shortages(smallest.prediction, answer.cluster)
+        ],
+        "{first} and {last}",
+    )
+    return UserError("P007.no-plan-fits", where="cluster", smallest=smallest, over=over, fix=joined(fixes))

@@ -111,8 +111,7 @@ def load_trace(path: Path) -> Trace:
         )
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise UserError("D011", f"this is not a profiler trace: {why}", where=str(path),
-                        fix="record a new one: trimaran profile RUN, or --profile FIRST:END") from None  # fmt: skip
+        raise UserError("D011.not-profiler-trace", where=str(path), why=why) from None
 
 
 def summarise(trace: Trace) -> TraceSummary:

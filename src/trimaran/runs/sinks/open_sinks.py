@@ -74,8 +74,7 @@ def refuse_missing_sinks(telemetry: TelemetrySection) -> None:
         load_plugin("sink", name)
     for name, kind in SINKS.items():
         if kind.is_enabled(telemetry) and not _is_installed(kind.package):
-            raise UserError("A018", f"{name} needs the package '{kind.package}', which is not installed",
-                            where=kind.field, fix=f"pip install 'trimaran[{kind.extra}]', or disable it")  # fmt: skip
+            raise UserError("A018.needs-package", where=kind.field, name=name, package=kind.package, extra=kind.extra)
 
 
 def has_sinks(telemetry: TelemetrySection) -> bool:

@@ -40,9 +40,7 @@ class EvalRequest:
         if source is None:  # by the name and the files
             path = expand_user(data)
             if not path.exists():
-                raise UserError("A046", "there is no such file or folder", where=f"--data {data}",
-                                fix="name a text file or folder, JSONL, packed shards or a dataset on this disk"
-                                )  # fmt: skip
+                raise UserError("A046.no-such-file", where=f"--data {data}")
             name = path.name.removesuffix(".gz").removesuffix(".zst")
             if (path / SHARDS_META).is_file():
                 source = "shards"
@@ -94,9 +92,9 @@ def eval(
     """
     if tasks is None and (task_folder is not None or limit is not None):
         option = "--task-folder" if task_folder is not None else "--limit"
-        raise UserError("A001", f"{option} is for --tasks", where=option, fix=f"name tasks, or leave {option} out")
+        raise UserError("A001.tasks", where=option, option=option)
     if tasks is not None and data is not None:
-        raise UserError("A001", "a task brings its own data", where="--data", fix="leave --data or --tasks out")
+        raise UserError("A001.task-brings-own", where="--data")
     weights = find_weights(model, step, for_text=tasks is not None or data is not None)
     request = EvalRequest(weights=weights, data=data, source=source, seq_len=seq_len, batches=batches)
     refuse_unusable(os.environ)

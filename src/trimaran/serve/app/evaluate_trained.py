@@ -22,9 +22,7 @@ HELD_OUT = "held-out"
 def evaluate_loss(request: EvalRequest, progress: Progress) -> dict[str, Any]:
     recipe, weights = request.weights.recipe, request.weights
     if recipe is None and request.data is None:
-        raise UserError("A045", "there is nothing to evaluate on: these weights come without a run",
-                        where=str(weights.path),
-                        fix="name a text file or a data set: --data PATH")  # fmt: skip
+        raise UserError("A045.nothing-evaluate-weights", where=str(weights.path))
     progress("loading the weights", 0.0)
     trained = open_trained(weights, "fp32", cache=cache_folder(os.environ))
     plan = weights.run.read_plan() if weights.run else Plan()
@@ -43,9 +41,7 @@ def evaluate_loss(request: EvalRequest, progress: Progress) -> dict[str, Any]:
         if section.source == "shards":
             shards = TokenShards.open(named_path(section))
             if not is_same_tokenizer(shards.tokenizer, trained.tokenizer):
-                raise UserError("T019", "the shards were packed with another tokenizer than the model's",
-                                where=request.data,
-                                fix="evaluate on the text, or pack it again with the model's tokenizer")  # fmt: skip
+                raise UserError("T019.shards-packed-with-another-tokenizer", where=request.data)
             found = text_loss(subject, shards, **options)
         else:
             with TemporaryDirectory(prefix="trimaran-eval-") as folder:
@@ -63,8 +59,7 @@ def evaluate_tasks(
     trained = open_trained(request.weights, "auto", cache=cache_folder(os.environ))
     progress("running the tasks", 0.2)
     if find_spec("lm_eval") is None:
-        raise UserError("K071", "tasks need the package 'lm_eval', which is not installed", where="--tasks",
-                        fix="pip install 'trimaran[eval]'")  # fmt: skip
+        raise UserError("K071.tasks-need-package", where="--tasks")
     # pyrefly: ignore[missing-import]
     from lm_eval import simple_evaluate
 
@@ -74,13 +69,11 @@ def evaluate_tasks(
     from trimaran.serve.harness_model import HarnessModel
 
     if folder is not None and not folder.is_dir():
-        raise UserError("A046", "there is no such folder", where=f"--task-folder {folder}",
-                        fix="name a folder with task files (YAML) of lm-eval")  # fmt: skip
+        raise UserError("A046.no-such-folder", where=f"--task-folder {folder}")
     manager = TaskManager(include_path=str(folder) if folder else None)
     for name in tasks:
         if name not in manager.all_tasks:
-            raise UserError("A046", f"lm-eval has no task '{name}'{did_you_mean(name, manager.all_tasks)}",
-                            where="--tasks", fix="see `lm-eval ls tasks`, or name --task-folder")  # fmt: skip
+            raise UserError("A046.lm-eval", where="--tasks", name=name, guess=did_you_mean(name, manager.all_tasks))
     answer: Any = simple_evaluate(
         model=HarnessModel(trained), tasks=list(tasks), task_manager=manager, limit=limit, log_samples=False,
         bootstrap_iters=0, verbosity="ERROR",

@@ -74,32 +74,27 @@ def make_request(
         if value is not None and value not in allowed:
             why = WHY_NOT.get(to, "this format cannot hold it")
             fix = f"use {' or '.join(allowed)}, or leave {option} out" if allowed else f"leave {option} out"
-            raise UserError("A001", f"{option} {value} is not for --to {to}: {why}", where=option, fix=fix)
+            raise UserError("A001.not-2", where=option, fix=fix, option=option, value=value, to=to, why=why)
     family, is_weights = run.read_recipe().model.kind, to in ("hf", "dcp")
     if not family.is_language_model and (quantise or not is_weights):
         why = f"has the family {family.name} of a plug-in" if family.is_plugin else f"takes {family.reads}"
         what = "quantised exports" if is_weights else f"{to} exports of Trimaran"
-        raise UserError("K070", f"{what} are of language models: this one {why}",
-                        where="--quantise" if is_weights else f"--to {to}",
-                        fix="export it with --to hf, in fp32 or bf16")  # fmt: skip
+        raise UserError("K070.language-models", where="--quantise" if is_weights else f"--to {to}", text=what, why=why)
     if dtype is not None and quantise is not None:
-        raise UserError("A001", "quantised weights have no other dtype", where="--dtype",
-                        fix="leave --dtype or --quantise out")  # fmt: skip
+        raise UserError("A001.quantised-weights", where="--dtype")
     if merge and to != "hf":
         why = WHY_NOT["dcp"] if to == "dcp" else f"--to {to} always has whole weights"
-        raise UserError("A001", f"--merge is for --to hf: {why}", where="--merge", fix="leave --merge out")
+        raise UserError("A001.merge-hf", where="--merge", why=why)
     has_adapter = run.read_recipe().model.adapter is not None
     if merge and not has_adapter:
-        raise UserError("A001", "this run has no adapter to merge: an export has its whole weights", where="--merge",
-                        fix="leave --merge out")  # fmt: skip
+        raise UserError("A001.run-no-adapter", where="--merge")
     form: Form = to
     if to == "hf" and merge:
         form = "merged"
     elif to == "hf" and has_adapter:
         form = "adapter"
     if form == "adapter" and quantise:
-        raise UserError("A001", "an adapter is not quantised", where="--quantise",
-                        fix="merge it into whole weights: --merge")  # fmt: skip
+        raise UserError("A001.adapter-not-quantised", where="--quantise")
     return ExportRequest(run=run, form=form, dtype=dtype, quantise=quantise, check=check)
 
 

@@ -200,8 +200,7 @@ def export_step(request: ExportRequest, path: Path, target: Path, progress: Prog
             if not torch.equal(
                 _bits(read_full_tensor(source, key)), _bits(read_full_tensor(written, dcp_key(exported)))
             ):
-                raise UserError("K072", f"the export differs from the checkpoint in {key}", where=str(target),
-                                fix="do not use it, and check the disk")  # fmt: skip
+                raise UserError("K072.export-differs-checkpoint", where=str(target), key=key)
             progress("comparing the tensors", number / len(keys))
         return {"check": {"tensors": len(keys), "largest_difference": 0.0}}
     if request.form in ("hf", "merged", "adapter"):

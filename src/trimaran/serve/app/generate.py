@@ -61,20 +61,17 @@ def generate(
     trimaran generate ./Qwen2.5-0.5B --prompt "The sea" --top-p 0.9 --seed 7 --json
     """
     if system and not chat:
-        raise UserError("A001", "a text to continue has no system prompt", where="--system",
-                        fix="add --chat, or leave --system out")  # fmt: skip
+        raise UserError("A001.text-continue", where="--system")
     if chat and as_json and prompt is None:
-        raise UserError("A001", "a chat on the terminal is not one JSON object", where="--json",
-                        fix="ask one question with --prompt, or leave --json out")  # fmt: skip
+        raise UserError("A001.chat-terminal", where="--json")
     for option, value in (("--temperature", temperature or 0.0), ("--top-p", top_p)):
         if math.isnan(value):
-            raise UserError("A001", f"{option} is not a number", where=option, fix="use a number such as 0.9")
+            raise UserError("A001.not-number", where=option, option=option)
     weights = find_weights(model, step)
     text = prompt
     if prompt is None and not chat:
         if weights.run is None:
-            raise UserError("A001", "there is no text to continue", where="--prompt",
-                            fix="write --prompt 'TEXT', or talk with --chat")  # fmt: skip
+            raise UserError("A001.no-text-continue", where="--prompt")
         from trimaran.app.runs.run_prompt import prompt_of_run
 
         text = prompt_of_run(weights.run)
@@ -86,8 +83,7 @@ def generate(
     from trimaran.train import Sampling, TokenSampler
 
     if greedy and temperature:
-        raise UserError("A001", "--greedy is --temperature 0", where="--temperature",
-                        fix="leave one of the two out")  # fmt: skip
+        raise UserError("A001.greedy-temperature", where="--temperature")
     heat = 0.0 if greedy else DEFAULT_TEMPERATURE if temperature is None else temperature
     sampling = Sampling(temperature=heat, top_k=top_k, top_p=top_p, seed=seed)
     trained, images = open_trained(weights, dtype, cache=cache_folder(os.environ)), image or []

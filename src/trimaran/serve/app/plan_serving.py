@@ -37,15 +37,15 @@ def read_serving_question(what: str | None, options: Mapping[str, Any], settings
     section = question.recipe.model.model_copy(update={"adapter": None})
     outline = outline_for(section, question.recipe.data) if question.recipe.model.adapter else question.outline
     if outline is None:
-        raise UserError("P096", "nothing is known of this model", where="MODEL|RECIPE",
-                        fix="name a preset, a config.json or a model folder")  # fmt: skip
+        raise UserError("P096.nothing-known-model", where="MODEL|RECIPE")
     usual = Traffic()
     running = options["max_running"] or usual.max_sequences
     for name in ("prompt_tokens", "output_tokens"):
         value = options[name]
         if value is not None and not 1 <= value <= MAX_TOKENS:
-            raise UserError("A013", f"{value} is not a valid number of tokens", where=f"--{name.replace('_', '-')}",
-                            fix=f"use 1 to {MAX_TOKENS:,}")  # fmt: skip
+            raise UserError(
+                "A013.not-valid-number", where=f"--{name.replace('_', '-')}", value=value, max_tokens=MAX_TOKENS
+            )
     asked = ServingQuestion(
         outline=outline,
         cluster=question.cluster,
@@ -99,8 +99,9 @@ def _choice(text: str, choices: Sequence[Choice], where: str) -> Choice:
     for each in choices:
         if each == text:
             return each
-    raise UserError("A013", f"there is no '{text}'{did_you_mean(text, choices)}", where=where,
-                    fix=f"use one of {', '.join(choices)}")  # fmt: skip
+    raise UserError(
+        "A013.no-use", where=where, text=text, guess=did_you_mean(text, choices), choices=", ".join(choices)
+    )
 
 
 def show_serving(answer: ServingAnswer, console: Console, *, cost: float | None) -> None:
@@ -154,8 +155,7 @@ def plan_serving_command(
     what: str | None, asked: dict[str, Any], unused: Mapping[str, object], settings: list[str], *, as_json: bool
 ) -> int:
     if named := [name for name, value in unused.items() if value]:
-        raise UserError("A013", f"{named[0]} is for plans that train, and --serve asks for one that serves",
-                        where=named[0], fix=f"leave out {' and '.join(named)}")  # fmt: skip
+        raise UserError("A013.plans-train-serve", where=named[0], named=named[0], named_2=" and ".join(named))
     answer, cost = plan_serving(read_serving_question(what, asked, settings)), None
     if asked["price"] is not None:  # of a million generated tokens, if every replica is fully loaded
         hourly = answer.question.cluster.world_size * asked["price"]

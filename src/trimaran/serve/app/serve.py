@@ -119,8 +119,7 @@ def serve(
     )  # fmt: skip
     for package in PACKAGES:
         if find_spec(package) is None:
-            raise UserError("U015", f"serving needs the {package} package", where="trimaran serve",
-                            fix="pip install 'trimaran[serve]'")  # fmt: skip
+            raise UserError("U015.serving-needs-package", where="trimaran serve", package=package)
 
     return serve_model(config, settings, port, has_token=has_token, as_json=as_json)
 
@@ -129,8 +128,7 @@ def _refuse_contradictions(
     weights: TrainedWeights, step: int | None, *, follow: bool, engine: str, quantise: str | None, dry_run: bool
 ) -> None:
     if dry_run and engine != "vllm":
-        raise UserError("U014", "--dry-run shows the command of vLLM", where="--dry-run",
-                        fix="add --engine vllm, or leave --dry-run out")  # fmt: skip
+        raise UserError("U014.dry-run-shows", where="--dry-run")
     if not follow:
         return
     reasons = {
@@ -150,15 +148,13 @@ def _adapters(values: list[str]) -> dict[str, str]:
         name, separator, folder = value.partition("=")
         path = expand_user(folder)
         if not separator or not name or not folder:
-            raise UserError("U014", f"{value!r} is not NAME=FOLDER", where="--adapter",
-                            fix="write --adapter law=./law-lora")  # fmt: skip
+            raise UserError("U014.not-name-folder", where="--adapter", value=value)
         if name in found:
-            raise UserError("U014", f"there are two adapters called {name!r}", where="--adapter",
-                            fix="give each its own name")  # fmt: skip
+            raise UserError("U014.two-adapters-called", where="--adapter", name=name)
         if not (path / ADAPTER_CONFIG).is_file():
-            raise UserError("U014", f"{folder} is not a PEFT folder: {ADAPTER_CONFIG} is missing",
-                            where=f"--adapter {name}", fix="name a folder that PEFT or `trimaran export` has written"
-                            )  # fmt: skip
+            raise UserError(
+                "U014.not-peft-folder", where=f"--adapter {name}", folder=folder, adapter_config=ADAPTER_CONFIG
+            )
         found[name] = str(path.absolute())
     return found
 
@@ -196,13 +192,12 @@ def listen(host: str, port: int, fix: str = "name another port, or 0 for a free 
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise UserError("W001", f"{host} is not an address of this machine: {error.strerror}", where="--host",
-                        fix="use 127.0.0.1 for this machine, 0.0.0.0 for every network") from None  # fmt: skip
+        raise UserError("W001.not-address-machine", where="--host", host=host, reason=error.strerror) from None
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(address)
         listening.listen(1024)
     except OSError as error:
         listening.close()
-        raise UserError("W001", f"port {port} cannot be used: {error.strerror}", where="--port", fix=fix) from None
+        raise UserError("W001.port-cannot-used", where="--port", fix=fix, port=port, reason=error.strerror) from None
     return listening

@@ -4,7 +4,7 @@ import shlex
 
 from trimaran.app import find_run, path_argument, program_name
 from trimaran.checkpoint import STEP_NAME, find_step, newest_step, step_of
-from trimaran.core import UserError, expand_user
+from trimaran.core import UserError, expand_user, templated
 from trimaran.runs import MARKER, RunDirectory
 from trimaran.serve.settings import TrainedWeights
 
@@ -32,13 +32,11 @@ def find_weights(name: str, step: int | None, *, for_text: bool = True) -> Train
     is_model = any((path / each).is_file() for each in (CONFIG, ADAPTER_CONFIG))
     if is_model and not (path / MARKER).is_file():
         if step is not None:
-            raise UserError("A001", "a folder with weights has no steps", where="--step",
-                            fix="leave --step out, or name a run")  # fmt: skip
+            raise UserError("A001.folder-with-weights", where="--step")
         return TrainedWeights(path=path)
     run = find_run(name)
     if for_text and run.read_recipe().model.kind.reads == "scenes":
-        raise UserError("A016", "a perception model generates no text", where=str(run.recipe),
-                        fix="see its accuracy with `trimaran watch`")  # fmt: skip
+        raise UserError("A016.perception-model-generates", where=str(run.recipe))
     newest = newest_step(run.checkpoints)
     is_newer = newest is not None
     if step is None and newest is not None and run.model.is_dir():
@@ -61,13 +59,19 @@ def find_weights(name: str, step: int | None, *, for_text: bool = True) -> Train
 
         shown, save = path_argument(run.path), [] if train.save else ["--set", "train.save=true"]
         if state.status in ACTIVE_STATUSES:
-            fix = f"wait until it ends: {command('watch', shown)} shows it"
+            fix = templated("wait until it ends: {command} shows it", command=command("watch", shown))
         elif state.status != "done":
-            why = "" if state.status == "stopped" else f"see what happened with {command('watch', shown)}, then "
-            fix = f"{why}train to the last step with {command('resume', shown, *save)}"
+            why = (
+                ""
+                if state.status == "stopped"
+                else templated("see what happened with {command}, then ", command=command("watch", shown))
+            )
+            fix = templated(
+                "{why}train to the last step with {command}", why=why, command=command("resume", shown, *save)
+            )
         else:
-            fix = f"train again with {command('train', path_argument(run.recipe), *save)}"
-        raise UserError("A009", f"this run has no trained weights: {what}", where=str(run.model), fix=fix)
+            fix = templated("train again with {command}", command=command("train", path_argument(run.recipe), *save))
+        raise UserError("A009.run-no-trained", where=str(run.model), fix=fix, text=what)
     return TrainedWeights(path=run.model, run=run)
 
 

@@ -63,9 +63,7 @@ class VllmRequest:
 def vllm_options(request: VllmRequest) -> dict[str, Any]:
     """Return the options of `vllm serve`, as its configuration file has them. Raises UserError if vLLM cannot do it."""
     if request.quantise is not None and request.quantise not in QUANTISATIONS:
-        raise UserError("U013", f"vLLM does not quantise a folder to {request.quantise} when it loads it",
-                        where="--quantise", fix="use --quantise fp8, or export a folder with such weights"
-                        )  # fmt: skip
+        raise UserError("U013.vllm-not-quantise", where="--quantise", quantise=request.quantise)
     options: dict[str, Any] = {
         "host": request.host,
         "port": request.port,
@@ -85,15 +83,11 @@ def vllm_options(request: VllmRequest) -> dict[str, Any]:
         for name, folder in request.adapters.items():
             config = read_json(folder / "adapter_config.json", limit_bytes=MAX_CONFIG_BYTES)
             if config.get("peft_type") != "LORA" or config.get("use_dora"):
-                raise UserError("U013", f"the adapter {name} is not a plain LoRA adapter",
-                                where=f"--adapter {name}={folder}",
-                                fix="merge it into its base: trimaran export RUN --merge")  # fmt: skip
+                raise UserError("U013.adapter-not-plain", where=f"--adapter {name}={folder}", name=name)
             ranks.append(int(config.get("r", 8)))
         rank = next((each for each in LORA_RANKS if each >= max(ranks)), None)
         if rank is None:
-            raise UserError("U013", f"an adapter has rank {max(ranks)}, and vLLM takes at most {LORA_RANKS[-1]}",
-                            where="--adapter", fix="use --engine own, or merge it: trimaran export RUN --merge"
-                            )  # fmt: skip
+            raise UserError("U013.adapter-rank-vllm", where="--adapter", most=max(ranks), lora_ranks=LORA_RANKS[-1])
         modules = [json.dumps({"name": name, "path": str(folder)}) for name, folder in request.adapters.items()]
         options |= {
             "enable-lora": True,
@@ -110,12 +104,9 @@ def vllm_options(request: VllmRequest) -> dict[str, Any]:
 def check_folder(folder: Path) -> None:
     config = read_json(folder / "config.json", limit_bytes=MAX_CONFIG_BYTES)
     if not config.get("architectures"):
-        raise UserError("U013", "config.json names no architecture, and vLLM chooses the model by it",
-                        where=str(folder / "config.json"), fix="export the run again, or use --engine own")  # fmt: skip
+        raise UserError("U013.config-json-names", where=str(folder / "config.json"))
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise UserError("U013", "the model has no tokenizer that vLLM reads: a byte-level one has no file",
-                        where=str(folder), fix="use --engine own, or train with a tokenizer of the `tokenizers` library"
-                        )  # fmt: skip
+        raise UserError("U013.model-no-tokenizer", where=str(folder))
 
 
 def find_folder(weights: TrainedWeights) -> tuple[Path, list[str]]:
@@ -144,9 +135,7 @@ def serve_with_vllm(request: VllmRequest, export: list[str], token: str) -> int:
     options = vllm_options(request)
     program = shutil.which("vllm")
     if program is None:
-        raise UserError("U013", "vLLM is not installed", where="--engine vllm",
-                        fix="pip install vllm on a machine with a GPU, use --engine own, or see the command with "
-                        "--dry-run")  # fmt: skip
+        raise UserError("U013.vllm-not-installed", where="--engine vllm")
     if export:
         done = subprocess.run(export, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
@@ -154,8 +143,7 @@ def serve_with_vllm(request: VllmRequest, export: list[str], token: str) -> int:
                 mistake = json.loads(done.stdout.splitlines()[-1])["error"]
                 raise UserError(mistake["code"], mistake["what"], where=mistake["where"], fix=mistake["fix"])
             except (ValueError, KeyError, IndexError):
-                raise UserError("U013", "the weights could not be exported for vLLM", where="trimaran export",
-                                fix="its error is above, on standard error") from None  # fmt: skip
+                raise UserError("U013.weights-could", where="trimaran export") from None
     check_folder(request.folder)
     with tempfile.TemporaryDirectory(prefix="trimaran-vllm-") as folder:
         config = Path(folder) / CONFIG

@@ -99,36 +99,33 @@ class BatchingEngine:
         traits, vocabulary = self.runner.traits, self.runner.vocabulary
         tokens = (*request.prompt, *request.generated)
         if not request.prompt or request.max_tokens < 0 or (request.logprobs or 0) < 0:
-            raise UserError("E002", "a request needs at least one token, and no negative numbers", where="the prompt",
-                            fix="send a prompt; an empty text is the end-of-text token")  # fmt: skip
+            raise UserError("E002.request-needs-least", where="the prompt")
         if len(tokens) > self.max_length:
-            raise UserError("E003", f"the prompt has {len(tokens)} tokens, and there is room for {self.max_length}",
-                            where="the prompt",
-                            fix="shorten it, or serve with a larger cache if the model has more positions")  # fmt: skip
+            raise UserError(
+                "E003.prompt-tokens-room", where="the prompt", num_tokens=len(tokens), max_length=self.max_length
+            )
         if min(tokens) < 0 or max(tokens) >= vocabulary:
             wrong = min(tokens) if min(tokens) < 0 else max(tokens)
-            raise UserError("E004", f"the model has no token {wrong}", where="the prompt",
-                            fix=f"send ids from 0 to {vocabulary - 1}")  # fmt: skip
+            raise UserError("E004.model-no-token", where="the prompt", wrong=wrong, vocabulary=vocabulary - 1)
         if request.adapter is not None and request.adapter not in traits.adapters:
-            raise UserError("E005", f"no adapter is called {request.adapter!r}", where="model",
-                            fix=f"loaded are: {', '.join(traits.adapters) or 'none'}")  # fmt: skip
+            raise UserError(
+                "E005.no-adapter-called",
+                where="model",
+                adapter=request.adapter,
+                adapters=", ".join(traits.adapters) or "none",
+            )
         sizes = [image.stop - image.first for image in request.images]
         if sizes and max(sizes) > (room := self.settings.max_image_tokens):
-            raise UserError("E006", f"an image has {max(sizes)} tokens, and a step has room for {room}",
-                            where="the image", fix="send a smaller image, or raise max_step_tokens")  # fmt: skip
+            raise UserError("E006.image-tokens-step", where="the image", most=max(sizes), room=room)
         expected = 0 if traits.image_token is None else request.prompt.count(traits.image_token)
         if expected != sum(sizes):
-            raise UserError("E006", f"the prompt has {expected} image tokens, and its images have {sum(sizes)}",
-                            where="the prompt",
-                            fix="leave image tokens out of the text: an image brings its own")  # fmt: skip
+            raise UserError("E006.prompt-image-tokens", where="the prompt", expected=expected, total=sum(sizes))
         if request.embed and not traits.embeds:
-            fix = "use a model whose attention can be paged; the log says why this one's cannot"
-            raise UserError("E007", "this model returns no embeddings", where="the request", fix=fix)
+            raise UserError("E007.model-returns", where="the request")
         constraint = None
         if request.grammar is not None:
             if self._make_constraint is None:
-                raise UserError("E008", "answers that follow a schema need a package that is not installed",
-                                where="the request", fix="install it, or leave the schema out")  # fmt: skip
+                raise UserError("E008.answers-follow-schema", where="the request")
             constraint = self._make_constraint(request)
             for token in request.generated:
                 constraint.advance(token)

@@ -269,8 +269,7 @@ def open_runner(
         name = type(network.module).__name__
         log.warning("%s %s: its sequences are computed one after another, not together", name, difference)
         if bank is not None:
-            raise UserError("E009", f"several adapters need attention over pages, and {name} {difference}",
-                            where="adapters", fix="serve one adapter alone, merged into its base")  # fmt: skip
+            raise UserError("E009.several-adapters-need", where="adapters", name=name, difference=difference)
         num_tokens = cache.max_tokens if cache.max_tokens is not None else 1 << 20
         num_pages = -(-num_tokens // cache.page_size)
         return SequenceRunner(network, device, dtype, num_pages=num_pages, page_size=cache.page_size)
@@ -279,8 +278,7 @@ def open_runner(
     if cache.max_tokens is not None:
         num_pages = min(num_pages, -(-cache.max_tokens // cache.page_size))
     if num_pages < 1:
-        raise UserError("E010", f"a key-value cache of {cache.max_bytes} bytes has no room for a page of {page_bytes}",
-                        where="the cache", fix="give the cache more memory")  # fmt: skip
+        raise UserError("E010.key-value-cache", where="the cache", max_bytes=cache.max_bytes, page_bytes=page_bytes)
     traits = replace(traits, overlaps=DEVICE_TRAITS[device.type].runs_async)  # a CPU would wait for itself
     return ModelRunner(network, device, dtype, PagedCache(num_pages, cache.page_size), traits, bank)
 

@@ -122,9 +122,7 @@ def adapter_folders(config: EngineConfig) -> dict[str, Path]:
     folders = {name: Path(folder) for name, folder in config.adapters.items()}
     for name, path in folders.items():
         if not (path / "adapter_config.json").is_file():
-            raise UserError("U014", f"{path} is not a PEFT folder: adapter_config.json is missing",
-                            where=f"--adapter {name}", fix="name a folder that PEFT or `trimaran export` has written"
-                            )  # fmt: skip
+            raise UserError("U014.not-peft-folder-adapter", where=f"--adapter {name}", path=path)
     return folders
 
 
@@ -183,9 +181,9 @@ def constraint_maker(tokenizer: Tokenizer, vocabulary: int) -> Callable[[EngineR
         grammar = llguidance.LLMatcher.grammar_from_json_schema(request.grammar, overrides=JSON_STYLE)
         matcher = llguidance.LLMatcher(prepared[0], grammar, log_level=0)
         if matcher.is_error():
-            raise UserError("U011", f"the schema cannot be used: {matcher.get_error()}",
-                            where="response_format.json_schema",
-                            fix="correct the schema, or leave out what is not supported")  # fmt: skip
+            raise UserError(
+                "U011.schema-cannot-used", where="response_format.json_schema", get_error=matcher.get_error()
+            )
         return JsonConstraint(matcher, vocabulary, request.stop_ids or frozenset([tokenizer.end_id]))
 
     return make

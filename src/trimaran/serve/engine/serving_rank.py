@@ -328,12 +328,9 @@ def place_and_model(config: EngineConfig, rank: int, address: str) -> tuple[Rank
     """Return where a rank is, and what it loads."""
     num_ranks, num_gpus = config.tp * config.pp, torch.cuda.device_count()
     if 0 < num_gpus < num_ranks:
-        raise UserError("U014", f"{num_ranks} ranks need as many GPUs, and this machine has {num_gpus}",
-                        where="--tp, --pp", fix=f"split the model over at most {num_gpus}")  # fmt: skip
+        raise UserError("U014.ranks-need-many", where="--tp, --pp", num_ranks=num_ranks, num_gpus=num_gpus)
     if has_adapter(config.weights):
-        raise UserError("U014", "weights with an adapter are merged in one process, and cannot be split over ranks",
-                        where="--tp, --pp", fix="serve the base with --adapter NAME=FOLDER, or merge it first: "
-                        "trimaran export RUN --merge, and serve that folder")  # fmt: skip
+        raise UserError("U014.weights-with-adapter", where="--tp, --pp")
     section = section_of(config.weights)
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     name = config.dtype

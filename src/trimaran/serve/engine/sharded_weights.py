@@ -120,9 +120,16 @@ def refuse_inexact_slices(network: Network, kind: Quantisation) -> None:
     for name, layer in _layers(network):
         outputs, inputs = local_part(layer.weight).shape
         if inputs % GROUP or outputs % OUTPUTS:
-            raise UserError("U020", f"a rank's slice of {name} has {inputs} inputs and {outputs} outputs, and {kind} "
-                            f"weights need multiples of {GROUP} and {OUTPUTS}", where="--tp, --quantise",
-                            fix="use a lower --tp, or --pp instead, or leave --quantise out")  # fmt: skip
+            raise UserError(
+                "U020.rank-slice-inputs",
+                where="--tp, --quantise",
+                name=name,
+                inputs=inputs,
+                outputs=outputs,
+                kind=kind,
+                group=GROUP,
+                outputs_2=OUTPUTS,
+            )
 
 
 @torch.no_grad()
@@ -205,8 +212,7 @@ def agreed(act: Callable[[], Result]) -> Result:
     if error is not None:
         raise error
     if (rank := int(failed)) >= 0:
-        raise UserError("S053", f"rank {rank} could not load its part of the weights", where=f"rank {rank}",
-                        fix="see the message of that rank")  # fmt: skip
+        raise UserError("S053.rank-could", where=f"rank {rank}", rank=rank)
     return cast(Result, result)
 
 
@@ -215,14 +221,12 @@ def check_weights(weights: ServedModel) -> None:
     if weights.step is not None:
         refuse_damaged_weights(weights.folder, share=slice(dist.get_rank(), None, dist.get_world_size()))
     elif not weight_files(weights.folder):
-        raise UserError("M020", "the folder holds no weights", where=str(weights.folder),
-                        fix="name a folder with safetensors")  # fmt: skip
+        raise UserError("M020.folder-holds-no-weights", where=str(weights.folder))
 
 
 def refuse_unservable(section: ModelSection, mesh: Mesh) -> None:
     if section.adapter is not None:
-        raise UserError("S052", "an adapter is served by one rank", where="model.adapter",
-                        fix="leave out --tp and --pp, or export the merged model and serve that")  # fmt: skip
+        raise UserError("S052.adapter-served-rank", where="model.adapter")
     if section.kind.is_hf:
         if mesh.pp > 1:
             raise _not_split("pipeline stages are for our own networks, and this model is one of transformers")
@@ -234,19 +238,17 @@ def refuse_unservable(section: ModelSection, mesh: Mesh) -> None:
         raise _not_split("pipeline stages are for language models, and this one also sees images")
     for name, size in language.tensor_sizes().items():
         if size % mesh.tp:
-            raise UserError("S050", f"tp {mesh.tp} does not divide the {size:,} {name} of {language.name}",
-                            where="--tp", fix="use a degree that divides them")  # fmt: skip
+            raise UserError(
+                "S050.tp-not-divide", where="--tp", tp=mesh.tp, size=size, name=name, language=language.name
+            )
     if not every_rank_has_rows(language.vocab, mesh.tp):
-        raise UserError("S050", f"tp {mesh.tp} leaves ranks without any of the {language.vocab:,} tokens of the "
-                        f"vocabulary of {language.name}", where="--tp", fix="use a lower degree")  # fmt: skip
+        raise UserError("S050.tp-leaves-ranks", where="--tp", tp=mesh.tp, vocab=language.vocab, language=language.name)
     if mesh.pp > language.layers:
-        raise UserError("S050", f"pp {mesh.pp} is more than the {language.layers} layers of {language.name}",
-                        where="--pp", fix=f"use at most {language.layers}")  # fmt: skip
+        raise UserError("S050.pp-more-layers", where="--pp", pp=mesh.pp, layers=language.layers, language=language.name)
 
 
 def _not_split(what: str) -> UserError:
-    return UserError("S051", f"this model cannot be served over these ranks: {what}", where="--tp, --pp",
-                     fix="leave them out, or use --tp alone")  # fmt: skip
+    return UserError("S051.model-cannot-served", where="--tp, --pp", text=what)
 
 
 def _open_own(weights: ServedModel, ranks: RankMesh) -> tuple[Network, list[DescribedAdapter]]:
@@ -304,8 +306,7 @@ def _load_checkpoint(module: nn.Module, folder: Path) -> None:
         if key not in source.index and name not in parameters:
             continue
         if key not in source.index:
-            raise UserError("K025", f"the checkpoint does not have the weight {name}", where=str(folder),
-                            fix="serve with the recipe of the run that wrote it")  # fmt: skip
+            raise UserError("K025.checkpoint-not-weight", where=str(folder), name=name)
         here = local_slices(target)
         values = torch.empty(
             [each.stop - each.start for each in here], dtype=TORCH_DTYPES[source.index[key].meta.dtype]

@@ -40,8 +40,7 @@ def require_package(name: str, *, where: str) -> Any:
         with quiet_packages():
             return importlib.import_module(name)
     except ImportError as error:
-        raise UserError("K071", f"this needs the package '{name.partition('.')[0]}', which cannot be imported: {error}",
-                        where=where, fix="pip install 'trimaran[export]'") from None  # fmt: skip
+        raise UserError("K071.needs-package", where=where, name=name.partition(".")[0], error=error) from None
 
 
 @contextlib.contextmanager
@@ -104,6 +103,4 @@ def refuse_difference(difference: LogitsDifference, where: str) -> None:
     """Raise UserError if an export is farther from its checkpoint than rounding explains."""
     if not difference.relative_difference <= difference.bound:
         share = f"{difference.relative_difference:.3g}"
-        raise UserError("K072", f"the export differs from the checkpoint: its logits by {share} of "
-                        f"their size, and rounding explains {difference.bound:g}", where=where,
-                        fix="do not use it: choose a wider dtype, or report this as a bug")  # fmt: skip
+        raise UserError("K072.export-differs-checkpoint-logits", where=where, share=share, bound=difference.bound)

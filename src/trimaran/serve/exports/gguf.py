@@ -173,22 +173,17 @@ def gguf_spec(network: Network) -> ModelSpec:
     if config.get("model_type") == "mistral" and not config.get("sliding_window"):
         config = config | {"model_type": "llama"}  # the same network, and the same architecture in llama.cpp
     if reason := unsupported(config):
-        raise UserError("K070", f"a GGUF file is written of {', '.join(ARCHITECTURES)} only: {reason}", where=WHERE,
-                        fix="export with --to hf, and convert it with llama.cpp's convert_hf_to_gguf.py")  # fmt: skip
+        raise UserError("K070.gguf-file-written", where=WHERE, architectures=", ".join(ARCHITECTURES), reason=reason)
     spec = spec_from_hf(config, where="the model")
     if spec.family not in ARCHITECTURES or variations(spec):
         what = ", ".join(variations(spec)) or f"the architecture {spec.family}"
-        raise UserError("K070", f"a GGUF file is written of {', '.join(ARCHITECTURES)} only; this model has {what}",
-                        where=WHERE, fix="export with --to hf, and convert it with llama.cpp's "
-                        "convert_hf_to_gguf.py")  # fmt: skip
+        raise UserError("K070.gguf-file-written-model", where=WHERE, architectures=", ".join(ARCHITECTURES), text=what)
     kind, experts = spec_to_hf(spec)["model_type"], spec.block.experts
     if experts and experts.normalize_top_k != (kind == "qwen3_moe"):
         done = "does not normalise" if kind == "qwen2_moe" else "normalises"
-        raise UserError("K070", f"llama.cpp {done} the router's weights of {kind}, unlike this model", where=WHERE,
-                        fix="export with --to hf")  # fmt: skip
+        raise UserError("K070.llama-cpp-router", where=WHERE, done=done, kind=kind)
     if spec.block.rope.factor != 1 and kind != "llama":
-        raise UserError("K070", f"llama.cpp does not scale the rotary positions of {kind} as Llama 3.1 does",
-                        where=WHERE, fix="export with --to hf")  # fmt: skip
+        raise UserError("K070.llama-cpp", where=WHERE, kind=kind)
     return spec
 
 
@@ -323,7 +318,7 @@ def read_gguf(file: Path, expected: ModelSpec) -> Network:
     factors, own = rope_factors(rope, expected.head_dim) if rope.factor != 1 else None, found.get(ROPE_FACTORS)
     same = own is None if factors is None else own is not None and np.allclose(own.data, factors, rtol=1e-6)
     if not same:
-        raise UserError("K072", "the factors of the rotary frequencies differ", where=str(file), fix="report this bug")
+        raise UserError("K072.factors-rotary-frequencies", where=str(file))
     spec = _read_spec(reader, found)
     config = spec_to_hf(spec)
     with torch.device("meta"):
@@ -336,15 +331,14 @@ def read_gguf(file: Path, expected: ModelSpec) -> Network:
             stacked = disk_name if parameter.ndim < 3 else f"{disk_name}.weight"
             tensor = found.pop(_written_name(names, stacked), None)
             if tensor is None:
-                raise UserError("K072", f"the file has no tensor for {name}", where=str(file), fix="report this bug")
+                raise UserError("K072.file-no-tensor", where=str(file), name=name)
             values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()).view(
                 parameter.shape
             )
             is_llama = config["model_type"] == "llama"
             parameter.copy_(_permuted(values, disk_name, spec, back=True) if is_llama else values)
     if left := found.keys() - {ROPE_FACTORS}:
-        raise UserError("K072", f"the file has tensors that no weight was written to: {sorted(left)[:3]}",
-                        where=str(file), fix="report this bug")  # fmt: skip
+        raise UserError("K072.file-tensors", where=str(file), left=sorted(left)[:3])
     network.module.eval().requires_grad_(False)
     assert isinstance(network.module, Decoder)
     spec = network.module.spec

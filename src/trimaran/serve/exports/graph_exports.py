@@ -74,8 +74,7 @@ def portable_module(network: Network) -> LogitsModule:
 def graph_module(network: Network, where: str) -> LogitsModule:
     """Return the module to make a graph of. Raises UserError for a model that takes more than token ids."""
     if isinstance(network, VlmNetwork) or "vision_config" in network.disk_config():
-        raise UserError("K070", "a graph from token ids to logits has no place for images", where=where,
-                        fix="export this model with --to hf")  # fmt: skip
+        raise UserError("K070.graph-token-ids", where=where)
     return portable_module(network).cpu()
 
 
@@ -95,8 +94,7 @@ def trace(module: LogitsModule, *, max_seq_len: int, where: str) -> Any:
 def _not_traced(error: Exception, where: str) -> Exception:
     reason = error.__cause__ or error
     first_line = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
-    return UserError("K070", f"torch cannot make a graph of this model: {first_line[:300]}", where=where,
-                     fix="export it with --to hf, which holds every model")  # fmt: skip
+    return UserError("K070.torch-cannot-make", where=where, first_line=first_line[:300])
 
 
 def write_program(module: LogitsModule, file: Path, *, max_seq_len: int) -> None:

@@ -54,8 +54,7 @@ def quantise_linears(module: nn.Module, width: Width) -> int:
     ao = require_package("torchao.quantization", where="--quantise")
     names = [name for name, part in module.named_modules() if is_quantised(part, name)]
     if not names:
-        raise UserError("K070", f"no linear layer of this model has rows of whole groups of {GROUP}",
-                        where="--quantise", fix="leave --quantise out")  # fmt: skip
+        raise UserError("K070.no-linear-layer", where="--quantise", group=GROUP)
     ao.quantize_(module, torchao_config(width), filter_fn=is_quantised)
     if width == "int8":
         require_package("torchao.utils", where="--quantise").unwrap_tensor_subclass(module)
@@ -78,8 +77,7 @@ def quantise_hf_folder(source: Path, target: Path, width: Width) -> None:
         )
         kinds = {type(each) for each in model.parameters()} - {nn.Parameter, Tensor}
         if not kinds:
-            raise UserError("K070", "torchao finds no linear layer in this model", where="--quantise",
-                            fix="leave --quantise out")  # fmt: skip
+            raise UserError("K070.torchao-finds", where="--quantise")
         model.save_pretrained(target)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from trimaran.core import Bytes, Seconds, UserError, show_bytes, show_count, show_seconds
+from trimaran.core import Bytes, Seconds, UserError, show_bytes, show_count, show_seconds, templated
 from trimaran.machine import Cluster, refuse_mixed
 from trimaran.models import Outline, OutlineLayer
 from trimaran.serve.planning.serving import (
@@ -176,12 +176,16 @@ def plan_serving(question: ServingQuestion) -> ServingAnswer:
     if not outline.main.outputs or not outline.main.vocab or not all(
         isinstance(each, OutlineLayer) and each.causal for each in layers
     ):  # fmt: skip
-        raise UserError("P096", f"{outline.name} does not generate text: it is no causal language model",
-                        where="MODEL|RECIPE", fix="name a language model, or a vision-language one")  # fmt: skip
+        raise UserError("P096.not-generate-text", where="MODEL|RECIPE", outline=outline.name)
     if outline.max_seq_len and traffic.length > outline.max_seq_len:
-        raise UserError("P096", f"a prompt of {traffic.prompt_tokens:,} and an answer of {traffic.output_tokens:,} "
-                        f"tokens are longer than the {outline.max_seq_len:,} positions of {outline.name}",
-                        where="--prompt-tokens", fix="ask for shorter prompts or answers")  # fmt: skip
+        raise UserError(
+            "P096.prompt-answer-tokens",
+            where="--prompt-tokens",
+            prompt_tokens=traffic.prompt_tokens,
+            output_tokens=traffic.output_tokens,
+            max_seq_len=outline.max_seq_len,
+            outline=outline.name,
+        )
     tried: list[ServingPlan] = []
     for weights in _formats(question):
         plans = [_serving_plan(question, layout) for layout in _layouts(question, weights)]
@@ -224,8 +228,9 @@ def _formats(question: ServingQuestion) -> Iterator[WeightFormat]:
         has_no_units = weights in ("fp8", "bf16") and weights not in device.peak_flops
         if has_no_units and device.traits.has_data_sheet:
             usable = [each for each in WEIGHT_FORMATS if each not in ("fp8", "bf16") or each in device.peak_flops]
-            raise UserError("P096", f"{device.name} has no {weights} arithmetic", where="--weights",
-                            fix=f"use {', '.join(usable)}")  # fmt: skip
+            raise UserError(
+                "P096.no-arithmetic", where="--weights", device=device.name, weights=weights, usable=", ".join(usable)
+            )
         yield weights
         return
     half = "bf16" if "bf16" in device.peak_flops else "fp16"
@@ -238,12 +243,19 @@ def _layouts(question: ServingQuestion, weights: WeightFormat) -> Iterator[Layou
     cluster, outline = question.cluster, question.outline
     degrees = tensor_degrees(outline, cluster.devices_per_node)
     if question.tp is not None and question.tp not in degrees:
-        raise UserError("P096", f"tp {question.tp} cannot split {outline.name} on {cluster}", where="--tp",
-                        fix=f"use one of {', '.join(map(str, degrees))}")  # fmt: skip
+        raise UserError(
+            "P096.tp-cannot-split",
+            where="--tp",
+            tp=question.tp,
+            outline=outline.name,
+            cluster=cluster,
+            degrees=", ".join(map(str, degrees)),
+        )
     most = min(outline.main.layers, cluster.world_size)
     if question.pp is not None and not 1 <= question.pp <= most:
-        raise UserError("P096", f"pp {question.pp} cannot split {outline.name} on {cluster}", where="--pp",
-                        fix=f"use 1 to {most}")  # fmt: skip
+        raise UserError(
+            "P096.pp-cannot-split", where="--pp", pp=question.pp, outline=outline.name, cluster=cluster, most=most
+        )
     for tp in degrees if question.tp is None else (question.tp,):
         for pp in range(1, most + 1) if question.pp is None else (question.pp,):
             if tp * pp <= cluster.world_size and cluster.devices_per_node % tp == 0:
@@ -335,8 +347,14 @@ def _no_fit(question: ServingQuestion, tried: list[ServingPlan]) -> UserError:
         layouts = _layouts(replace(question, cluster=larger, weights=weights), weights)
         memories = (serving_memory(question.outline, layout, larger.device, traffic) for layout in layouts)
         if any(each.num_pages >= traffic.pages for each in memories):
-            fix = f"use {larger}"
+            fix = templated("use {larger}", larger=larger)
             break
-    return UserError("P097", f"{question.outline.name} cannot be served on {cluster}: the smallest layout "
-                     f"({nearest.layout}) does not fit: {what}", where="--cluster",
-                     fix=f"{fix}, shorter prompts and answers, or a smaller model")  # fmt: skip
+    return UserError(
+        "P097.cannot-served-smallest",
+        where="--cluster",
+        outline=question.outline.name,
+        cluster=cluster,
+        layout=nearest.layout,
+        text=what,
+        way=fix,
+    )

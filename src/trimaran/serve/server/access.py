@@ -48,18 +48,14 @@ class AccessMiddleware:
             headers = scope["headers"]
             host = allowed_host(headers, self._hosts)
             if host is None:
-                raise UserError("U006", "this server does not answer to that host name", where="the header Host",
-                                fix="use the address that the server printed")  # fmt: skip
+                raise UserError("U006.server-not-answer", where="the header Host")
             if not is_own_origin(headers, host):
-                raise UserError("U006", "the request comes from a page of another site", where="the header Origin",
-                                fix="send it from a program, or through a server of that site")  # fmt: skip
+                raise UserError("U006.request-comes-page", where="the header Origin")
             given = [value for name, value in headers if name == b"authorization"]
             kind, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
             has_token = hmac.compare_digest(token.strip(), self._token) and kind.lower() == b"bearer"
             if scope["path"] not in OPEN_PATHS and not has_token:
-                raise UserError("U005", "the token is missing or wrong", where="the header Authorization",
-                                fix="send 'Authorization: Bearer TOKEN' with the token that the server printed"
-                                )  # fmt: skip
+                raise UserError("U005.token-missing-wrong", where="the header Authorization")
             lengths = [value for name, value in headers if name == b"content-length"]
             try:
                 if lengths and lengths[0].isdigit() and int(lengths[0]) > self._max_body_bytes:
@@ -67,11 +63,9 @@ class AccessMiddleware:
                 async with asyncio.timeout(BODY_SECONDS):
                     body = await read_body(incoming.receive, self._max_body_bytes)
             except OverflowError:
-                raise UserError("U007", f"the body has more than {self._max_body_bytes:,} bytes", where="the body",
-                                fix="send less, or start the server with a larger --max-body-mb") from None  # fmt: skip
+                raise UserError("U007.body-more-bytes", where="the body", max_body_bytes=self._max_body_bytes) from None
             except TimeoutError:
-                raise UserError("U018", f"the body did not arrive within {BODY_SECONDS:.0f} seconds", where="the body",
-                                fix="send it faster, or in smaller requests") from None  # fmt: skip
+                raise UserError("U018.body-did", where="the body", body_seconds=BODY_SECONDS) from None
         except UserError as error:
             self._on_refusal(error)
             await self._refuse(error, incoming, send)

@@ -61,8 +61,9 @@ class ApiModel:
         if asked in self.adapters:
             return asked
         names = (self.name, *self.adapters)
-        raise UserError("U002", f"there is no model {asked!r} here{did_you_mean(asked, names)}", where="model",
-                        fix=f"use one of: {', '.join(names)}")  # fmt: skip
+        raise UserError(
+            "U002.no-model-here", where="model", asked=asked, guess=did_you_mean(asked, names), names=", ".join(names)
+        )
 
 
 class OpenAiApi:
@@ -129,8 +130,7 @@ class OpenAiApi:
         call = await self._parsed(ChatCall, request)
         adapter, limits = self._model.adapter_of(call.model), self._limits()
         if call.top_logprobs and not call.logprobs:
-            raise UserError("U001", "top_logprobs needs logprobs: true", where="top_logprobs",
-                            fix="send logprobs: true, or leave top_logprobs out")  # fmt: skip
+            raise UserError("U001.top-logprobs", where="top_logprobs")
         self._client.check_count(call.n or 1)
         texts: list[str] = []
         for each in call.messages:
@@ -152,8 +152,7 @@ class OpenAiApi:
         call = await self._parsed(EmbeddingCall, request)
         adapter, limits = self._model.adapter_of(call.model), self._limits()
         if call.dimensions is not None:
-            raise UserError("U001", "dimensions is not supported by this server", where="dimensions",
-                            fix="leave it out: an embedding has the size of the model's last layer")  # fmt: skip
+            raise UserError("U001.dimensions-not-supported", where="dimensions")
         self._client.check_count(len(call.inputs))
         prompts = await self._read_texts(call.inputs, limits, where="input")
         requests = [
@@ -229,8 +228,7 @@ class OpenAiApi:
         if self.is_draining:
             raise stopping()
         if self._client.limits is None:
-            raise UserError("U009", "the engine is not ready yet", where="the server",
-                            fix="try again when GET /ready answers with 200")  # fmt: skip
+            raise UserError("U009.engine-not-ready", where="the server")
         return self._client.limits
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -265,14 +263,12 @@ class OpenAiApi:
 
     async def _unknown_path(self, request: Request, _: Exception) -> Response:
         paths = "/v1/completions, /v1/chat/completions, /v1/embeddings or /v1/models"
-        return error_response(
-            UserError("U016", f"there is no {request.url.path} here", where="the path", fix=f"use {paths}")
-        )
+        return error_response(UserError("U016.no-here", where="the path", url=request.url.path, paths=paths))
 
     async def _wrong_method(self, request: Request, _: Exception) -> Response:
-        what = f"{request.url.path} does not take {request.method}"
-        fix = "use POST for requests to a model, GET for the rest"
-        return error_response(UserError("U017", what, where="the method", fix=fix))
+        return error_response(
+            UserError("U017.not-take", where="the method", url=request.url.path, method=request.method)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,5 +305,4 @@ def _refuse_long(prompt: PreparedPrompt, limits: EngineLimits) -> None:
     """Raise if the engine could never run the prompt: the model has too few positions, or the cache too few pages."""
     longest = longest_prompt(limits)
     if len(prompt.ids) > longest:
-        raise UserError("U003", f"the prompt has {len(prompt.ids)} tokens, and at most {longest} fit",
-                        where="the prompt", fix="shorten it, or use fewer or smaller images")  # fmt: skip
+        raise UserError("U003.prompt-tokens-most", where="the prompt", num_ids=len(prompt.ids), longest=longest)

@@ -81,5 +81,4 @@ def _finite(value: Any) -> Any:
 
 
 def stopping() -> UserError:
-    return UserError("U009", "the server is stopping and takes no new request", where="the server",
-                     fix="send the request to another server, or again when this one is back")  # fmt: skip
+    return UserError("U009.server-stopping-takes", where="the server")

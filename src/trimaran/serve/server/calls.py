@@ -187,8 +187,7 @@ def refuse_many_values(body: bytes) -> None:
         in_text = bool(is_text[-1])
     for marks, (most, names) in MAX_MARKS.items():
         if counts[list(marks)].sum() > most:
-            raise UserError("U001", f"the body has more than {most:,} {names}", where="the body",
-                            fix="send it in several requests")  # fmt: skip
+            raise UserError("U001.body", where="the body", most=most, names=names)
 
 
 def parse_call(kind: type[Call], body: bytes) -> Call:
@@ -219,17 +218,16 @@ def schema_of(wanted: ResponseFormat | None) -> str | None:
     if wanted is None or wanted.type == "text":
         return None
     if find_spec("llguidance") is None:
-        raise UserError("U011", "this server cannot guide JSON: the llguidance package is not installed",
-                        where="response_format", fix="pip install 'trimaran[serve]' on the server")  # fmt: skip
+        raise UserError("U011.server-cannot-guide", where="response_format")
     if wanted.type == "json_object":
         return ANY_OBJECT
     if wanted.json_schema is None:
-        raise UserError("U001", "the schema is missing", where="response_format.json_schema",
-                        fix="send json_schema: {name: ..., schema: {...}}")  # fmt: skip
+        raise UserError("U001.schema-missing", where="response_format.json_schema")
     text = json.dumps(wanted.json_schema.definition, separators=(",", ":"))
     if len(text) > MAX_SCHEMA_BYTES:
-        raise UserError("U011", f"the schema has more than {MAX_SCHEMA_BYTES:,} bytes",
-                        where="response_format.json_schema", fix="send a smaller schema")  # fmt: skip
+        raise UserError(
+            "U011.schema-more-bytes", where="response_format.json_schema", max_schema_bytes=MAX_SCHEMA_BYTES
+        )
     from llguidance import LLMatcher  # noqa: PLC0415 - optional
 
     try:
@@ -237,8 +235,7 @@ def schema_of(wanted: ResponseFormat | None) -> str | None:
     except ValueError as error:
         problem = str(error)
     if problem:
-        raise UserError("U011", f"the schema cannot be used: {problem}", where="response_format.json_schema",
-                        fix="correct the schema, or leave out what is not supported")  # fmt: skip
+        raise UserError("U011.schema-cannot-used-correct", where="response_format.json_schema", problem=problem)
     return text
 
 
@@ -272,8 +269,7 @@ class PromptReader:
             for start in range(0, len(text), PART_CHARACTERS):
                 num_tokens += len(self._texts.tokenizer.encode(text[start : start + PART_CHARACTERS]))
                 if num_tokens > longest + longest // 8 + ROOM:
-                    raise UserError("U003", f"the prompt has {size:,} characters, and at most {longest} tokens fit",
-                                    where=where, fix="shorten it")  # fmt: skip
+                    raise UserError("U003.prompt-characters-most", where=where, size=size, longest=longest)
 
     def read_text(self, prompt: str | Sequence[int], *, vocabulary: int, where: str) -> PreparedPrompt:
         if isinstance(prompt, str):
@@ -281,10 +277,9 @@ class PromptReader:
         else:
             ids = list(prompt)
             if not ids:
-                raise UserError("U001", "the prompt has no tokens", where=where, fix="send at least one token id")
+                raise UserError("U001.prompt-no-tokens", where=where)
             if max(ids) >= vocabulary:
-                raise UserError("U001", f"the model has no token {max(ids)}: its vocabulary has {vocabulary}",
-                                where=where, fix="send ids of this model's tokenizer")  # fmt: skip
+                raise UserError("U001.model-no-token", where=where, most=max(ids), vocabulary=vocabulary)
         return PreparedPrompt(tuple(ids), self._texts.stop_ids)
 
     def read_chat(self, messages: Sequence[ChatMessage]) -> PreparedPrompt:
@@ -301,23 +296,18 @@ class PromptReader:
         try:
             ids = self._builder.chat.prompt(turns)
         except BadSampleError as error:
-            raise UserError("U001", f"the conversation cannot be written: {error}", where="messages",
-                            fix="change the messages, or serve a model with another chat template"
-                            ) from None  # fmt: skip
+            raise UserError("U001.conversation-cannot-written", where="messages", error=error) from None
         placed_ids, placed = place_images(ids, images, self._texts.rules)
         return PreparedPrompt(tuple(placed_ids), self._builder.stop_ids, tuple(placed))
 
     def _image(self, part: ContentPart, where: str) -> PromptImage:
         if self._texts.rules is None:
-            raise UserError("U004", "this model takes no images", where=where,
-                            fix="leave the image out, or serve a vision-language model")  # fmt: skip
+            raise UserError("U004.model-takes", where=where)
         url = part.image_url.url if part.image_url else ""
         match = DATA_URL.fullmatch(url)
         if match is None:
-            raise UserError("U004", "the server fetches no images: only data URLs are read", where=where,
-                            fix="send data:image/png;base64, and the bytes of the file in base64")  # fmt: skip
+            raise UserError("U004.server-fetches", where=where)
         try:
             return decode_image(base64.b64decode(match["data"], validate=False), self._texts.rules)
         except (BadImageError, binascii.Error) as error:
-            raise UserError("U004", f"this is not an image that can be used: {error}", where=where,
-                            fix="send a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF file") from None  # fmt: skip
+            raise UserError("U004.not-image", where=where, error=error) from None

@@ -120,9 +120,7 @@ class GuardedProtocol(asyncio.Protocol):
         limits = self.guard.limits
         self.address = self.client[0] if self.client else ""
         if not self.guard.add(self):
-            self._refuse(UserError("U023", "too many connections are open", where="the server",
-                                   fix="close some, or start the server with a larger --max-client-connections"
-                                   ))  # fmt: skip
+            self._refuse(UserError("U023.too-many-connections", where="the server"))
             return
         # Clients open connections before they need them: one without a byte may stay as long as an idle one.
         self._start_timer(max(limits.head_seconds, self.timeout_keep_alive))
@@ -157,9 +155,7 @@ class GuardedProtocol(asyncio.Protocol):
                 self._start_timer(self.guard.limits.head_seconds)
             self._head_bytes += len(piece)
             if self._head_bytes > limit:
-                self._refuse(UserError("U021", f"the head of the request has more than {limit:,} bytes",
-                                       where="the headers", fix="send fewer or shorter headers, and long texts in the "
-                                       "body"))  # fmt: skip
+                self._refuse(UserError("U021.head-request", where="the headers", limit=limit))
 
     def handle_websocket_upgrade(self, *event: Any) -> None:
         self._stop_timer()
@@ -200,8 +196,7 @@ class GuardedProtocol(asyncio.Protocol):
             self._start_timer(self.guard.limits.head_seconds)
         elif self._head_bytes:
             seconds = self.guard.limits.head_seconds
-            self._refuse(UserError("U022", f"the head of the request did not arrive within {seconds:g} seconds",
-                                   where="the headers", fix="send it at once"))  # fmt: skip
+            self._refuse(UserError("U022.head-request-did", where="the headers", seconds=seconds))
         else:
             self.transport.close()
 

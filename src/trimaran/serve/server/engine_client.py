@@ -150,8 +150,7 @@ class EngineClient:
             self._queue.crash()
             self._drop_load()
             if not await self._restart():
-                self._queue.fail_all(UserError("U009", "the engine cannot be started again", where="the server",
-                                               fix="see its log on the server's terminal"))  # fmt: skip
+                self._queue.fail_all(UserError("U009.engine-cannot-started", where="the server"))
                 return
 
     async def stop(self) -> None:
@@ -171,8 +170,7 @@ class EngineClient:
         """Raise UserError if a call of so many requests could not even be taken by an idle server."""
         most = self._queue.max_waiting + (self.limits.max_sequences if self.limits else 0)
         if count > most:
-            raise UserError("U024", f"the call has {count} requests, and at most {most} fit", where="the request",
-                            fix="split it, or start the server with a larger --max-queue")  # fmt: skip
+            raise UserError("U024.call-requests-most", where="the request", count=count, most=most)
 
     def submit(self, requests: Sequence[EngineRequest]) -> Ticket:
         """Add the requests of a call. Raises UserError if the server stops or the queue is full."""
@@ -288,8 +286,7 @@ class EngineClient:
         codes = await process.end()
         if "failed" in message:
             raise error_from_json(message["failed"])
-        raise UserError("U012", f"the engine ended while it started (exit codes {codes})", where="the engine",
-                        fix="its error is above, on standard error")  # fmt: skip
+        raise UserError("U012.engine-ended-while", where="the engine", codes=codes)
 
     def _drop_load(self) -> None:
         """Forget a change of weights that died with the engine; one that had not begun stays."""

@@ -119,9 +119,7 @@ class RequestQueue:
     def submit(self, requests: Sequence[EngineRequest], *, free: int) -> Ticket:
         """Add requests, all or none. Raises UserError if too many wait; the first `free` would not wait."""
         if self.num_waiting + len(requests) - max(0, free) > self.max_waiting:
-            raise UserError("U008", f"the queue is full: {self.num_waiting} requests wait", where="the server",
-                            fix="try again after the time in Retry-After, or start a server with a longer --max-queue"
-                            )  # fmt: skip
+            raise UserError("U008.queue-full-requests", where="the server", num_waiting=self.num_waiting)
         ticket = Ticket(len(requests))
         for number, request in enumerate(requests):
             self._waiting.append(ActiveRequest(request, ticket, number, next(self._orders)))
@@ -150,9 +148,7 @@ class RequestQueue:
             if output.token is not None:
                 active.generated.append(output.token)
             if output.finish == "error":
-                self.refuse(output.request, UserError("U010", f"the engine could not answer: {output.error}",
-                            where="the request", fix="send it again; if that fails too, see the server's log"
-                            ))  # fmt: skip
+                self.refuse(output.request, UserError("U010.engine-could", where="the request", error=output.error))
                 continue
             if output.finish is not None:
                 self._close(active)
@@ -185,9 +181,7 @@ class RequestQueue:
             active.crashes += 1
             if active.crashes >= MAX_CRASHES:
                 self._close(active)
-                active.ticket.fail(UserError(
-                    "U010", "the engine died twice while this request was running", where="the request",
-                    fix="send it again; if that fails too, report it with the server's log"))  # fmt: skip
+                active.ticket.fail(UserError("U010.engine-died-twice", where="the request"))
             else:
                 self._waiting.appendleft(active)
         self._running.clear()
@@ -198,9 +192,7 @@ class RequestQueue:
         for active in self._waiting:
             if active.has_output and active.weights != weights:
                 self._close(active)
-                active.ticket.fail(UserError(
-                    "U010", "the engine died, and the weights that this answer began with are gone",
-                    where="the request", fix="send it again: newer weights answer"))  # fmt: skip
+                active.ticket.fail(UserError("U010.engine-died-weights", where="the request"))
             else:
                 active.weights = weights if active.weights else ""
                 kept.append(active)

@@ -180,5 +180,4 @@ def assigned_files(holders: Holders, *, rank: int) -> list[str]:
 
 
 def _different_copies(what: str) -> UserError:
-    return UserError("K049", f"the machines of this run have different copies of the base: {what}", where="model.path",
-                     fix="copy the same folder to every machine, or use a shared disk")  # fmt: skip
+    return UserError("K049.machines-run-different", where="model.path", text=what)

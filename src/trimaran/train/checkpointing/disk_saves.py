@@ -32,7 +32,7 @@ from trimaran.checkpoint import (
     step_path,
     without_manifest,
 )
-from trimaran.core import Seconds, UserError, read_regular_text, show_bytes
+from trimaran.core import Seconds, UserError, read_regular_text, show_bytes, templated
 from trimaran.parallel import all_gather_json, broadcast_json
 from trimaran.runs import DISK_REASONS, Journal, RunDirectory, newest_term
 from trimaran.train.checkpointing.save_interval import SaveCost, SaveSchedule
@@ -161,7 +161,7 @@ class DiskSaves:
             return
         is_disk = any(reason in self._failure for reason in DISK_REASONS)
         kind = UnwrittenCheckpointError if is_disk else UserError
-        raise kind("K043", f"the last checkpoint could not be written: {self._failure}",
+        raise kind("K043", templated("the last checkpoint could not be written: {failure}", failure=self._failure),
                    where=str(self._inputs.run.checkpoints),
                    fix="fix that (for disk space: `trimaran checkpoints prune RUN --keep 1`), then resume "
                    "from the checkpoint before: trimaran resume RUN")  # fmt: skip
@@ -215,8 +215,7 @@ def open_saver(inputs: CheckpointInputs, layout: RankLayout, uploads: "StoreUplo
 
     def make_manifest(request: SaveRequest) -> Manifest:
         if newest_term(run) > term:
-            raise UserError("K045", "another supervisor has taken over this run", where=str(run.lease),
-                            fix="see what it does: trimaran watch RUN")  # fmt: skip
+            raise UserError("K045.another-supervisor-taken", where=str(run.lease))
         return Manifest(
             step=request.step,
             progress=request.progress | base.name(),
@@ -270,8 +269,13 @@ def refuse_small_disk(run: RunDirectory, layout: RankLayout, share_bytes: np.nda
         fix = "free disk space, or choose another disk: --run-dir DIR"
         if newest_step(run.checkpoints) is not None:
             fix = "free disk space: `trimaran checkpoints prune RUN --keep 1`"
-        raise UserError("K046", f"a checkpoint takes {show_bytes(num_bytes)}, the disk has {show_bytes(free)} free",
-                        where=str(run.checkpoints), fix=fix)  # fmt: skip
+        raise UserError(
+            "K046.checkpoint-takes-disk",
+            where=str(run.checkpoints),
+            fix=fix,
+            num_bytes=show_bytes(num_bytes),
+            free=show_bytes(free),
+        )
 
 
 def refuse_without_manifest(run: RunDirectory) -> list[dict[str, Any]]:

@@ -82,9 +82,7 @@ def refuse_lost_head(folder: Path) -> None:
     """Raise if other nodes have checkpoints of this run. The head has neither checkpoints nor metrics."""
     steps = sorted({step for row in all_gather_json(complete_steps(folder)) for step in row})
     if steps:
-        what = f"the head has no checkpoint of this run, and other nodes have files of step {steps[-1]}"
-        raise UserError("L025", what, where=str(folder),
-                        fix="start the head with the disk that it had, or use another run directory")  # fmt: skip
+        raise UserError("L025.head-no-checkpoint", where=str(folder), steps=steps[-1])
 
 
 def open_fetcher(run: RunDirectory, section: CheckpointSection, layout: RankLayout, *, own_disk: bool) -> StoreFetcher:

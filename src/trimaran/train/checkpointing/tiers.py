@@ -306,8 +306,7 @@ class DiskTier:
             path = step_path(self.folder, manifest.step)
             changed = fixed_field_changes(parse_recipe(manifest.recipe, name=str(path)), self.recipe)
             for name, (saved, wanted) in changed.items():
-                what = f"this checkpoint is from a run with {name}={saved}, this run has {wanted}"
-                raise UserError("K041", what, where=str(path), fix=f"use the same {name}, or a new run directory")
+                raise UserError("K041.checkpoint-run", where=str(path), name=name, saved=saved, wanted=wanted)
 
 
 class StateOnDisk(OpenedState):
@@ -411,9 +410,7 @@ def restore(
             progress = opened.source.progress
             saved = progress.get("data")
             if saved and data and saved != data:
-                what = f"the data has changed: its digest was {saved[:12]} and is {data[:12]} now"
-                raise UserError("K041", what, where=f"data ({folder})",
-                                fix="restore the original data, or start a new run: --run-dir DIR")  # fmt: skip
+                raise UserError("K041.data-changed-digest", where=f"data ({folder})", saved=saved[:12], data=data[:12])
             base.refuse_other(progress, report_progress)
             why = opened.fill(report_progress)
             if not why:
@@ -458,6 +455,4 @@ def refuse_new_start(run: RunDirectory, rank_layout: RankLayout, *, newest: int)
 
 
 def _no_checkpoint(why: str, folder: Path) -> UserError:
-    return UserError("K047", f"this run cannot resume from any of its checkpoints: {why}", where=str(folder),
-                     fix="list them with `trimaran checkpoints RUN` and restore one, or start over in another folder: "
-                     "--run-dir DIR")  # fmt: skip
+    return UserError("K047.run-cannot-resume", where=str(folder), why=why)

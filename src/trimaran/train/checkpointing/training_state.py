@@ -157,9 +157,12 @@ def restore_counters(progress: Mapping[str, Any], counters: Mapping[str, Trainin
             try:
                 counter.restore(progress[name])
             except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-                what = f"the {name} of this checkpoint cannot be restored: {ascii(progress[name])[:80]}"
-                fix = "use another checkpoint: `trimaran checkpoints RUN` lists them"
-                raise UserError("K007", what, where=f"manifest.json: progress.{name}", fix=fix) from None
+                raise UserError(
+                    "K007.checkpoint-cannot-restored",
+                    where=f"manifest.json: progress.{name}",
+                    name=name,
+                    ascii=ascii(progress[name])[:80],
+                ) from None
 
 
 def local_shard(key: str, tensor: Tensor, *, frozen: bool) -> TensorShard:

@@ -301,8 +301,7 @@ class AsyncFeature(Feature):
         training. Held-out data are split as usual.
         """
         if (kind := data_kind_of(context.recipe)) != "text":
-            raise UserError("P095", f"engine async trains on text, not on {kind}: it does not limit bad samples",
-                            where="plan.engine", fix="set plan.engine to torch")  # fmt: skip
+            raise UserError("P095.engine-async-trains", where="plan.engine", kind=kind)
 
         def load_for_any_worker(share: DataShare) -> TrainingData:
             return replace(load(share), training=load(replace(share, rank=0, dp=1)).training)

@@ -118,20 +118,17 @@ def refuse_difference(own: OwnLosses, ours: float, precision: str, architecture:
     """Raise if the summed loss `ours` or the model's own two calls differ by more than rounding explains."""
     off = "train.check_first_loss: false trains all the same"
     if own.changed > CHANGED_LOGITS[precision]:
-        raise UserError("M062", f"{architecture} reads the tokens that it is to predict: {own.changed:.2g} of its "
-                        "logits changed when later tokens were replaced", where="model.path",
-                        fix=f"choose a causal language model; {off}")  # fmt: skip
+        raise UserError(
+            "M062.reads-tokens-predict", where="model.path", architecture=architecture, changed=own.changed, off=off
+        )
     mean, expected = ours / own.targets, own.total / own.targets
     allowed = TOLERANCE[precision] * max(1.0, expected) * (1 + PER_TOKEN / math.sqrt(own.targets))
     if not abs(mean - expected) > allowed:  # NaN is for the guard
         return
     numbers = f"the first loss is {mean:.6g} instead of {expected:.6g}, over {own.targets} targets"
     if own.packed:
-        raise UserError("M061", f"{architecture} does not compute the documents of a packed row as it does each alone: "
-                        f"{numbers}", where="data", fix=f"set data.samples.batching to pad; for text, "
-                        f"data.isolate_documents to false; {off}")  # fmt: skip
-    raise UserError("M060", f"{architecture} does not compute here what it computes in transformers: {numbers}",
-                    where="model.path", fix=f"use model.family decoder if it knows this model; {off}")  # fmt: skip
+        raise UserError("M061.not-compute-documents", where="data", architecture=architecture, numbers=numbers, off=off)
+    raise UserError("M060.not-compute-here", where="model.path", architecture=architecture, numbers=numbers, off=off)
 
 
 def first_row(inputs: Inputs, most: int, *, multiple: int = 1) -> FirstRow | None:

@@ -62,9 +62,7 @@ def rows_by_speed(rounds: Sequence[Sequence[RoundTime]], total: int) -> tuple[in
     rows = deal_rows(total, [seconds_of(measured) for measured in by_rank], most)
     if rows is None:
         room = sum(each or 0 for each in most)
-        raise UserError("P024", f"the data ranks have memory for {room} rows at a time, and {total} are needed",
-                        where="plan.micro_batches", fix="set a smaller plan.micro_batch with more plan.grad_accum, or "
-                        "plan.recompute to full")  # fmt: skip
+        raise UserError("P024.data-ranks-memory", where="plan.micro_batches", room=room, total=total)
     return rows
 
 

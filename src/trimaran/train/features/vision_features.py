@@ -124,10 +124,12 @@ def build_feature_cache(
         free = shutil.disk_usage(cache).free
         # All ranks must raise together; otherwise those with enough space would wait for the others.
         if FlagAllReduce(need > free).wait():
-            raise UserError("T063", f"the features of all images need {show_bytes(need)}, and the cache folder has "
-                            f"{show_bytes(free)} left", where="data.samples.cache_features",
-                            fix="set it to false, make data.samples.max_pixels smaller, or use a larger disk: "
-                            "TRIMARAN_CACHE")  # fmt: skip
+            raise UserError(
+                "T063.features-all-images",
+                where="data.samples.cache_features",
+                need=show_bytes(need),
+                free=show_bytes(free),
+            )
         mine, rounds, log_every = missing[rank::size], 0, max(1, len(missing) // (size * NUM_PROGRESS_LINES))
         # The ranks go part by part together, so that no rank waits for longer than a part takes.
         while FlagAllReduce(bool(mine)).wait():

@@ -44,9 +44,7 @@ class TokenSampler:
     def next_token(self, logits: Tensor) -> int:
         """Return one id, given logits [vocabulary] on the CPU."""
         if torch.isnan(logits).any():
-            raise UserError("M022", "the network computes NaN instead of a next token", where="the trained weights",
-                            fix="the run has diverged or the weights are damaged: generate from another checkpoint, "
-                            "see `trimaran generate RUN --step N`")  # fmt: skip
+            raise UserError("M022.network-computes-nan", where="the trained weights")
         if not self._sampling.temperature:
             return int(logits.argmax())
         # In fp64, so that a temperature close to 0 has no NaN: it is the likeliest token.
@@ -152,16 +150,14 @@ TOKENIZER = "trimaran-tokenizer.json"
 def open_saved_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer that `save_tokenizer` wrote to the folder of a trained model."""
     file = folder / TOKENIZER
-    fix = "train the run again, or export a checkpoint of it: `trimaran export RUN`"
     try:
         description = load_json(read_regular_bytes(file))
     except OSError as error:
-        raise UserError("T011", f"the tokenizer cannot be read: {error.strerror}", where=str(file), fix=fix) from None
+        raise UserError("T011.tokenizer-cannot-read-train", where=str(file), reason=error.strerror) from None
     except TextError as error:
-        raise UserError("T011", f"the tokenizer's description is not JSON: {error.what}", where=str(file), fix=fix
-                        ) from None  # fmt: skip
+        raise UserError("T011.tokenizer-description-not-json", where=str(file), error=error.what) from None
     if not isinstance(description, dict):
-        raise UserError("T011", "the tokenizer's description has no fields", where=str(file), fix=fix)
+        raise UserError("T011.tokenizer-description", where=str(file))
     return open_tokenizer(description, folder)
 
 
@@ -173,8 +169,7 @@ def load_trained(section: ModelSection, folder: Path, device: torch.device | Non
     """Return the unsharded network of the weights in `folder`, on `device`; by default this machine's first one."""
     device = device or first_device()
     if section.kind.is_hf and not weight_files(folder):  # they would be random
-        raise UserError("M020", "the folder holds no weights", where=str(folder),
-                        fix="name a folder with safetensors")  # fmt: skip
+        raise UserError("M020.folder-holds-no-weights", where=str(folder))
     if section.kind.is_plugin:  # its code alone knows the network of a shape
         own = section.model_copy(update={"path": str(folder)})
     else:

@@ -53,10 +53,13 @@ class BadSampleCount:
 
 
 def too_many_bad_samples(bad_samples: BadSampleCount, run: RunDirectory, step: int) -> UserError:
-    return UserError("T055", f"{bad_samples.bad:,} of {bad_samples.seen:,} samples could not be used up to step {step}",
-                     where=f"data (each is a bad_sample event in {run.path / 'events'})",
-                     fix="fix the data or allow more with data.samples.max_bad, then resume from the last "
-                     "checkpoint")  # fmt: skip
+    return UserError(
+        "T055.samples-could",
+        where=f"data (each is a bad_sample event in {run.path / 'events'})",
+        bad=bad_samples.bad,
+        seen=bad_samples.seen,
+        step=step,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,13 +118,14 @@ def choose_objective(recipe: Recipe, sources: tuple[str, ...] = (), *, scored: b
     plugin: ObjectivePlugin = load_plugin("objective", section.name)
     with plugin_errors(
         lambda kind, message: UserError(
-            "K077", f"the objective '{section.name}' refuses its options: {kind}: {message}", where="objective.options",
-            fix="check them, and what the plug-in says about them",
+            "K077.objective-refuses-options",
+            where="objective.options",
+            section=section.name,
+            kind=kind,
+            message=message,
         )
-    ):  # fmt: skip
+    ):
         objective = plugin.open(section.options, sources)
     if missing := [name for name in PARTS if not hasattr(objective, name)]:
-        raise UserError("K077", f"the objective '{section.name}' has no {', '.join(missing)}", where="objective.name",
-                        fix="let open() return an object with all of Objective, as docs/guides/plugins.md describes it"
-                        )  # fmt: skip
+        raise UserError("K077.objective", where="objective.name", section=section.name, missing=", ".join(missing))
     return objective

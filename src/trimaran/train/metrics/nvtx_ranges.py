@@ -195,8 +195,7 @@ class StepRanges(PhaseListener):
             try:
                 nvtx: Any = importlib.import_module("nvtx")
             except ModuleNotFoundError:
-                raise UserError("D017", "NVTX ranges need the package 'nvtx': this torch was built without CUDA",
-                                where="telemetry.nvtx", fix="install it: pip install nvtx") from None  # fmt: skip
+                raise UserError("D017.nvtx-ranges-need", where="telemetry.nvtx") from None
             self._push, self._pop = nvtx.push_range, nvtx.pop_range
         self._layers = LayerRanges(self._push, self._pop)
         self._collectives = CollectiveRanges(self._push, self._pop)

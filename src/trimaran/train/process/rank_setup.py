@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from trimaran.core import DEVICE_TRAITS, Recipe, UserError, plugin_records, used_plugins
+from trimaran.core import DEVICE_TRAITS, Recipe, UserError, plugin_records, templated, used_plugins
 from trimaran.core.recipe import USED_BY_RANKS, load_used_plugins
 from trimaran.machine import cores_near, pci_device
 from trimaran.machine.host_limits import SYS, numa_node_of
@@ -91,14 +91,23 @@ def agree_on_plugins(recipe: Recipe) -> None:
     answers = all_gather_json([error, on_ranks])
     for rank, (error, _) in enumerate(answers):
         if error is not None:
-            raise UserError(error["code"], error["what"], where=f"{error['where']}, on rank {rank}", fix=error["fix"])
+            raise UserError(
+                error["code"],
+                error["what"],
+                where=templated("{place}, on rank {rank}", place=error["where"], rank=rank),
+                fix=error["fix"],
+            )
     for rank, (_, others) in enumerate(answers):
         for first, other in zip(answers[0][1], others, strict=True):
             if first != other:
                 has = [f"{each.get('distribution')} {each.get('version')}" for each in (first, other)]
-                raise UserError("K078", f"rank 0 has {has[0]}, and rank {rank} has {has[1]}",
-                                where=f"the {first['kind']} '{first['name']}'",
-                                fix="install the same version on every machine of the run")  # fmt: skip
+                raise UserError(
+                    "K078.rank-rank",
+                    where=templated("the {kind} '{name}'", kind=first["kind"], name=first["name"]),
+                    has=has[0],
+                    rank=rank,
+                    has_2=has[1],
+                )
 
 
 def bind_cores(device: torch.device) -> dict[str, int]:

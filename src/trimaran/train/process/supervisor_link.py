@@ -206,8 +206,7 @@ def connect(address: str, token: str, *, seconds: float = CONNECT_SECONDS) -> Ch
         try:
             return ChannelClient(address, token, seconds=max(0.1, min(5.0, until - time.monotonic())))
         except RefusedError as error:
-            raise UserError("S023", f"the supervisor here belongs to another run, {error.run}", where=address,
-                            fix="start this run with its own supervisor: trimaran resume RUN") from None  # fmt: skip
+            raise UserError("S023.supervisor-here-belongs", where=address, run=error.run) from None
         except OSError:
             if time.monotonic() > until:
                 raise

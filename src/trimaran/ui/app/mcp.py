@@ -37,8 +37,7 @@ def mcp(runs: RunsFolder = None, write: Write = False, config: Config = False, a
         typer.echo(json.dumps(entry, indent=None if as_json else 2))
         return 0
     if find_spec("mcp") is None:
-        raise UserError("W009", "the tools for an assistant need the mcp package", where="trimaran mcp",
-                        fix="pip install 'trimaran[mcp]'")  # fmt: skip
+        raise UserError("W009.tools-assistant-need", where="trimaran mcp")
     from trimaran.ui.assistant.mcp_server import build_server
     from trimaran.ui.web.runs_root import check_runs_root
 

@@ -42,8 +42,7 @@ def report(run: RunName, others: Others = None, out: Out = None, steps: Steps = 
 
     directories = [find_run(each) for each in (run, *(others or ()))]
     if others and steps:
-        raise UserError("A042", "runs are compared over all of their steps", where="--steps",
-                        fix="leave --steps out, or name one run")  # fmt: skip
+        raise UserError("A042.runs-compared-over", where="--steps")
     if others:
         facts = compare_runs(directories)
     else:

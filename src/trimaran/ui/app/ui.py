@@ -35,8 +35,7 @@ def ui(
     from trimaran.core import UserError
 
     if find_spec("nicegui") is None:
-        raise UserError("W004", "the web page needs the nicegui package", where="trimaran ui",
-                        fix="pip install 'trimaran[ui]'")  # fmt: skip
+        raise UserError("W004.web-page", where="trimaran ui")
     from trimaran.app import chosen_language
     from trimaran.ui.web.frame import WebState
     from trimaran.ui.web.runs_root import check_runs_root

@@ -87,8 +87,7 @@ def viz(
     if what is not None and plan is not None:
         from trimaran.core import UserError
 
-        raise UserError("V004", "a view is of one plan, and two are named", where=f"{what}, --plan {plan}",
-                        fix="leave one of them out")  # fmt: skip
+        raise UserError("V004.view-plan-two", where=f"{what}, --plan {plan}")
     view = build_view(name, read_subject(what or plan, run, cluster, settings or [], controls or [], comm))
     if html is not None:
         from trimaran.ui.report.markup import write_page

@@ -121,9 +121,7 @@ def write_page(path: Path, page: str, *, option: str) -> None:
         else:
             is_ours = True
         if not is_ours:
-            raise UserError("A020", "this file already exists and is not an HTML page", where=str(path),
-                            fix=f"name another file: {option} page.html")  # fmt: skip
+            raise UserError("A020.file-already-exists", where=str(path), option=option)
         path.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise UserError("A020", f"the page cannot be written: {error.strerror}", where=str(path),
-                        fix=f"name a file that you can write: {option} page.html") from None  # fmt: skip
+        raise UserError("A020.page-cannot-written", where=str(path), reason=error.strerror, option=option) from None

@@ -53,8 +53,13 @@ def compare_feeds(feeds: Sequence[RunFeed]) -> Tree:
 
 def refuse_count(count: int) -> None:
     if not MIN_RUNS <= count <= MAX_RUNS:
-        raise UserError("A042", f"{count} runs cannot be compared", where="the names of the runs",
-                        fix=f"name {MIN_RUNS} to {MAX_RUNS} runs: trimaran report runs/a runs/b")  # fmt: skip
+        raise UserError(
+            "A042.runs-cannot-compared",
+            where="the names of the runs",
+            count=count,
+            min_runs=MIN_RUNS,
+            max_runs=MAX_RUNS,
+        )
 
 
 def _result(facts: Tree, feed: RunFeed) -> Tree:

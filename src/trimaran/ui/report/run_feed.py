@@ -166,5 +166,5 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 def read_range(text: str) -> tuple[int, int]:
     first, colon, last = text.partition(":")
     if not colon or not first.strip().isdecimal() or not last.strip().isdecimal() or int(first) > int(last):
-        raise UserError("A042", f"'{text[:40]}' is not a range of steps", where="--steps", fix="--steps 200:300")
+        raise UserError("A042.not-range-steps", where="--steps", text=text[:40])
     return int(first), int(last)

@@ -43,8 +43,13 @@ def find_view(name: str) -> ModuleType:
     if name in VIEWS:
         return VIEWS[name]
     known = (*SHORT_NAMES, *VIEWS)
-    raise UserError("V001", f"there is no view '{name[:60]}'{did_you_mean(name, known)}", where="the name of the view",
-                    fix=f"the views are {', '.join(SHORT_NAMES)}")  # fmt: skip
+    raise UserError(
+        "V001.no-view",
+        where="the name of the view",
+        name=name[:60],
+        guess=did_you_mean(name, known),
+        short_names=", ".join(SHORT_NAMES),
+    )
 
 
 def build_view(name: str, subject: Subject) -> PlanView:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from trimaran.core import WORLD, Plan, Prediction, UserError, predicted_comm, show_bytes, show_count
+from trimaran.core import WORLD, Plan, Prediction, UserError, predicted_comm, show_bytes, show_count, templated
 from trimaran.cost import Job, predict
 from trimaran.machine import Cluster, CommResult
 from trimaran.planner import Question
@@ -135,8 +135,15 @@ class Controls:
             except ValueError:
                 value = float("nan")
             if not least <= value <= most:
-                raise UserError("V002", f"{name} is '{text[:40]}', which is not a number from {least:g} to {most:g}",
-                                where=f"the view {self._view}", fix=f"--with {name}={default:g}")  # fmt: skip
+                raise UserError(
+                    "V002.not-number",
+                    where=templated("the view {view}", view=self._view),
+                    name=name,
+                    text=text[:40],
+                    least=least,
+                    most=most,
+                    default=default,
+                )
         self._read.append(
             Control(name=name, label=label, kind="number", value=value, least=least, most=most, step=step, log=log)
         )
@@ -148,8 +155,14 @@ class Controls:
     def choice(self, name: str, label: str, default: str, options: tuple[str, ...]) -> str:
         value = self._settings.pop(name, default)
         if value not in options:
-            raise UserError("V002", f"{name} is '{value[:40]}', which is none of {', '.join(options)}",
-                            where=f"the view {self._view}", fix=f"--with {name}={default}")  # fmt: skip
+            raise UserError(
+                "V002.none",
+                where=templated("the view {view}", view=self._view),
+                name=name,
+                value=value[:40],
+                options=", ".join(options),
+                default=default,
+            )
         self._read.append(Control(name=name, label=label, kind="choice", value=value, options=options))
         return value
 
@@ -157,8 +170,13 @@ class Controls:
         """Return all controls; raise if a setting is none of them."""
         if self._settings:
             names = ", ".join(each.name for each in self._read) or "none"
-            raise UserError("V003", f"the view {self._view} has no control '{next(iter(self._settings))[:40]}'",
-                            where="--with", fix=f"its controls are {names}")  # fmt: skip
+            raise UserError(
+                "V003.view-no-control",
+                where="--with",
+                view=self._view,
+                next=next(iter(self._settings))[:40],
+                names=names,
+            )
         return tuple(self._read)
 
 

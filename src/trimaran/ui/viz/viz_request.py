@@ -49,8 +49,7 @@ def read_subject(
 ) -> Subject:
     """Return what the view is about. Without a plan and a run, that is an 8B model on 16 GPUs."""
     if plan is not None and run is not None:
-        raise UserError("V004", "a view is of a plan or of a run, not of both", where="--plan, --run",
-                        fix="leave one of them out")  # fmt: skip
+        raise UserError("V004.view-plan-run", where="--plan, --run")
     directory = find_run(run) if run is not None else None
     asked = cluster, settings
     subject = run_subject(directory, *asked) if directory is not None else plan_subject(plan, *asked)
@@ -58,7 +57,7 @@ def read_subject(
     for each in controls:
         name, separator, value = each.partition("=")
         if not separator:
-            raise UserError("V002", f"'{each[:60]}' is not CONTROL=VALUE", where="--with", fix="--with ranks=4")
+            raise UserError("V002.not-control-value", where="--with", each=each[:60])
         settings_of_view[name.strip()] = value.strip()
     measured = read_comm_result(comm) if comm is not None else None
     return replace(subject, settings=settings_of_view, comm=measured)

@@ -122,8 +122,7 @@ class RunsRoot:
     def open(self, slug: str) -> RunDirectory:
         """Return the run of that name; raise UserError if it is no name, a link, or no run."""
         if not SLUG.fullmatch(slug):
-            raise UserError("W003", f"'{slug[:60]}' is not the name of a run", where="the address of the page",
-                            fix="choose a run from the list")  # fmt: skip
+            raise UserError("W003.not-name-run-choose", where="the address of the page", slug=slug[:60])
         path = self.path / slug
         try:
             is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
@@ -131,8 +130,7 @@ class RunsRoot:
             is_folder = False
         if not is_folder:
             near = did_you_mean(slug, [each.slug for each in self.names()[:1000]])
-            raise UserError("W003", f"there is no run '{slug}'{near}", where=str(self.path),
-                            fix="choose a run from the list")  # fmt: skip
+            raise UserError("W003.no-run", where=str(self.path), slug=slug, near=near)
         return open_run(path)
 
     def _facts_of(self, run: ListedRun) -> RunRow:
@@ -245,16 +243,14 @@ def start_run(root: RunsRoot, recipe: str, name: str, *, may_write: bool) -> Sta
     Raises UserError for what `trimaran train` would refuse at once, and if the page may only read.
     """
     if not may_write:
-        raise UserError("W007", "this page may only read", where="trimaran ui",
-                        fix="end it, and start it with --write")  # fmt: skip
+        raise UserError("W007.page-read", where="trimaran ui")
     if not SLUG.fullmatch(name):
-        raise UserError("W003", f"'{name[:60]}' is not the name of a run", where="name",
-                        fix="use letters, digits, dots and dashes")  # fmt: skip
+        raise UserError("W003.not-name-run", where="name", name=name[:60])
     path = free_run_path(root.path, name)
     folder = root.path / FOLDER
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink():
-        raise UserError("W003", "the folder for recipes is a link", where=str(folder), fix="remove it")
+        raise UserError("W003.folder-recipes-link", where=str(folder))
     file, log = folder / f"{path.name}.yaml", folder / f"{path.name}.log"
     file.write_text(recipe, encoding="utf-8")
     refuse_other_machine(resolve(str(file), []).cluster)

@@ -72,9 +72,7 @@ class SubjectCache:
         else:
             plan = _checked_plan(name.plan)
             if name.cluster and not CLUSTER.fullmatch(name.cluster):
-                raise UserError("V005", f"'{name.cluster[:60]}' is not a cluster such as 8xH100",
-                                where="cluster, in the page's address",
-                                fix="name a number of devices and their type: 2x8xH100")  # fmt: skip
+                raise UserError("V005.not-cluster", where="cluster, in the page's address", cluster=name.cluster[:60])
             subject = plan_subject(plan, name.cluster or None, ())
         self._kept.add(name, version, subject)
         return subject
@@ -105,8 +103,7 @@ def _checked_plan(name: str) -> str | None:
     if name in recipe_names():
         return str(RECIPES / name)
     near = did_you_mean(name, [*PRESETS, *VLM_PRESETS, *recipe_names()])
-    raise UserError("V005", f"there is no model or recipe '{name[:60]}'{near}", where="plan, in the page's address",
-                    fix="choose a model from the list, or a recipe in the folder recipes/")  # fmt: skip
+    raise UserError("V005.no-model-recipe", where="plan, in the page's address", name=name[:60], near=near)
 
 
 REFRESH_SECONDS = 2.0

@@ -246,8 +246,7 @@ def recipe_files() -> list[Path]:
 def refuse_unknown_model(what: str) -> None:
     """Raise unless it is one of those that are offered: a page names no other file."""
     if what not in PRESETS and what not in VLM_PRESETS and Path(what) not in recipe_files():
-        raise UserError("W006", f"'{what[:80]}' is not a model or a recipe that this page offers",
-                        where="workshop", fix="choose one from the list")  # fmt: skip
+        raise UserError("W006.not-model-recipe", where="workshop", text=what[:80])
 
 
 def recipe_text(report: PlanReport) -> str:
@@ -276,8 +275,7 @@ def launch_text(report: PlanReport, target: str) -> str:
 
 def _best(report: PlanReport) -> Plan:
     if report.best is None:
-        raise UserError("W006", "no plan fits, so there is nothing to run", where="workshop",
-                        fix="choose a larger cluster, or leave pins to the planner")  # fmt: skip
+        raise UserError("W006.no-plan-fits", where="workshop")
     return report.best
 
 

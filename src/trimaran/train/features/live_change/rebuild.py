@@ -318,6 +318,4 @@ def refuse_without_host_room(shards: Sequence[TensorShard], *, num_ranks: int) -
     storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
     needed, free = num_ranks * sum(storages.values()), free_bytes()
     if needed > USABLE_FRACTION * free:
-        raise UserError("S046", "the device has no room for the states of both plans, and host memory has "
-                        f"{show_bytes(free)} free for the old one, which needs {show_bytes(needed)}",
-                        where="plan", fix="stop the run, and resume it with the new plan")  # fmt: skip
+        raise UserError("S046.device-no-room", where="plan", free=show_bytes(free), needed=show_bytes(needed))

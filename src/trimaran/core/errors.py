@@ -92,7 +92,8 @@ class UserError(Exception):
 
 def raise_together(mistakes: Sequence[UserError]) -> None:
     """Raise the first of the mistakes, with the rest as its `others`; return if there is none."""
-    found = {str(UserError.as_dict(each)): each for mistake in mistakes for each in mistake.all}  # each once
+    # Each once.
+    found = {(each.code, each.what, each.where, each.fix): each for mistake in mistakes for each in mistake.all}
     if mistakes:
         mistakes[0].others = tuple(found.values())[1:]
         raise mistakes[0]

@@ -206,21 +206,26 @@ class Attention(nn.Module):
             assert rotation is not None, "only layers with rotary positions have joint projections"
             query, key, value = rotary_projection(x, self.projections, rotation, self.num_heads)
         else:
-            heads = (*x.shape[:-1], -1, self.head_dim)
-            if self._wide_norm:
-                query = self.q_norm(self.q_proj(x)).view(heads).transpose(1, 2)
-                key = self.k_norm(self.k_proj(x)).view(heads).transpose(1, 2)
-            else:
-                query = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
-                key = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
-            value = self.v_proj(x).view(heads).transpose(1, 2)
-            if rotation is not None and self.rope is None:
-                query = (query * rotation[0]).to(value.dtype)
-            elif rotation is not None:
-                assert self.rope is not None
-                query, key = (rotate(each, rotation, self.rope).to(value.dtype) for each in (query, key))
+            query, key, value = self._heads(x, rotation)
         out = self.context.attend(query, key, value, scope, self.options)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values by head. A served layer, whose projections are one, overrides it."""
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        if self._wide_norm:
+            query = self.q_norm(self.q_proj(x)).view(heads).transpose(1, 2)
+            key = self.k_norm(self.k_proj(x)).view(heads).transpose(1, 2)
+        else:
+            query = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
+            key = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
+        value = self.v_proj(x).view(heads).transpose(1, 2)
+        if rotation is not None and self.rope is None:
+            query = (query * rotation[0]).to(value.dtype)
+        elif rotation is not None:
+            assert self.rope is not None
+            query, key = (rotate(each, rotation, self.rope).to(value.dtype) for each in (query, key))
+        return query, key, value
 
 
 def rotate(x: Tensor, rotation: Rotation, rope: Rope = PLAIN_ROPE) -> Tensor:

@@ -70,7 +70,6 @@ from .recipe.request import (
 )
 from .runs.decisions_view import command_of_decision as command_of_decision
 from .runs.live import follow as follow, show_log as show_log
-from .train.profile import show_profile as show_profile
 from .runs.run_findings import (
     FindingsPoller as FindingsPoller, RunDiagnosis as RunDiagnosis, RunFinding as RunFinding, command_of as
     command_of, diagnose_run as diagnose_run,
@@ -89,7 +88,8 @@ from .runs.summary import (
 )
 from .show.clean_console import CleanConsole as CleanConsole, open_console as open_console
 from .show.error_language import (
-    Language as Language, chinese_texts as chinese_texts, chosen_language as chosen_language, shown_errors as shown_errors,
+    Language as Language, chinese_texts as chinese_texts, chosen_language as chosen_language, shown_errors as
+    shown_errors,
 )
 from .show.terminal import (
     PrintableStream as PrintableStream, printable as printable, raw_stream as raw_stream, tail as tail,
@@ -100,6 +100,7 @@ from .show.text_chart import (
 )
 from .train.jobs import JOB_TARGETS as JOB_TARGETS
 from .train.launch_answer import exit_code as exit_code, preview_options as preview_options, write_files as write_files
+from .train.profile import show_profile as show_profile
 from .train.resume import refuse_other_run as refuse_other_run
 from .train.session import (
     PAUSED_NOTICE_SECONDS as PAUSED_NOTICE_SECONDS, PausedSupervisorNotice as PausedSupervisorNotice, StopSignals as

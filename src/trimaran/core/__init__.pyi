@@ -9,10 +9,10 @@ from .engine_rules import (
     refuse_missing_packages, unit_sizes as unit_sizes,
 )
 from .errors import (
-    MESSAGES as MESSAGES, ErrorTexts as ErrorTexts, messages as messages,
-    EXIT_AGAIN as EXIT_AGAIN, EXIT_DONE as EXIT_DONE, EXIT_STUCK as EXIT_STUCK, EXIT_USER as EXIT_USER, GONE_IN as
-    GONE_IN, RENAMED as RENAMED, UserError as UserError, closest as closest, did_you_mean as did_you_mean,
-    file_error as file_error, warn_of_old_name as warn_of_old_name,
+    EXIT_AGAIN as EXIT_AGAIN, EXIT_DONE as EXIT_DONE, EXIT_STUCK as EXIT_STUCK, EXIT_USER as EXIT_USER, ErrorTexts
+    as ErrorTexts, GONE_IN as GONE_IN, MESSAGES as MESSAGES, RENAMED as RENAMED, UserError as UserError, closest as
+    closest, did_you_mean as did_you_mean, file_error as file_error, messages as messages, warn_of_old_name as
+    warn_of_old_name,
 )
 from .event import (
     Action as Action, Cause as Cause, Decision as Decision, DecisionOutcome as DecisionOutcome, Event as Event,
@@ -41,9 +41,8 @@ from .plan import (
     data_axis as data_axis, predicted_comm as predicted_comm, show_rows as show_rows,
 )
 from .plugins import (
-    KINDS as KINDS, SOURCES as SOURCES, find_plugin as find_plugin, installed_plugins as
-    installed_plugins, load as load, load_plugin as load_plugin, plugin_errors as plugin_errors, plugin_names as
-    plugin_names,
+    KINDS as KINDS, SOURCES as SOURCES, find_plugin as find_plugin, installed_plugins as installed_plugins, load as
+    load, load_plugin as load_plugin, plugin_errors as plugin_errors, plugin_names as plugin_names,
 )
 from .recipe import (
     AUTO_PROMPT as AUTO_PROMPT, AdapterSection as AdapterSection, CheckpointSection as CheckpointSection,
@@ -69,7 +68,7 @@ from .replica_sync import (
     LayerKind as LayerKind, LocalSteps as LocalSteps, compressed_bytes as compressed_bytes, exposed_outer_seconds as
     exposed_outer_seconds, synchronisation_bytes as synchronisation_bytes,
 )
-from .template_text import joined as joined, TemplateText as TemplateText, templated as templated
+from .template_text import TemplateText as TemplateText, joined as joined, templated as templated
 from .traits import DEVICE_TRAITS as DEVICE_TRAITS, DeviceTraits as DeviceTraits, family_named as family_named
 from .units import (
     Bytes as Bytes, Flops as Flops, GIB as GIB, Seconds as Seconds, show_bytes as show_bytes, show_count as

@@ -11,10 +11,11 @@ from .block_time import (
 )
 from .collective import (
     GatheredUnit as GatheredUnit, NETWORK_EFFICIENCY as NETWORK_EFFICIENCY, NETWORK_GATHER_EFFICIENCY as
-    NETWORK_GATHER_EFFICIENCY, REDUCE_HOP_FACTOR as REDUCE_HOP_FACTOR, RING_EFFICIENCY as RING_EFFICIENCY, Ring as
-    Ring, all_gather_seconds as all_gather_seconds, all_reduce_seconds as all_reduce_seconds, all_to_all_seconds as
-    all_to_all_seconds, exposed_gathers as exposed_gathers, exposed_reduction as exposed_reduction, ring_of as
-    ring_of, send_seconds as send_seconds, slow_start_seconds as slow_start_seconds,
+    NETWORK_GATHER_EFFICIENCY, NETWORK_HOP_FACTOR as NETWORK_HOP_FACTOR, REDUCE_HOP_FACTOR as REDUCE_HOP_FACTOR,
+    RING_EFFICIENCY as RING_EFFICIENCY, Ring as Ring, all_gather_seconds as all_gather_seconds, all_reduce_seconds
+    as all_reduce_seconds, all_to_all_seconds as all_to_all_seconds, exposed_gathers as exposed_gathers,
+    exposed_reduction as exposed_reduction, ring_of as ring_of, send_seconds as send_seconds, slow_start_seconds as
+    slow_start_seconds,
 )
 from .goodput import (
     Bill as Bill, Faults as Faults, Goodput as Goodput, best_interval as best_interval, bill_of as bill_of,

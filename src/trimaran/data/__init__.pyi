@@ -86,6 +86,6 @@ from .vision.decode import (
     split_frames as split_frames, upright_size as upright_size,
 )
 from .vision.image_grid import (
-    ALONE as ALONE, grid_positions as grid_positions, grids_of as grids_of, measure_images as measure_images,
+    ALONE as ALONE, cut_patches as cut_patches, fill_patches as fill_patches, grid_positions as grid_positions,
+    grids_of as grids_of, measure_images as measure_images,
 )
-from .vision.image_grid import cut_patches as cut_patches, fill_patches as fill_patches

@@ -64,9 +64,9 @@ from .supervise.node_options import (
     as source_towards, split_head as split_head, with_own_address as with_own_address,
 )
 from .supervise.rank_report import (
-    LocalRank as LocalRank, MAX_HEARTBEAT_AGE_SECONDS as MAX_HEARTBEAT_AGE_SECONDS, Operation as Operation, RankReport
-    as RankReport, ReportMoment as ReportMoment, collect_reports as collect_reports, describe_ranks as describe_ranks,
-    process_state as process_state, read_rank_reports as read_rank_reports,
+    LocalRank as LocalRank, MAX_HEARTBEAT_AGE_SECONDS as MAX_HEARTBEAT_AGE_SECONDS, Operation as Operation,
+    RankReport as RankReport, ReportMoment as ReportMoment, collect_reports as collect_reports, describe_ranks as
+    describe_ranks, process_state as process_state, read_rank_reports as read_rank_reports,
 )
 from .supervise.recovery_policy import (
     Cycle as Cycle, EXIT_FAULT as EXIT_FAULT, PolicyDecision as PolicyDecision, RecoveryOptions as RecoveryOptions,

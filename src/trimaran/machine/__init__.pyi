@@ -8,6 +8,7 @@ from .calibration import (
 )
 from .checks.between_nodes import (
     culprits as culprits, first_round as first_round, node_pairs as node_pairs, second_round as second_round,
+    suspects as suspects,
 )
 from .checks.fabric_presets import (
     FABRICS as FABRICS, FabricFacts as FabricFacts, load_presets as load_presets, preset_changes as preset_changes,
@@ -39,7 +40,8 @@ from .cluster import (
 )
 from .comm_result import (
     BUS_FACTORS as BUS_FACTORS, CommCurve as CommCurve, CommPair as CommPair, CommPoint as CommPoint, CommResult as
-    CommResult, fit_link as fit_link, make_points as make_points, read_comm_result as read_comm_result,
+    CommResult, LinkFit as LinkFit, fit_link as fit_link, make_points as make_points, read_comm_result as
+    read_comm_result,
 )
 from .cpu_rates import (
     CpuRates as CpuRates, cpu_rates_path as cpu_rates_path, read_cpu_rates as read_cpu_rates, write_cpu_rates as

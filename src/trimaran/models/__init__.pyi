@@ -7,7 +7,7 @@ from .adapter_rules import (
 )
 from .any_spec import Spec as Spec, decoder_of as decoder_of, language_of as language_of, vision_of as vision_of
 from .config_fields import read_json as read_json
-from .families.disk_parts import DiskPart as DiskPart, HEAD as HEAD, PartsOf as PartsOf
+from .families.disk_parts import DiskPart as DiskPart, HEAD as HEAD
 from .from_hf import (
     disk_layout as disk_layout, is_extra_layer as is_extra_layer, spec_from_hf as spec_from_hf, spec_to_hf as
     spec_to_hf, unsupported as unsupported,
@@ -24,20 +24,14 @@ from .hub_names import (
     HubRepo as HubRepo, hub_error as hub_error, hub_repo_of as hub_repo_of, is_hub_name as is_hub_name, near_folder
     as near_folder, repo_name as repo_name,
 )
-from .spec import (
-    AttentionSpec as AttentionSpec, ExpertUnit as ExpertUnit, LatentSpec as LatentSpec, NormSpec as NormSpec,
-    PLAIN_ROPE as PLAIN_ROPE, PLAIN_UNIT as PLAIN_UNIT, Rope as Rope, RouterSpec as RouterSpec, TemperatureSpec as
-    TemperatureSpec, Yarn as Yarn, norm_names as norm_names,
-)
 from .model_presets import PRESETS as PRESETS, VLM_PRESETS as VLM_PRESETS
 from .module_names import (
     is_named as is_named, linear_names as linear_names, linear_sizes as linear_sizes, matches_module as
     matches_module, module_names as module_names, refuse_unmatched as refuse_unmatched,
 )
 from .outline import (
-    LayerAdapter as LayerAdapter, LayerOperators as LayerOperators, LinearShape as LinearShape, Opaque as Opaque,
-    Outline as Outline, OutlineLayer as OutlineLayer, Step as Step, Tower as Tower, linears_of
-    as linears_of, outline_of as outline_of, row_cost as row_cost,
+    LinearShape as LinearShape, Opaque as Opaque, Outline as Outline, OutlineLayer as OutlineLayer, Step as Step,
+    Tower as Tower, linears_of as linears_of, outline_of as outline_of, row_cost as row_cost,
 )
 from .outline_hf import USUAL as USUAL, VISION_OUTLINES as VISION_OUTLINES, outline_from_hf as outline_from_hf
 from .perception_spec import (
@@ -47,13 +41,16 @@ from .perception_spec import (
 )
 from .plugin_family import FamilyModule as FamilyModule, build_family as build_family
 from .resolve import (
-    model_text as model_text, outline_for as outline_for, outline_if_known as outline_if_known,
-    recipe_image_rules as recipe_image_rules, refuse_freezing as refuse_freezing,
+    model_text as model_text, outline_for as outline_for, outline_if_known as outline_if_known, recipe_image_rules
+    as recipe_image_rules, refuse_freezing as refuse_freezing,
 )
 from .section_spec import model_folder as model_folder, spec_of as spec_of, vlm_of as vlm_of
 from .spec import (
-    Block as Block, ExpertSpec as ExpertSpec, InitialRules as InitialRules, LayerSpec as LayerSpec, ModelSpec as
-    ModelSpec, every_rank_has_rows as every_rank_has_rows, rows_per_rank as rows_per_rank, variations as variations,
+    AttentionSpec as AttentionSpec, Block as Block, ExpertSpec as ExpertSpec, ExpertUnit as ExpertUnit, InitialRules
+    as InitialRules, LatentSpec as LatentSpec, LayerSpec as LayerSpec, ModelSpec as ModelSpec, NormSpec as NormSpec,
+    PLAIN_ROPE as PLAIN_ROPE, PLAIN_UNIT as PLAIN_UNIT, Rope as Rope, RouterSpec as RouterSpec, TemperatureSpec as
+    TemperatureSpec, Yarn as Yarn, every_rank_has_rows as every_rank_has_rows, norm_names as norm_names,
+    rows_per_rank as rows_per_rank, variations as variations,
 )
 from .stages import (
     cheapest_split as cheapest_split, split_by_cost as split_by_cost, split_outline as split_outline, stage_ranges

@@ -102,6 +102,4 @@ from .tensor_sums import (
     TensorChecksums, TensorSquares as TensorSquares, addresses_of as addresses_of, can_sum as can_sum, gradient_norm
     as gradient_norm, is_aligned as is_aligned,
 )
-from .vocab_parallel_loss import (
-    vocab_parallel_token_losses as vocab_parallel_token_losses,
-)
+from .vocab_parallel_loss import vocab_parallel_token_losses as vocab_parallel_token_losses

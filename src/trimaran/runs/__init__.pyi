@@ -75,7 +75,7 @@ from .read.traces import (
     merge, overlap as overlap, read_nsys_stats as read_nsys_stats, self_times as self_times, summarise as summarise,
     total as total, union as union, write_merged as write_merged,
 )
-from .record_types import is_number as is_number
+from .record_types import finite_values as finite_values, is_number as is_number
 from .replica_records import (
     Round as Round, RoundResult as RoundResult, Statement as Statement, group_prefix as group_prefix, lost_key as
     lost_key, result_key as result_key, round_key as round_key,

@@ -22,8 +22,7 @@ from .evaluate import (
     decode_answers as decode_answers, generate_answers as generate_answers,
 )
 from .evaluate_weights import (
-    EvaluatedNetwork as EvaluatedNetwork, HeldOutLoss as HeldOutLoss, held_out_loss as held_out_loss, text_loss as
-    text_loss,
+    EvaluatedNetwork as EvaluatedNetwork, held_out_loss as held_out_loss, text_loss as text_loss,
 )
 from .fake_ranks import check_build as check_build, fake_rank as fake_rank
 from .features.async_trainer import AsyncStepper as AsyncStepper
@@ -77,7 +76,8 @@ from .metrics.nvtx_ranges import StepRanges as StepRanges
 from .metrics.profiler import TracedPhases as TracedPhases, is_out_of_memory as is_out_of_memory
 from .metrics.router_stats import router_details as router_details, routing_counts as routing_counts
 from .metrics.step_clock import (
-    PhaseEvent as PhaseEvent, PhaseListener as PhaseListener, StepClock as StepClock, StepSeconds as StepSeconds, attribute as attribute,
+    PhaseEvent as PhaseEvent, PhaseListener as PhaseListener, StepClock as StepClock, StepSeconds as StepSeconds,
+    attribute as attribute,
 )
 from .metrics.step_recorder import (
     NUM_COMPLETE_STEPS as NUM_COMPLETE_STEPS, SlowDetails as SlowDetails, StepRecorder as StepRecorder, loader_wait

@@ -13,11 +13,9 @@ from rich.text import Text
 from trimaran.app.show.clean_console import plain_table
 from trimaran.app.show.text_chart import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, curve
 from trimaran.core import show_bytes
-from trimaran.cost.collective import NETWORK_HOP_FACTOR, REDUCE_HOP_FACTOR
-from trimaran.machine import Calibration, Collectives
-from trimaran.machine.checks.between_nodes import culprits, suspects
-from trimaran.machine.comm_result import CommCurve, CommPair, CommResult, LinkFit
-from trimaran.runs.record_types import finite_values
+from trimaran.cost import NETWORK_HOP_FACTOR, REDUCE_HOP_FACTOR
+from trimaran.machine import Calibration, Collectives, CommCurve, CommPair, CommResult, LinkFit, culprits, suspects
+from trimaran.runs import finite_values
 
 Tree = dict[str, Any]
 RATES = {"all_reduce": "all_reduce", "all_gather": "all_gather", "all_to_all": "all_to_all", "send_recv": "send"}

@@ -56,7 +56,7 @@ class UserError(Exception):
         self, code: str, what: str | None = None, *, where: str, fix: str | None = None, **values: object
     ) -> None:
         super().__init__(code, what, where, fix)
-        self.code, _, self._name = code.partition(".")
+        self.code, _, self._name = code.partition(".") if what is None else (code, "", "")
         self._what, self._fix, self._values = what, fix, values
         self.where = _shortened(where)
         self.others: tuple[UserError, ...] = ()

@@ -280,8 +280,8 @@ class LoopChecks:
                 name=name or "the model",
                 kind=type(module).__name__,
                 along=along,
-                along_2=1 - along,
-                along_3=not along,
+                batch_dim=1 - along,
+                batch_first=not along,
                 check_off=CHECK_OFF,
             )
 

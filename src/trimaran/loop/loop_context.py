@@ -81,7 +81,7 @@ class CallOrder:
             pause = min(2 * pause, MAX_POLL_SECONDS)
 
     def _error(self, call: str, others: str, fix: str) -> UserError:
-        return UserError("P046.rank-made", where=call, fix=fix, rank=self.rank, call=call, others_2=others)
+        return UserError("P046.ranks-differ", where=call, fix=fix, rank=self.rank, call=call, others=others)
 
     def _latest(self) -> dict[int, tuple[int, str]]:
         """Return number and name of the latest call of every other rank that has made one."""

@@ -76,5 +76,9 @@ def explained_errors(optimizer: Optimizer, *, is_sharded: bool) -> Iterator[None
             raise
         kind = type(optimizer).__name__
         raise UserError(
-            "P131.cannot-update-sharded", where="loop.step()", kind=kind, kind_2=type(error).__name__, error=error
+            "P131.cannot-update-sharded",
+            where="loop.step()",
+            optimizer=kind,
+            error_kind=type(error).__name__,
+            error=error,
         ) from error

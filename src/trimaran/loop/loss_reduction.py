@@ -84,7 +84,7 @@ def check_divisor(loss: Tensor, *, count: float, reads_device: bool) -> None:
                 divided, line = "the class weights of the labels", f"num_samples=weight[labels[{labels}]].sum()"
             what = f"the loss was divided by {divisor:g}, {divided}, but backward was told that it is the mean of"
             raise UserError(
-                "P143.refused", where=calling_line(), text=what, count=count, line=line, check_off=CHECK_OFF
+                "P143.wrong-mean", where=calling_line(), text=what, count=count, line=line, check_off=CHECK_OFF
             )
         sizes.append(_numel(node.next_functions[0]))
     sizes += _divisors_of_sums(loss.grad_fn, MAX_DEPTH, reads_device) if not sizes else []

@@ -49,7 +49,7 @@ def gather_metrics(
                 where="trimaran.gather_metrics(metrics)",
                 listed=_listed(ranks[0][0]),
                 rank=rank,
-                listed_2=_listed(other),
+                other=_listed(other),
             )
     names = list(ranks[0][0])
     if reduce == "list":

@@ -101,7 +101,7 @@ class Fields:
 
 
 def bad_field(name: str, what: str, where: str) -> UserError:
-    return UserError("M007.refused", where=where, name=name, text=what)
+    return UserError("M007.wrong-value", where=where, name=name, text=what)
 
 
 def unknown_network(what: str, where: str, *, fix: str = "add what is missing") -> UserError:

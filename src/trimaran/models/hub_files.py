@@ -224,7 +224,7 @@ def _load(repo: HubRepo, sha: str, *, subset: str | None, split: str) -> Any:
         return datasets.load_dataset(repo.name, subset, split=split, revision=sha)
     except ValueError as error:  # an unknown split or subset; the message lists those that exist
         raise UserError(
-            "T064.refused", where=f"data.path {repo.name}", repo=repo.name, error=" ".join(str(error).split())
+            "T064.dataset-error", where=f"data.path {repo.name}", repo=repo.name, error=" ".join(str(error).split())
         ) from None
 
 

@@ -94,9 +94,7 @@ def load_named_weights(
     with open_sources(folder) as sources:
         if wrong := find_mismatches(sources):
             more = templated(", and {num_wrong} more", num_wrong=len(wrong) - 3) if len(wrong) > 3 else ""
-            raise UserError(
-                "M021.weights-not-match-model-2", where=str(folder), fix=fix, wrong=", ".join(wrong[:3]), more=more
-            )
+            raise UserError("M021.weights-differ", where=str(folder), fix=fix, wrong=", ".join(wrong[:3]), more=more)
         if is_on_meta(module):
             return
         for name, parameter in module.named_parameters():

@@ -226,7 +226,7 @@ def plan_of(text: str, world_size: int, default_sharding: str = "none") -> tuple
     mesh = _mesh(fields, world_size, default_sharding)
     if mesh.world_size != world_size:
         raise UserError(
-            "P051.mesh-ranks-cluster", where="plan.mesh", mesh=mesh, world_size=mesh.world_size, world_size_2=world_size
+            "P051.mesh-ranks-cluster", where="plan.mesh", mesh=mesh, num_ranks=mesh.world_size, num_devices=world_size
         )
     asked = fields.pop("global_batch", None)
     batch_per_rank = (asked or 0) // mesh.dp

@@ -28,7 +28,7 @@ def check_disk_folder(path: str, *, any_filesystem: bool, mounts: Path = MOUNTS)
     kind = filesystem_of(folder, mounts)
     if not any_filesystem and (kind in (*IN_MEMORY, *NETWORK) or kind.startswith("fuse")):
         why = "is in memory, so offloading to it saves none" if kind in IN_MEMORY else "is not a local disk"
-        raise UserError("P111.refused", where=WHERE, path=path, kind=kind, why=why)
+        raise UserError("P111.wrong-disk", where=WHERE, path=path, kind=kind, why=why)
 
 
 def no_room(path: str, need: Bytes, free: Bytes) -> UserError:

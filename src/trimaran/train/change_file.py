@@ -182,4 +182,4 @@ class ChangeFile:
             self._checked = error
         except Exception as error:  # a fault of ours must not end the run
             log.exception("the request to change the plan could not be checked")
-            self._checked = UserError("S044.refused", where=self._path, kind=type(error).__name__, error=error)
+            self._checked = UserError("S044.change-failed", where=self._path, kind=type(error).__name__, error=error)

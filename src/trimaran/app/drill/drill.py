@@ -267,7 +267,7 @@ def _request(file: str | None, settings: list[str], faults: "list[DrillFault]") 
     for fault in faults:
         if fault.rank is not None and fault.rank > last:
             raise UserError(
-                "A001.rank-not-exist", where=f"--{fault.kind.name}", rank=fault.rank, last=last + 1, last_2=last
+                "A001.rank-not-exist", where=f"--{fault.kind.name}", rank=fault.rank, num_ranks=last + 1, last=last
             )
     return request
 

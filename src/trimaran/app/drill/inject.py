@@ -44,7 +44,9 @@ class RunProcesses:
             return self.ranks[rank]
         if rank not in self.hosts:
             last = max(self.hosts)
-            raise UserError("A001.rank-not-exist-run", where=str(self.run.path), rank=rank, last=last + 1, last_2=last)
+            raise UserError(
+                "A001.rank-not-exist-run", where=str(self.run.path), rank=rank, num_ranks=last + 1, last=last
+            )
         raise other_machine(self.run, f"rank {rank} is on {self.hosts[rank]}", self.hosts[rank])
 
 

@@ -145,7 +145,7 @@ def refuse_missing_ranks(ranks: str, world: int) -> None:
     from trimaran.runs.run_requests import RANKS_PATTERN
 
     if not RANKS_PATTERN.match(ranks) or (ranks != "all" and max(map(int, ranks.split(","))) >= world):
-        raise UserError("A001.not-list-ranks", where="--ranks", ranks=ranks, world=world, world_2=world - 1)
+        raise UserError("A001.not-list-ranks", where="--ranks", ranks=ranks, num_ranks=world, last=world - 1)
 
 
 def path_argument(path: Path) -> str:

@@ -243,7 +243,7 @@ def import_folder(
         newest = max(complete_steps(run.checkpoints), default=-1)
         if at <= newest:
             raise UserError(
-                "K029.run-already-checkpoint", where=str(run.checkpoints), newest=newest, newest_2=newest + 1
+                "K029.run-already-checkpoint", where=str(run.checkpoints), newest=newest, next_step=newest + 1
             )
         facts = {"seed": trained.train.seed, "global_batch": trained.train.global_batch}
         about = Manifest(step=at, time=time.time(), term=lease.term, recipe=read_regular_text(run.recipe),

@@ -60,7 +60,7 @@ def replan(
                     most=most,
                     ranks=ranks,
                     least=min(ranks, fewest),
-                    most_2=max(ranks, most),
+                    new_most=max(ranks, most),
                 )
             if resized(plan, recipe, ranks) is None:
                 raise UserError(

@@ -106,7 +106,7 @@ def resume(
         return 0
     asked, made = request.recipe.train.steps, max(complete_steps(found.checkpoints), default=0)
     if made > asked:
-        raise UserError("R013.train-steps-run", where="train.steps", asked=asked, made=made, made_2=2 * made)
+        raise UserError("R013.train-steps-run", where="train.steps", asked=asked, made=made, more=2 * made)
     differs = (old.cluster, old.plan) != (request.recipe.cluster, request.recipe.plan)
     replan = differs or (old.cluster == "auto" and request.cluster.world_size != found.read_plan().mesh.world_size)
     if is_torchrun:

@@ -144,7 +144,7 @@ def refuse_bad_profile(request: Request) -> None:
             where="telemetry.profile_ranks",
             profile_ranks=section.profile_ranks,
             world=world,
-            world_2=world - 1,
+            last=world - 1,
         )
 
 

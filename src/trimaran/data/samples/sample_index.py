@@ -185,7 +185,7 @@ def repeats_per_epoch(
             repeats.append(Fraction(1 if epoch is None else epoch))
     total = sum(n * times for n, times in zip(counts, repeats, strict=True))
     if any(weights) and total > MAX_REPEATS * sum(counts):
-        raise UserError("T038.weights-epoch-mixture", where="data.mixture", total=int(total), total_2=sum(counts))
+        raise UserError("T038.weights-epoch-mixture", where="data.mixture", total=int(total), different=sum(counts))
     return repeats
 
 

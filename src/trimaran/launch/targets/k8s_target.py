@@ -406,7 +406,7 @@ def _try_out(api: Api, documents: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _exists(kind: str, name: str) -> UserError:
-    return UserError("L043.already-name", where=f"{kind}/{name}", kind=kind, kind_2=kind.lower(), name=name)
+    return UserError("L043.already-name", where=f"{kind}/{name}", kind=kind, resource=kind.lower(), name=name)
 
 
 def check_cluster(site: KubernetesSite, request: LaunchRequest | None) -> list[SiteCheck]:

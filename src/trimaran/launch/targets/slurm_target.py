@@ -67,7 +67,7 @@ def ask_slurm(*command: str) -> str:
     done = run_slurm(*command)
     if done.returncode != 0:
         raise UserError(
-            "L031.refused",
+            "L031.command-failed",
             where="--on slurm",
             command=command[0],
             first_line=first_line(done.stderr) or done.returncode,
@@ -270,7 +270,7 @@ def _ask_for_job(job: JobRecord, *command: str) -> None:
     done = run_slurm(*command)
     if done.returncode != 0:
         raise UserError(
-            "L039.refused", where=f"job {job.native_id}", command=command[0], first_line=first_line(done.stderr)
+            "L039.command-failed", where=f"job {job.native_id}", command=command[0], first_line=first_line(done.stderr)
         )
 
 

@@ -130,7 +130,7 @@ class HostsCheck:
         if abs(skew) <= MAX_SKEW_SECONDS:
             return SiteCheck(name="clocks", found=f"{what}; logs are hard to compare")
         error = UserError(
-            "H012.refused",
+            "H012.clocks-differ",
             where=worst.host.spec,
             host=worst.host.label,
             skew=abs(skew),

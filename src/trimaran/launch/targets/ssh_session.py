@@ -206,9 +206,7 @@ class HostSession:
         try:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            return UserError(
-                "L026.did-not-answer", where=self.host.spec, host=self.host.label, host_host=self.host.host
-            )
+            return UserError("L026.did-not-answer", where=self.host.spec, host=self.host.label, address=self.host.host)
         self._stderr.seek(0)
         said = self._stderr.read().decode(errors="replace").strip()
         if code == NO_CONNECTION:
@@ -225,7 +223,7 @@ def connection_error(host: SshHost, said: str) -> UserError:
             if words.startswith("remote") and host.port:
                 named = shlex.quote(f"[{host.host}]:{host.port}")
             return UserError(
-                "L026.cannot-reached-2", where=host.spec, fix=fix.format(host=named), host=host.label, text=what
+                "L026.cannot-be-reached", where=host.spec, fix=fix.format(host=named), host=host.label, text=what
             )
     last = said.splitlines()[-1] if said else "ssh gave no reason"
-    return UserError("L026.cannot-reached", where=host.spec, host=host.label, last=last, host_host=host.host)
+    return UserError("L026.cannot-reached", where=host.spec, host=host.label, last=last, address=host.host)

@@ -182,4 +182,4 @@ def mixes_documents(reason: str, architecture: str) -> UserError:
 
 
 def _cp_unsupported(module: nn.Module, reason: str) -> UserError:
-    return UserError("M028.refused", where="plan.mesh.cp", kind=type(module).__name__, reason=reason)
+    return UserError("M028.cannot-split", where="plan.mesh.cp", kind=type(module).__name__, reason=reason)

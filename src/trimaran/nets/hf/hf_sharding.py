@@ -103,7 +103,7 @@ def spread(experts: Any, dispatch: HfDispatch, degree: int, split: Callable[[nn.
 
 
 def _no_experts(module: nn.Module, reason: str) -> UserError:
-    return UserError("M070.refused", where="plan.mesh.ep", kind=type(module).__name__, reason=reason)
+    return UserError("M070.cannot-split", where="plan.mesh.ep", kind=type(module).__name__, reason=reason)
 
 
 def hf_tensor_plan(module: Any, degree: int) -> tuple[dict[str, str], dict[str, int]]:
@@ -192,4 +192,4 @@ def _pattern(name: str) -> str:
 
 
 def _tp_unsupported(module: nn.Module, reason: str) -> UserError:
-    return UserError("M026.refused", where="plan.mesh.tp", kind=type(module).__name__, reason=reason)
+    return UserError("M026.cannot-split", where="plan.mesh.tp", kind=type(module).__name__, reason=reason)

@@ -180,7 +180,7 @@ def meta_copy(module: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def no_pipeline(module: nn.Module, reason: str) -> UserError:
-    return UserError("M069.refused", where="plan.mesh.pp", kind=type(module).__name__, reason=reason)
+    return UserError("M069.cannot-split", where="plan.mesh.pp", kind=type(module).__name__, reason=reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

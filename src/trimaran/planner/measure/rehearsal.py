@@ -38,8 +38,8 @@ def refuse_fewer_layers(recipe: Recipe, spec: Spec | None, plan: Plan, layers: i
             where=where,
             fix=least,
             layers=layers,
-            layers_2=2 * layers,
-            layers_3=decoder.layers / plan.num_stages,
+            second=2 * layers,
+            all_layers=decoder.layers / plan.num_stages,
         )
     every = plan.recompute if isinstance(plan.recompute, int) else 1
     if layers % every:

@@ -162,7 +162,7 @@ class FieldReader:
         self._tree = {}
 
     def wrong(self, name: str, what: str) -> UserError:
-        return UserError("P070.refused", where=self.file, path=self._path, name=name, text=what)
+        return UserError("P070.wrong-file", where=self.file, path=self._path, name=name, text=what)
 
     def contradiction(self, what: str, fix: str) -> UserError:
         return UserError("P071", what, where=self.file, fix=fix)

@@ -345,7 +345,7 @@ def check_towers(plan: Plan, recipe: Recipe, spec: Spec | None) -> None:
                 where=f"plan.towers.{name}.tp",
                 name=name,
                 tp=own.tp,
-                tp_2=tp,
+                mesh_tp=tp,
                 why=why,
                 works=either(works),
             )

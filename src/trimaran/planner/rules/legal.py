@@ -136,18 +136,18 @@ def check_mesh(plan: Plan, cluster: Cluster) -> None:
         works = [f"{data // shard} x {shard}" for shard in divisors(data, most=data)]
         others = templated(" with tp x pp x cp of {inner}", inner=inner) if inner > 1 else ""
         fix = templated(
-            "use dp_replicate x dp_shard of {works}{others_2}, or leave one of them out",
+            "use dp_replicate x dp_shard of {works}{others}, or leave one of them out",
             works=either(works),
-            others_2=others,
+            others=others,
         )
     raise UserError(
         "P001.mesh-ranks",
         where="plan.mesh",
         fix=fix,
         mesh=mesh,
-        world_size=mesh.world_size,
+        num_ranks=mesh.world_size,
         cluster=cluster,
-        world_size_2=world_size,
+        num_devices=world_size,
     )
 
 

@@ -74,7 +74,7 @@ def make_request(
         if value is not None and value not in allowed:
             why = WHY_NOT.get(to, "this format cannot hold it")
             fix = f"use {' or '.join(allowed)}, or leave {option} out" if allowed else f"leave {option} out"
-            raise UserError("A001.not-2", where=option, fix=fix, option=option, value=value, to=to, why=why)
+            raise UserError("A001.not-for-format", where=option, fix=fix, option=option, value=value, to=to, why=why)
     family, is_weights = run.read_recipe().model.kind, to in ("hf", "dcp")
     if not family.is_language_model and (quantise or not is_weights):
         why = f"has the family {family.name} of a plug-in" if family.is_plugin else f"takes {family.reads}"

@@ -155,7 +155,7 @@ def plan_serving_command(
     what: str | None, asked: dict[str, Any], unused: Mapping[str, object], settings: list[str], *, as_json: bool
 ) -> int:
     if named := [name for name, value in unused.items() if value]:
-        raise UserError("A013.plans-train-serve", where=named[0], named=named[0], named_2=" and ".join(named))
+        raise UserError("A013.plans-train-serve", where=named[0], first=named[0], options=" and ".join(named))
     answer, cost = plan_serving(read_serving_question(what, asked, settings)), None
     if asked["price"] is not None:  # of a million generated tokens, if every replica is fully loaded
         hourly = answer.question.cluster.world_size * asked["price"]

@@ -128,7 +128,7 @@ def refuse_inexact_slices(network: Network, kind: Quantisation) -> None:
                 outputs=outputs,
                 kind=kind,
                 group=GROUP,
-                outputs_2=OUTPUTS,
+                multiple=OUTPUTS,
             )
 
 

@@ -187,7 +187,7 @@ def refuse_many_values(body: bytes) -> None:
         in_text = bool(is_text[-1])
     for marks, (most, names) in MAX_MARKS.items():
         if counts[list(marks)].sum() > most:
-            raise UserError("U001.body", where="the body", most=most, names=names)
+            raise UserError("U001.wrong-body", where="the body", most=most, names=names)
 
 
 def parse_call(kind: type[Call], body: bytes) -> Call:

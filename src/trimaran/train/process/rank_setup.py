@@ -102,11 +102,11 @@ def agree_on_plugins(recipe: Recipe) -> None:
             if first != other:
                 has = [f"{each.get('distribution')} {each.get('version')}" for each in (first, other)]
                 raise UserError(
-                    "K078.rank-rank",
+                    "K078.ranks-differ",
                     where=templated("the {kind} '{name}'", kind=first["kind"], name=first["name"]),
-                    has=has[0],
+                    first=has[0],
                     rank=rank,
-                    has_2=has[1],
+                    other=has[1],
                 )
 
 
